@@ -1,0 +1,56 @@
+"""Two families of exceptions: the caller's mistakes and our bugs.
+
+`UserError` means: change the argument that the message names. `InternalError` means: report a bug.
+"""
+
+
+class AutoparError(Exception):
+    """Base of everything that autopar raises on purpose."""
+
+
+class UserError(AutoparError):
+    """The caller can repair this; the message names the argument, the values met and the remedy."""
+
+
+class InternalError(AutoparError):
+    """An invariant of autopar does not hold: a bug of ours, never the caller's."""
+
+
+class TraceError(UserError):
+    """The step function cannot be traced, or has side effects or outputs that are not arrays."""
+
+
+class BatchAxisError(UserError):
+    """The batch axis is missing, ambiguous or not divisible as asked."""
+
+
+class MicrobatchError(UserError):
+    """The step couples the examples of its batch: it cannot be split into microbatches."""
+
+
+class ClusterError(UserError):
+    """A cluster description is malformed, unknown or does not fit the devices there are."""
+
+
+class PlanError(UserError):
+    """A plan is malformed, corrupt, from another version, or made for something else."""
+
+
+class PlanMismatchError(PlanError):
+    """A plan for another function, other shapes or other devices."""
+
+
+class InfeasiblePlanError(PlanError):
+    """No plan fits: says which bytes are needed where, against the bytes that are there."""
+
+
+class StateError(UserError):
+    """The state passed in is unusable: donated before, or not where its plan put it."""
+
+
+class StateLostError(AutoparError):
+    """A step failed after its update programs had begun: the donated state is gone."""
+
+
+class MissingRuleWarning(UserWarning):
+    """A primitive without a sharding rule: it runs gathered and replicated."""

@@ -1,0 +1,133 @@
+"""A traced step as plain data: values, equations, and the phases of a train step."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+
+class Phase(enum.Enum):
+    """When an equation runs: once before the microbatches, once for each, or once after them."""
+
+    PROLOGUE = "prologue"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+
+    @property
+    def in_loop(self) -> bool:
+        return self in (Phase.FORWARD, Phase.BACKWARD)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """The result of one equation, or an input. Compared by identity; `id` is unique in its graph."""
+
+    id: int
+    shape: tuple[int, ...]
+    dtype: Any  # numpy dtype, or JAX's key dtype
+    weak_type: bool = False
+
+    @property
+    def is_key(self) -> bool:
+        return not isinstance(self.dtype, np.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole value; a PRNG key counts 8 (threefry)."""
+        return math.prod(self.shape) * (8 if self.is_key else self.dtype.itemsize)
+
+    def __repr__(self) -> str:
+        return f"%{self.id}:{self.dtype}{list(self.shape)}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Literal:
+    """A constant scalar inside an equation."""
+
+    value: Any
+    dtype: Any
+    weak_type: bool = False
+    shape: tuple[int, ...] = ()
+
+
+Operand = Value | Literal
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive applied to operands. `shape`s are those of the graph the equation stands in."""
+
+    id: int
+    primitive: Any  # jax.extend.core.Primitive
+    params: Mapping[str, Any]
+    inputs: tuple[Operand, ...]
+    outputs: tuple[Value, ...]
+    phase: Phase  # what JAX's name stack says: FORWARD, BACKWARD, or UPDATE for neither
+    source: str = ""  # file:line (function) of the user's code
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The operands that are not literals."""
+        return tuple(v for v in self.inputs if isinstance(v, Value))
+
+    def __repr__(self) -> str:
+        ins = ", ".join(map(repr, self.inputs))
+        return f"{', '.join(map(repr, self.outputs))} = {self.primitive.name} {ins}  # {self.phase.value}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A traced function: pure equations in topological order, calls inlined."""
+
+    name: str
+    equations: tuple[Equation, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Operand, ...]
+    constants: Mapping[Value, Any]  # captured arrays
+    input_paths: tuple[str, ...]  # e.g. "state['params']['w']", one per input
+    output_paths: tuple[str, ...]
+    carried: Mapping[int, int]  # output index -> input index that it replaces (the state)
+    in_tree: Any
+    out_tree: Any
+    fingerprint: str  # hash of structure, shapes and dtypes
+
+    def __repr__(self) -> str:
+        lines = [f"graph {self.name}({', '.join(map(repr, self.inputs))}):"]
+        lines += [f"  {eqn!r}" for eqn in self.equations]
+        return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchDim:
+    """Where the batch lies in a value: dimension `dim` is (outer, examples, inner), row-major.
+
+    After a reshape `(T, B) -> (T*B,)` outer is T; after `(B, T) -> (B*T,)` inner is T.
+    """
+
+    dim: int
+    outer: int
+    inner: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepGraph:
+    """A step cut in time: loop equations stand in the sizes of one microbatch, the others in full sizes.
+
+    A loop equation is one whose phase is FORWARD or BACKWARD. What the loop hands on is listed per value.
+    """
+
+    graph: Graph  # where it comes from
+    num_microbatches: int
+    equations: tuple[Equation, ...]  # topological within a phase; phases run in the order of `Phase`
+    microbatch: Value  # int32 scalar: the index of the running microbatch, an implicit input of the loop
+    feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- slice of a graph input
+    accumulate: Mapping[Value, Value]  # loop value (an addend per microbatch) -> step value (their sum)
+    stack: Mapping[Value, tuple[Value, BatchDim]]  # loop value -> step value: concatenated over microbatches
+    outputs: tuple[Operand, ...]
+    replicable: frozenset[int]  # ids of equations that are cheap and batch-free: copied to where they are used

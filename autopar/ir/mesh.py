@@ -1,0 +1,96 @@
+"""Hardware as data (`Cluster`) and the logical device meshes that stages run on (`Mesh`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A kind of connection between devices, seen by one device."""
+
+    name: str
+    latency: float  # seconds per message
+    bandwidth: float  # bytes per second and direction that one device gets out of it
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """What one device of this kind can do."""
+
+    name: str
+    memory: int  # bytes that arrays may take
+    memory_bandwidth: float  # bytes per second
+    peak_flops: Mapping[str, float]  # FLOP per second by dtype name, e.g. "float32", "bfloat16"
+    matmul_efficiency: float  # share of the peak that large matrix products reach, in (0, 1]
+    memory_efficiency: float  # share of the bandwidth that large elementwise kernels reach, in (0, 1]
+    launch_overhead: float  # seconds on the device for the smallest kernel
+    dispatch_overhead: float  # seconds on the host to start one program
+    memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """One machine: devices of one kind behind one link."""
+
+    kind: DeviceKind
+    num_devices: int
+    link: Link  # between the devices of this host
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """The machines a plan is made for; they need not exist. Devices are numbered host by host from 0."""
+
+    name: str
+    hosts: tuple[Host, ...]
+    network: Link  # between devices of different hosts
+
+    @property
+    def num_devices(self) -> int:
+        return sum(host.num_devices for host in self.hosts)
+
+    def host_of(self, device: int) -> int:
+        """Index of the host that holds the device of this number."""
+        for index, host in enumerate(self.hosts):
+            if device < host.num_devices:
+                return index
+            device -= host.num_devices
+        raise IndexError(f"device {device} of a cluster of {self.num_devices}")
+
+    def kind_of(self, device: int) -> DeviceKind:
+        return self.hosts[self.host_of(device)].kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """A logical mesh: cluster devices in row-major order under named axes."""
+
+    devices: tuple[int, ...]  # device numbers in the cluster, row-major over `shape`
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]  # one name per entry of `shape`
+
+    def __post_init__(self) -> None:
+        if math.prod(self.shape) != len(self.devices) or len(self.shape) != len(self.axes):
+            raise ValueError(f"mesh {self.axes}={self.shape} does not match {len(self.devices)} devices")
+
+    @property
+    def size(self) -> int:
+        return len(self.devices)
+
+    def axis_size(self, axis: str) -> int:
+        return self.shape[self.axes.index(axis)]
+
+    def group(self, axes: tuple[str, ...]) -> tuple[int, ...]:
+        """The cluster devices of one collective over `axes` (the group that holds the first device)."""
+        strides = [math.prod(self.shape[i + 1 :]) for i in range(len(self.shape))]
+        offsets = [0]
+        for axis in axes:
+            i = self.axes.index(axis)
+            offsets = [o + k * strides[i] for o in offsets for k in range(self.shape[i])]
+        return tuple(self.devices[o] for o in offsets)

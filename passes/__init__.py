@@ -1,0 +1,1 @@
+"""Decisions: pure functions from noun to noun, one pass a file."""

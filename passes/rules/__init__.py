@@ -1,0 +1,1 @@
+"""The rule table: factors of each primitive, and how an equation is computed on local pieces."""

@@ -1,0 +1,71 @@
+"""What a sharding rule is: the factors (loop dimensions) of one equation, and how its piece is computed.
+
+A rule serves two masters alike. Cutting the batch into microbatches (time) and cutting arrays over mesh
+axes (space) are both "split a factor": the operands that carry it become smaller, a reduced factor leaves
+addends to be summed, and `emit` computes the same primitive on the local pieces. Engines know no primitive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
+
+from autopar.ir.graph import Equation
+
+DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
+ReduceOp = Literal["sum", "max", "min", "prod", "and", "or"]
+
+
+class Local(Protocol):
+    """The piece that `emit` computes."""
+
+    def size(self, factor: int) -> int:
+        """Local size of the factor."""
+
+    def is_split(self, factor: int) -> bool: ...
+
+    def start(self, factor: int) -> Any:
+        """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
+
+
+Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]
+
+
+def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    """Apply the equation's primitive to other operands, with some parameters changed."""
+    result = eqn.primitive.bind(*operands, **{**eqn.params, **changed})
+    return result if eqn.primitive.multiple_results else [result]
+
+
+def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """For primitives whose parameters name no sizes."""
+    return bind(eqn, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The factors of one equation.
+
+    A factor in several operands or results cuts all of them together. A factor that occurs in operands only is
+    reduced and must be listed in `reduced` (or be `whole`). A factor that no operand has (iota, broadcast) is free.
+    """
+
+    factors: tuple[int, ...]  # sizes
+    inputs: tuple[DimMap, ...]  # one per operand, literals included (scalars: ())
+    outputs: tuple[DimMap, ...]
+    reduced: Mapping[int, ReduceOp] = dataclasses.field(default_factory=dict)
+    whole: frozenset[int] = frozenset()  # factors that cannot be split
+    # Sets of operands in which the equation is jointly linear, the others fixed: if exactly these are partial
+    # sums, so is every result. `mul`: {0}, {1}; `add`: {0, 1}; `dot_general`: {0}, {1}.
+    linear: tuple[frozenset[int], ...] = ()
+    emit: Emit = emit_same
+    flops: float = 1.0  # per point of the iteration space (the product of all factors)
+    unit: Literal["matmul", "vector", "none"] = "vector"  # "none": moves or renames data at most
+    replicates: bool = False  # the fallback: nothing can be split
+
+    def points(self, split: Mapping[int, int] | None = None) -> int:
+        """Size of the iteration space, with some factors cut in so many pieces."""
+        split = split or {}
+        return math.prod(size // split.get(f, 1) for f, size in enumerate(self.factors))
