@@ -1,0 +1,34 @@
+"""autopar: an auto-parallelizing compiler for JAX."""
+
+from autopar import recipes
+from autopar.api import Executable, Parallelized, gather, parallelize
+from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
+from autopar.errors import AutoparError, InternalError, UserError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+from autopar.ir.method import Method
+from autopar.ir.plan import Plan
+from autopar.passes.rules.table import register_sharding_rule
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "DeviceKind",
+    "Executable",
+    "Graph",
+    "Host",
+    "InternalError",
+    "Link",
+    "Method",
+    "Parallelized",
+    "Plan",
+    "UserError",
+    "cluster_from_devices",
+    "gather",
+    "load_preset",
+    "make_cluster",
+    "parallelize",
+    "preset_names",
+    "recipes",
+    "register_sharding_rule",
+]

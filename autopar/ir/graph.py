@@ -105,29 +105,42 @@ class Graph:
 
 @dataclasses.dataclass(frozen=True)
 class BatchDim:
-    """Where the batch lies in a value: dimension `dim` is (outer, examples, inner), row-major.
+    """Where the batch lies in a value: dimension `dim` is (outer, units, inner), row-major.
 
-    After a reshape `(T, B) -> (T*B,)` outer is T; after `(B, T) -> (B*T,)` inner is T.
+    After a reshape `(T, B) -> (T*B,)` outer is T; after `(B, T) -> (B*T,)` inner is T. A unit is one
+    example, or a group of several after a reshape such as `(B,) -> (B/4, 4)`.
     """
 
     dim: int
     outer: int
+    units: int
     inner: int
+
+    @property
+    def size(self) -> int:
+        return self.outer * self.units * self.inner
+
+    def local_size(self, num_microbatches: int) -> int:
+        return self.size // num_microbatches
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepGraph:
     """A step cut in time: loop equations stand in the sizes of one microbatch, the others in full sizes.
 
-    A loop equation is one whose phase is FORWARD or BACKWARD. What the loop hands on is listed per value.
+    A loop equation is one whose phase is FORWARD or BACKWARD. What the loop takes and hands on is listed here;
+    every other value that crosses phases is the same value on both sides.
     """
 
     graph: Graph  # where it comes from
     num_microbatches: int
     equations: tuple[Equation, ...]  # topological within a phase; phases run in the order of `Phase`
+    constants: Mapping[Value, Any]
     microbatch: Value  # int32 scalar: the index of the running microbatch, an implicit input of the loop
-    feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- slice of a graph input
+    feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- its slice of a graph input
     accumulate: Mapping[Value, Value]  # loop value (an addend per microbatch) -> step value (their sum)
-    stack: Mapping[Value, tuple[Value, BatchDim]]  # loop value -> step value: concatenated over microbatches
+    keep: Mapping[Value, tuple[Value, ...]]  # loop value -> step values: what it was in each microbatch
     outputs: tuple[Operand, ...]
-    replicable: frozenset[int]  # ids of equations that are cheap and batch-free: copied to where they are used
+    replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used
+    batched: frozenset[Value]  # loop values that differ between microbatches
+    partial: frozenset[Value]  # those of them that are addends of full size

@@ -63,9 +63,15 @@ class Rule:
     emit: Emit = emit_same
     flops: float = 1.0  # per point of the iteration space (the product of all factors)
     unit: Literal["matmul", "vector", "none"] = "vector"  # "none": moves or renames data at most
+    separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
 
     def points(self, split: Mapping[int, int] | None = None) -> int:
         """Size of the iteration space, with some factors cut in so many pieces."""
         split = split or {}
         return math.prod(size // split.get(f, 1) for f, size in enumerate(self.factors))
+
+
+def is_fusible(rule: Rule) -> bool:
+    """Whether XLA would fuse the equation into its readers, so that its result need not go through memory."""
+    return rule.unit != "matmul" and not rule.reduced and not rule.replicates

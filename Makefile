@@ -1,0 +1,109 @@
+# Everything happens in .venv, which the first target creates; nothing else is needed but Python 3.11+.
+#   make train        train a byte-level GPT on 8 virtual CPU devices
+#   make test         the tests; PYTEST_ARGS="-k name -x" narrows them
+#   make test-slow    the slow ones
+#   make test-matrix  the tests on the oldest and the newest Python and jax that are supported
+#   make wheel-test   build wheel and sdist, try the wheel from another folder
+#   make lint | format | coverage | clean
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Two suit two cores.
+WORKERS ?= 2
+PYTEST_ARGS ?=
+PIP_FLAGS := --quiet --disable-pip-version-check
+
+usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+# The first that starts: a name on the path can be a shim for a version that is not there.
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
+	if $(call usable,$$python); then echo $$python; break; fi; done)
+
+.PHONY: help venv train test test-slow test-matrix wheel-test lint format coverage clean
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+venv: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml
+	@if [ ! -x $(BIN)/python ]; then \
+		if [ -z "$(PYTHON)" ] || ! $(call usable,$(PYTHON)); then \
+			echo "autopar needs Python 3.11 or later with the venv module; found: '$(PYTHON)'. Try make PYTHON=/path/to/python3.12" >&2; exit 1; \
+		fi; \
+		$(PYTHON) -m venv $(VENV); \
+	fi
+	@echo "Installing autopar and its tools into $(VENV) (a few minutes the first time) ..."
+	@$(BIN)/python -m pip install $(PIP_FLAGS) --editable '.[dev]'
+	@touch $@
+
+train: $(VENV)/.installed
+	@$(BIN)/python -m benchmarks.train
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+
+test-slow: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# ---- Packaging ----
+
+# The wheel is built from the sdist, and tried in an environment of its own that has only what it declares.
+wheel-test: $(VENV)/.installed
+	@rm -rf dist .venv-wheel
+	@$(BIN)/python -m build --outdir dist . >dist.log 2>&1 || { cat dist.log >&2; exit 1; }
+	@rm dist.log
+	@$(BIN)/python tests/wheel/contents.py . dist
+	@$(BIN)/python -m venv .venv-wheel
+	@.venv-wheel/bin/python -m pip install $(PIP_FLAGS) dist/*.whl
+	@cd "$$(mktemp -d)" && JAX_PLATFORMS=cpu $(CURDIR)/.venv-wheel/bin/python -W error -I $(CURDIR)/tests/wheel/smoke.py
+	@rm -rf .venv-wheel
+
+# ---- Other versions ----
+
+# Pairs python:jax, the oldest and the newest supported; a Python that is not on this machine is skipped, with a word.
+MATRIX ?= 3.11:0.10.0 3.12:newest
+
+test-matrix:
+	@$(MAKE) --no-print-directory --keep-going $(addprefix test-matrix-,$(subst :,-,$(MATRIX)))
+
+test-matrix-%:
+	@version=$(word 1,$(subst -, ,$*)); jax=$(word 2,$(subst -, ,$*)); venv=.venv-$$version-jax-$$jax; python=; \
+	for candidate in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python; do \
+		if $(call usable,$$candidate); then python=$$candidate; break; fi; \
+	done; \
+	if [ -z "$$python" ]; then echo "Skipped: no usable Python $$version on this machine"; exit 0; fi; \
+	requirement=jax; if [ $$jax != newest ]; then requirement="jax==$$jax jaxlib==$$jax"; fi; \
+	if [ ! $$venv/.installed -nt pyproject.toml ]; then \
+		echo "Installing Python $$version with $$requirement into $$venv ..."; \
+		$$python -m venv $$venv; \
+		$$venv/bin/python -m pip install $(PIP_FLAGS) --editable '.[dev]' $$requirement; \
+		touch $$venv/.installed; \
+	fi; \
+	$$venv/bin/python -c 'import jax, sys; print("Python", *sys.version.split()[:1], "jax", jax.__version__)'; \
+	$$venv/bin/python -m pytest -n $(WORKERS) --dist worksteal -p no:cacheprovider $(PYTEST_ARGS)
+
+# ---- The rest ----
+
+coverage: $(VENV)/.installed
+	@$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
+	@$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+clean:
+	rm -rf .venv .venv-* build dist dist.log *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

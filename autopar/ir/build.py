@@ -1,0 +1,144 @@
+"""Building graphs: equations appended one by one, or from a jaxpr with every call inlined."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+
+from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
+
+_CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+}
+_REMAT = frozenset({"remat2", "checkpoint", "remat"})
+_TRANSFORM = re.compile(r"(transpose|jvp)\(")
+
+
+class Builder:
+    """Collects equations while values are numbered in order of creation."""
+
+    def __init__(self, first_id: int = 0) -> None:
+        self.equations: list[Equation] = []
+        self.constants: dict[Value, Any] = {}
+        self._next = first_id
+
+    def value(self, aval: Any) -> Value:
+        self._next += 1
+        dtype = aval.dtype
+        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            dtype = np.dtype(dtype)
+        return Value(self._next - 1, tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)))
+
+    def add(
+        self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], avals: Sequence[Any], phase: Phase, source: str
+    ) -> tuple[Value, ...]:
+        outputs = tuple(self.value(aval) for aval in avals)
+        self.equations.append(
+            Equation(len(self.equations), primitive, params, tuple(inputs), outputs, phase, source)
+        )
+        return outputs
+
+    def inline(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Operand], stack: str = "", source: str = "", phase: Phase | None = None
+    ) -> list[Operand]:
+        """Append the equations of a jaxpr applied to `args`; returns its results.
+
+        `stack` and `source` are those of the call; a given `phase` overrides what the name stacks say.
+        """
+        env: dict[Any, Operand] = {}
+
+        def read(atom: Any) -> Operand:
+            if isinstance(atom, jex_core.Literal):
+                aval = atom.aval
+                if aval.shape:
+                    return self.constant(np.asarray(atom.val), aval)
+                return Literal(atom.val, aval.dtype, bool(getattr(aval, "weak_type", False)))
+            return env[atom]
+
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.constant(const, var.aval)
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            name = eqn.primitive.name
+            here = f"{stack}/{eqn.source_info.name_stack}"
+            where = source_of(eqn) or source
+            body = eqn.params.get(_CALLS[name]) if name in _CALLS else None
+            results: Sequence[Operand]
+            if body is not None:
+                if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+                    inputs = self._fence(inputs, phase or _phase(here), where)
+                closed = isinstance(body, jex_core.ClosedJaxpr)
+                inner, inner_consts = (body.jaxpr, body.consts) if closed else (body, ())
+                results = self.inline(inner, inner_consts, inputs, here, where, phase)
+            else:
+                avals = [var.aval for var in eqn.outvars]
+                results = self.add(eqn.primitive, eqn.params, inputs, avals, phase or _phase(here), where)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def constant(self, const: Any, aval: Any) -> Value:
+        value = self.value(aval)
+        self.constants[value] = const
+        return value
+
+    def _fence(self, inputs: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
+        values = [v for v in inputs if isinstance(v, Value)]
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        barrier = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).jaxpr.eqns[0]
+        fenced = iter(self.add(barrier.primitive, barrier.params, values, avals, phase, source))
+        return [next(fenced) if isinstance(v, Value) else v for v in inputs]
+
+
+def source_of(eqn: Any) -> str:
+    text = source_info_util.summarize(eqn.source_info)
+    return "" if "unknown" in text.lower() else text
+
+
+def _phase(name_stack: str) -> Phase:
+    """The outermost differentiation decides: `transpose(jvp(..))` backward, `jvp(..)` forward, else neither."""
+    match = _TRANSFORM.search(name_stack)
+    if match is None:
+        return Phase.UPDATE
+    return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
+
+
+def live_equations(equations: Sequence[Equation], outputs: Sequence[Operand]) -> list[Equation]:
+    """The equations that some output depends on, in order."""
+    needed = {v for v in outputs if isinstance(v, Value)}
+    kept = []
+    for eqn in reversed(equations):
+        if any(v in needed for v in eqn.outputs):
+            needed.update(eqn.values)
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def trace_emission(emit: Callable[..., Sequence[Any]], operands: Sequence[Operand]) -> tuple[Any, list[Any]]:
+    """Trace a rule's emission on abstract operands of the given shapes; literals stay literals.
+
+    Returns the closed jaxpr over the operands that are `Value`s, and those operands.
+    """
+    values = [v for v in operands if isinstance(v, Value)]
+
+    def call(*leaves: Any) -> Sequence[Any]:
+        supply = iter(leaves)
+        return emit(*[next(supply) if isinstance(v, Value) else v.value for v in operands])
+
+    specs = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in values]
+    return jax.make_jaxpr(call)(*specs), values

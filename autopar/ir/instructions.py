@@ -1,0 +1,62 @@
+"""What the runtime executes: a static list over numbered registers, decided before anything runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.ir.graph import Phase, Value
+from autopar.ir.local import Port
+
+Register = int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """Run a program; it may overwrite input registers (running sums, donated state)."""
+
+    stage: int
+    program: int  # index into the lowered step's programs
+    phase: Phase
+    inputs: tuple[Register, ...]
+    outputs: tuple[Register, ...]
+    donated: tuple[int, ...]  # positions of inputs whose buffers the outputs take over
+
+
+@dataclasses.dataclass(frozen=True)
+class Copy:
+    """Copy a value tile by tile to another stage's mesh."""
+
+    stage: int  # the sender
+    crossing: int  # index into the lowered step's crossings
+    source: Register
+    target: Register
+
+
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Forget registers whose last reader has been issued."""
+
+    stage: int
+    registers: tuple[Register, ...]
+
+
+Instruction = Run | Copy | Free
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InstructionList:
+    """One step. The order is a valid interleaving; the instructions of one stage form that mesh's own list."""
+
+    instructions: tuple[Instruction, ...]
+    num_registers: int
+    leaves: Mapping[Value, Register]  # graph input at its home
+    feeds: Mapping[tuple[Value, int, int], tuple[Register, Port]]  # (loop value, stage, microbatch) -> batch slices
+    constants: Mapping[tuple[Value, int], tuple[Register, Port]]  # (value, stage)
+    microbatch: Mapping[tuple[int, int], Register]  # (stage, microbatch) -> its index
+    sums: Mapping[Register, tuple[int, Port]]  # running sums, to be set to zero: register -> (stage, port)
+    results: tuple[Register | None, ...]  # per graph output; None for an input, constant or literal passed through
+
+    def of_stage(self, stage: int) -> tuple[Instruction, ...]:
+        """The list of one mesh."""
+        return tuple(i for i in self.instructions if i.stage == stage)

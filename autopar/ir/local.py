@@ -1,0 +1,84 @@
+"""Programs in local sizes: what each device computes and every collective in between, before JAX sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Literal
+
+from autopar.ir.graph import Equation, Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import Program
+from autopar.ir.sharding import Collective, ReshardStep, Sharding
+from autopar.ir.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """A value at the border of a program, with the sharding it has there."""
+
+    value: Value
+    sharding: Sharding
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """One equation on local pieces."""
+
+    equation: Equation
+    strategy: Strategy
+    operands: tuple[Sharding | None, ...]  # None for a literal
+    results: tuple[Sharding, ...]
+    flops: float  # on one device
+    unit: Literal["matmul", "vector", "none"]
+    fusible: bool  # an elementwise result that need not go through memory
+    combined: tuple[Collective, ...]  # all-reduces (max, min, ..) that belong to the equation
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshard:
+    """A value that exists in one sharding is made in another, too."""
+
+    value: Value
+    source: Sharding
+    target: Sharding
+    steps: tuple[ReshardStep, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulate:
+    """Add this microbatch's addend to the running sum (both in `sharding`)."""
+
+    addend: Value
+    total: Value
+    sharding: Sharding
+
+
+LocalOp = Compute | Reshard | Accumulate
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalProgram:
+    """One program on its mesh."""
+
+    program: Program
+    mesh: Mesh
+    ops: tuple[LocalOp, ...]
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]  # the running sums are inputs and outputs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageSharding:
+    """What the intra-op pass decides for one stage."""
+
+    mesh: Mesh
+    strategies: Mapping[tuple[int, int], Strategy]  # (program index, equation id) -> strategy
+    # Where a value is kept after it was made or has arrived; else as its equation leaves it. Batch-free values that
+    # several programs compute for themselves are keyed by the program, all others by None.
+    layouts: Mapping[tuple[int | None, Value], Sharding]
+    objective: float  # seconds per step, the solver's
+    lower_bound: float  # seconds per step: no choice of strategies can be cheaper
+
+    def layout(self, program: Program, value: Value) -> Sharding | None:
+        return self.layouts.get((program.index, value)) or self.layouts.get((None, value))

@@ -1,0 +1,29 @@
+"""What a plan may look like: the planner's freedom, or a recipe that takes some of it away."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.ir.schedule import ScheduleName
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Fixes parts of a plan; None leaves a part to the search.
+
+    Everything that is not fixed is found by the same solver and priced by the same cost model, whatever the method.
+    """
+
+    name: str
+    num_stages: int | None = None
+    num_microbatches: int | None = None
+    mesh_shape: tuple[int, ...] | None = None  # logical shape of every stage's mesh, (-1,) for one axis; x, y
+    schedule: ScheduleName | None = None
+    data_axes: tuple[str, ...] = ()  # axes that split examples and nothing else
+    model_axes: tuple[str, ...] = ()  # axes that split anything but examples
+    # Over the data axes: 0 replicates all state, 1 shards the optimizer state, 2 also the accumulated gradients,
+    # 3 also the parameters (Rajbhandari et al. 2020). None: as the solver finds best.
+    zero: int | None = None
+
+
+AUTO = Method("auto")

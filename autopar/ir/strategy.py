@@ -1,0 +1,17 @@
+"""How one equation is split over a mesh."""
+
+from __future__ import annotations
+
+# Per mesh axis, what it splits: a factor of the equation's rule (>= 0), nothing (WHOLE), or, written
+# `linear_set(k)`, nothing but the addends that the operands of the rule's k-th linear set are.
+AxisChoice = int
+WHOLE: AxisChoice = -1
+
+# A strategy has one lane; an equation whose rule is separable has one lane per operand.
+Lane = tuple[AxisChoice, ...]  # by mesh axis
+Strategy = tuple[Lane, ...]
+
+
+def linear_set(index: int) -> AxisChoice:
+    """The axis choice "operands of linear set `index` are partial over this axis"; its own inverse."""
+    return -2 - index

@@ -1,0 +1,52 @@
+"""Plans that people write by hand, as methods: what is not fixed here the same solver fills in."""
+
+from __future__ import annotations
+
+from autopar.errors import PlanError
+from autopar.ir.method import Method
+
+
+def data_parallel(num_microbatches: int | None = 1) -> Method:
+    """Every device holds all state and takes a share of the examples; gradients are all-reduced."""
+    return Method("data_parallel", 1, num_microbatches, (-1,), data_axes=("x",), zero=0)
+
+
+def zero(stage: int, num_microbatches: int | None = 1) -> Method:
+    """ZeRO (Rajbhandari et al. 2020): data parallel with sharded optimizer state (1), gradients (2), parameters (3).
+
+    Raises:
+      PlanError: `stage` is none of 1, 2, 3.
+    """
+    if stage not in (1, 2, 3):
+        raise PlanError(f"zero(stage={stage!r}): stage must be 1, 2 or 3.")
+    return Method(f"zero_{stage}", 1, num_microbatches, (-1,), data_axes=("x",), zero=stage)
+
+
+def megatron(dp: int, tp: int, pp: int, num_microbatches: int) -> Method:
+    """Megatron-LM (Narayanan et al. 2021): `pp` stages, each on a mesh of `dp` x `tp` devices, 1F1B.
+
+    Raises:
+      PlanError: a degree is not a positive integer.
+    """
+    for name, degree in {"dp": dp, "tp": tp, "pp": pp, "num_microbatches": num_microbatches}.items():
+        if not isinstance(degree, int) or degree < 1:
+            raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
+    return Method(
+        f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), "1f1b",
+        data_axes=("x",), model_axes=("y",), zero=0,
+    )  # fmt: skip
+
+
+def gpipe(num_stages: int, num_microbatches: int) -> Method:
+    """GPipe (Huang et al. 2019): a pipeline, all forwards before all backwards, data parallel within a stage."""
+    return Method("gpipe", num_stages, num_microbatches, (-1,), "gpipe", data_axes=("x",), zero=0)
+
+
+def intra_op_only() -> Method:
+    """One stage on all devices; shardings are free."""
+    return Method("intra_op_only", 1)
+
+
+def inter_op_only(num_stages: int | None = None, num_microbatches: int | None = None) -> Method:
+    """A pipeline of single devices; without `num_stages` one per device."""
+    return Method("inter_op_only", num_stages, num_microbatches, (1,), data_axes=("x",), zero=0)

@@ -1,0 +1,187 @@
+"""From a Python function to a `Graph`: the one file that knows how JAX traces.
+
+1. Flatten the arguments; keep each leaf's path. 2. Trace to a jaxpr. 3. Inline every call (`jit`,
+`custom_jvp`, `custom_vjp`, `checkpoint`), so that one flat list of pure equations is left; a rematerialised
+body is fenced by an `optimization_barrier`, as JAX's own lowering does, lest XLA merges it with the forward
+pass. 4. Drop what no output needs. 5. Read each equation's phase from JAX's name stack. 6. Find the state:
+the inputs that the outputs replace.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core as jex_core
+
+from autopar.errors import TraceError
+from autopar.ir.build import Builder, live_equations, source_of
+from autopar.ir.graph import Equation, Graph, Operand, Value
+
+def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str) -> Graph:
+    """Trace `fun(*args, **kwargs)`; leaves are arrays or `jax.ShapeDtypeStruct`s, static values are bound before.
+
+    Raises:
+      TraceError: an argument leaf or an output is not an array, or the function has side effects.
+    """
+    paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)))
+    paths = tuple(_argument_path(fun, path) for path, _ in paths_and_leaves)
+    avals = []
+    for path, (_, leaf) in zip(paths, paths_and_leaves, strict=True):
+        try:
+            avals.append(jax.typeof(leaf) if not isinstance(leaf, jax.ShapeDtypeStruct) else leaf)
+        except TypeError as error:
+            raise TraceError(
+                f"argument {path} of {name} is {leaf!r}, which is not an array. Pass arrays or "
+                "jax.ShapeDtypeStruct leaves, or name the argument in static_argnums / static_argnames."
+            ) from error
+
+    out_tree: Any = None
+    out_paths: tuple[str, ...] = ()
+
+    def flat(*leaves: Any) -> list[Any]:
+        nonlocal out_tree, out_paths
+        call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
+        result = fun(*call_args, **call_kwargs)
+        pairs, out_tree = jax.tree_util.tree_flatten_with_path(result)
+        out_paths = tuple(f"output{jax.tree_util.keystr(path)}" for path, _ in pairs)
+        for path, (_, leaf) in zip(out_paths, pairs, strict=True):
+            try:
+                jax.typeof(leaf)
+            except TypeError as error:
+                raise TraceError(
+                    f"{path} of {name} is {leaf!r} of type {type(leaf).__name__}, which is not an array. Return "
+                    "only arrays from a parallelized step; keep other values outside of it."
+                ) from error
+        return [leaf for _, leaf in pairs]
+
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    closed = jax.make_jaxpr(flat)(*specs)
+    if closed.effects:
+        culprit = _effectful(closed.jaxpr)
+        raise TraceError(
+            f"{name} has side effects ({', '.join(sorted(map(str, closed.effects)))})"
+            + (f" at {culprit}" if culprit else "")
+            + ". A parallelized step must be pure: return the values instead of printing, calling back or mutating."
+        )
+
+    builder = Builder()
+    inputs = tuple(builder.value(aval) for aval in closed.in_avals)
+    outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
+    equations = tuple(live_equations(builder.equations, outputs))
+    used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
+    constants = {v: c for v, c in builder.constants.items() if v in used}
+    in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
+    out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
+    carried = _carried(in_tree, in_leaves, out_tree, out_leaves)
+    return Graph(
+        name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, out_tree,
+        _fingerprint(equations, inputs, outputs),
+    )  # fmt: skip
+
+
+def _argument_path(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
+    """`state['w']` for the leaf at `path` of `(args, kwargs)`."""
+    import inspect
+
+    kind, which, *rest = path
+    if kind.idx == 1:
+        head = str(which.key)
+    else:
+        try:
+            head = list(inspect.signature(fun).parameters)[which.idx]
+        except (ValueError, TypeError, IndexError):
+            head = f"args[{which.idx}]"
+    return head + jax.tree_util.keystr(tuple(rest))
+
+
+def _effectful(jaxpr: Any) -> str | None:
+    for eqn in jaxpr.eqns:
+        if eqn.effects:
+            for inner in jex_core.jaxprs_in_params(eqn.params):
+                found = _effectful(inner)
+                if found:
+                    return found
+            return f"{source_of(eqn)} ({eqn.primitive.name})"
+    return None
+
+
+_Leaves = Sequence[tuple[tuple[int, ...], str]]
+
+
+def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, int]]:
+    """Each subtree with the index of its first leaf, outer ones first."""
+    level = [(tree, first)]
+    while level:
+        below = []
+        for node, start in level:
+            yield node, start
+            for child in node.children():
+                below.append((child, start))
+                start += child.num_leaves
+        level = below
+
+
+def _carried(in_tree: Any, ins: _Leaves, out_tree: Any, outs: _Leaves) -> dict[int, int]:
+    """Output leaf -> input leaf it replaces: the largest argument subtrees that come out with the same structure.
+
+    A bare array is taken for state only at the top: argument i against the whole output or its i-th element.
+    """
+    matches: dict[int, int] = {}
+    out_subtrees = list(_subtrees(out_tree))
+    tops = {start: index for index, (_, start) in enumerate(_children(out_tree, 0))}
+    leaf = jax.tree.structure(0)
+
+    def match(tree: Any, first: int, position: int | None) -> None:
+        n = tree.num_leaves
+        if n == 0:
+            return
+        for candidate, start in out_subtrees:
+            if candidate != tree or list(ins[first : first + n]) != list(outs[start : start + n]):
+                continue
+            if any(start + k in matches for k in range(n)):
+                continue
+            if tree == leaf and not (position is not None and (out_tree == leaf or tops.get(start) == position)):
+                continue
+            matches.update({start + k: first + k for k in range(n)})
+            return
+        for child, start in _children(tree, first):
+            match(child, start, None)
+
+    args_tree, kwargs_tree = in_tree.children()
+    for index, (arg, first) in enumerate(_children(args_tree, 0)):
+        match(arg, first, index)
+    for arg, first in _children(kwargs_tree, args_tree.num_leaves):
+        match(arg, first, None)
+    return matches
+
+
+def _children(tree: Any, first: int) -> Iterator[tuple[Any, int]]:
+    for child in tree.children():
+        yield child, first
+        first += child.num_leaves
+
+
+def _fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Operand]) -> str:
+    """Equal for equal programs in any process: structure, shapes, dtypes and plain parameters."""
+    digest = hashlib.sha256()
+
+    def name(v: Operand) -> str:
+        return f"{v.id}:{v.dtype}{v.shape}" if isinstance(v, Value) else f"{v.value}:{v.dtype}"
+
+    digest.update(" ".join(map(name, inputs)).encode())
+    for eqn in equations:
+        params = [f"{k}={v}" for k, v in sorted(eqn.params.items()) if _plain(v)]
+        text = f"{eqn.primitive.name} {params} {list(map(name, eqn.inputs))} {list(map(name, eqn.outputs))}\n"
+        digest.update(text.encode())
+    digest.update(" ".join(map(name, outputs)).encode())
+    return digest.hexdigest()[:16]
+
+
+def _plain(value: Any) -> bool:
+    return isinstance(value, int | float | str | bool | np.dtype | type(None)) or (
+        isinstance(value, tuple) and all(_plain(v) for v in value)
+    )

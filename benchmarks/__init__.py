@@ -1,0 +1,1 @@
+"""Measurements and runs on real input: `python -m benchmarks.NAME`."""

@@ -1,0 +1,1 @@
+"""Models in plain JAX, as a user would write them: nothing here knows autopar."""

@@ -1,0 +1,478 @@
+"""The cheapest way from one sharding to another: the steps that will be carried out, and their seconds.
+
+On one mesh, the shardings of an array are the nodes of a graph and the `ReshardStep`s its edges; a resharding
+is a shortest path. Between two meshes, `plan_transfer` takes shardings that cut the array alike, and copies
+tile by tile.
+
+1. The graph depends on the rank and the mesh only: built once, edges sorted by the state they lead to.
+2. A size divides only by the tile counts that divide gcd(size, mesh size), and a payload is the array's bytes
+   over a number of tiles: arrays with the same gcds and the same bytes share all prices.
+3. An edge's price depends on (kind, axes, tiles) only, so each such class is priced once for each array.
+4. Seconds from a few sources to everywhere: Bellman-Ford, all sources and edges at once in numpy.
+5. The steps of one resharding: Dijkstra; equal times are decided by fewer steps, then by the order of `moves`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import InternalError
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+
+# (kind, axes in mesh order, payload in bytes as in `Collective`) -> seconds. Local steps cost memory traffic.
+StepPrice = Callable[[StepKind, tuple[str, ...], int], float]
+
+LOCAL_KINDS: frozenset[StepKind] = frozenset({"slice", "mask"})
+
+
+def step_result(step: ReshardStep, sharding: Sharding) -> Sharding:
+    """The sharding after one step. Raises InternalError if the step does not apply.
+
+    `permute` with `dim >= 0` reorders the axes of one dimension; with `dim == -1`, `axes == (a, b)` and
+    `order == (b, a)` it exchanges the roles of two axes of equal size wherever they occur.
+    """
+    dims, partial = list(sharding.dims), set(sharding.partial)
+    unused = not (set(step.axes) & (sharding.axes | partial))
+    legal = bool(step.axes) and len(set(step.axes)) == len(step.axes)
+    match step.kind:
+        case "all_reduce" | "reduce_scatter":
+            legal &= set(step.axes) <= partial
+            partial -= set(step.axes)
+            if step.kind == "reduce_scatter":
+                dims[step.dim] += step.axes
+        case "all_gather":
+            kept = len(dims[step.dim]) - len(step.axes)
+            legal &= kept >= 0 and dims[step.dim][kept:] == step.axes
+            dims[step.dim] = dims[step.dim][: max(kept, 0)]
+        case "all_to_all":
+            legal &= len(step.axes) == 1 and dims[step.dim][-1:] == step.axes and step.dim != step.to_dim
+            dims[step.dim] = dims[step.dim][:-1]
+            dims[step.to_dim] += step.axes
+        case "slice":
+            legal &= unused
+            dims[step.dim] += step.axes
+        case "mask":
+            legal &= unused
+            partial |= set(step.axes)
+        case "permute" if step.dim >= 0:
+            legal &= dims[step.dim] == step.axes and sorted(step.order) == sorted(step.axes)
+            dims[step.dim] = step.order
+        case "permute":
+            legal &= len(step.axes) == 2 and step.order == step.axes[::-1]
+            renamed = dict(zip(step.axes, step.order, strict=False))
+            dims = [tuple(renamed.get(axis, axis) for axis in dim) for dim in dims]
+            partial = {renamed.get(axis, axis) for axis in partial}
+    if not legal:
+        raise InternalError(f"{step} does not apply to {sharding}")
+    return Sharding(tuple(dims), tuple(sorted(partial)))
+
+
+def step_payload(step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh) -> int:
+    """Bytes of the local result of the step applied to `sharding`; of the local operand for a reduce-scatter."""
+    state = sharding if step.kind == "reduce_scatter" else step_result(step, sharding)
+    return math.prod(state.local_shape(shape, mesh)) * itemsize
+
+
+@functools.lru_cache(maxsize=4096)
+def permutation(step: ReshardStep, mesh: Mesh) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """The axes along which a permute step moves pieces, and (from, to) for each position along them.
+
+    The axes are in mesh order; a position is row-major over them. No axes: nothing moves.
+    """
+    axes = tuple(axis for axis in mesh.axes if axis in step.axes)
+    sizes = [mesh.axis_size(axis) for axis in axes]
+    # The device at coordinates c (along `order`) must get the piece that lies at the same coordinates along
+    # `axes`. Exchanging two axes is the same thing: (i, j) gets what (j, i) has.
+    old = [mesh.axis_size(axis) for axis in step.axes]
+    new = [mesh.axis_size(axis) for axis in step.order]
+    sources = {}
+    for target in itertools.product(*map(range, sizes)):
+        at = dict(zip(axes, target, strict=True))
+        tile = np.ravel_multi_index([at[axis] for axis in step.order], new)
+        source = dict(zip(step.axes, map(int, np.unravel_index(tile, old)), strict=True))
+        sources[target] = tuple(source[axis] for axis in axes)
+    moved = [i for i in range(len(axes)) if any(target[i] != source[i] for target, source in sources.items())]
+    if not moved:
+        return (), ()
+    moved_sizes = [sizes[i] for i in moved]
+
+    def position(at: tuple[int, ...]) -> int:
+        return int(np.ravel_multi_index([at[i] for i in moved], moved_sizes))
+
+    pairs = sorted({(position(source), position(target)) for target, source in sources.items()})
+    return tuple(axes[i] for i in moved), tuple(pairs)
+
+
+def step_axes(step: ReshardStep, mesh: Mesh) -> tuple[str, ...]:
+    """The axes that a step communicates (or cuts, or masks) over: in mesh order, those of size 1 left out."""
+    if step.kind == "permute":
+        return permutation(step, mesh)[0]
+    return tuple(axis for axis in mesh.axes if axis in step.axes and mesh.axis_size(axis) > 1)
+
+
+def step_collectives(
+    steps: Sequence[ReshardStep], shape: tuple[int, ...], itemsize: int, before: Sharding, mesh: Mesh
+) -> tuple[Collective, ...]:
+    """The collectives among the steps, in order; steps over axes of size 1 are none."""
+    found = []
+    for step in steps:
+        axes = step_axes(step, mesh)
+        if axes and step.kind not in LOCAL_KINDS:
+            found.append(Collective(step.kind, axes, step_payload(step, shape, itemsize, before, mesh)))
+        before = step_result(step, before)
+    return tuple(found)
+
+
+def shardings(rank: int, mesh: Mesh) -> tuple[Sharding, ...]:
+    """Every sharding of an array of this rank, partial ones included: each axis unused, partial, or in a dimension."""
+    unused, partial = rank, rank + 1
+    found = []
+    for roles in itertools.product(range(rank + 2), repeat=len(mesh.axes)):
+        members = [[a for a, role in zip(mesh.axes, roles, strict=True) if role == which] for which in range(rank + 2)]
+        arranged = itertools.product(*(itertools.permutations(axes) for axes in members[:unused]))
+        found += [Sharding(dims, tuple(sorted(members[partial]))) for dims in arranged]
+    return tuple(found)
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _arrangements(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.permutations(axes, count)
+
+
+def moves(sharding: Sharding, mesh: Mesh) -> Iterator[ReshardStep]:
+    """Every step that applies to a sharding, divisibility aside."""
+    rank = range(len(sharding.dims))
+    unused = [axis for axis in mesh.axes if axis not in sharding.axes and axis not in sharding.partial]
+    for dim, axes in enumerate(sharding.dims):
+        for count in range(1, len(axes) + 1):
+            yield ReshardStep("all_gather", axes[-count:], dim)
+        for to_dim in rank:
+            if axes and to_dim != dim:
+                yield ReshardStep("all_to_all", axes[-1:], dim, to_dim)
+        for order in itertools.permutations(axes):
+            if order != axes:
+                yield ReshardStep("permute", axes, dim, order=order)
+    for axes in _subsets(sharding.partial):
+        yield ReshardStep("all_reduce", axes)
+    for axes in _arrangements(sharding.partial):
+        for dim in rank:
+            yield ReshardStep("reduce_scatter", axes, dim)
+    for axes in _arrangements(unused):
+        for dim in rank:
+            yield ReshardStep("slice", axes, dim)
+    for axes in _subsets(unused):
+        yield ReshardStep("mask", axes)
+    for axes in itertools.combinations(mesh.axes, 2):
+        if mesh.axis_size(axes[0]) == mesh.axis_size(axes[1]):
+            swap = ReshardStep("permute", axes, order=axes[::-1])
+            if step_result(swap, sharding) != sharding:
+                yield swap
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Network:
+    """All shardings of one rank on one mesh shape, and the steps between them."""
+
+    states: tuple[Sharding, ...]
+    index: dict[Sharding, int]
+    tiles: npt.NDArray[np.int64]  # [state, dimension]
+    steps: tuple[ReshardStep, ...]  # by edge, edges sorted by `target`
+    source: npt.NDArray[np.int64]  # [edge] state
+    target: npt.NDArray[np.int64]  # [edge] state
+    price_class: npt.NDArray[np.int64]  # [edge] index into `classes`
+    classes: tuple[tuple[StepKind, tuple[str, ...], int], ...]  # (kind, axes, tiles that the payload is one of)
+    first: npt.NDArray[np.int64]  # [state] its first edge; every state has one, as every step can be undone
+    leaving: tuple[tuple[int, ...], ...]  # [state] edges that leave it
+
+
+@functools.lru_cache(maxsize=256)
+def _network(rank: int, mesh: Mesh) -> _Network:
+    states = shardings(rank, mesh)
+    index = {state: i for i, state in enumerate(states)}
+    tiles = np.array([state.tiles(mesh) for state in states], np.int64).reshape(len(states), rank)
+    pieces = [math.prod(map(int, row)) for row in tiles]
+    classes: dict[tuple[StepKind, tuple[str, ...], int], int] = {}
+    edges: list[tuple[int, int, int, ReshardStep]] = []
+    for source, state in enumerate(states):
+        for step in moves(state, mesh):
+            target = index[step_result(step, state)]
+            payload_of = source if step.kind == "reduce_scatter" else target
+            key = (step.kind, step_axes(step, mesh), pieces[payload_of])
+            edges.append((target, source, classes.setdefault(key, len(classes)), step))
+    edges.sort(key=lambda edge: edge[0])  # stable: within a target the order of `moves` stays
+    columns = np.array([edge[:3] for edge in edges], np.int64).reshape(len(edges), 3)
+    leaving: list[list[int]] = [[] for _ in states]
+    for i, (_, source, _, _) in enumerate(edges):
+        leaving[source].append(i)
+    return _Network(
+        states=states,
+        index=index,
+        tiles=tiles,
+        steps=tuple(edge[3] for edge in edges),
+        source=columns[:, 1],
+        target=columns[:, 0],
+        price_class=columns[:, 2],
+        classes=tuple(classes),
+        first=np.searchsorted(columns[:, 0], np.arange(len(states))),
+        leaving=tuple(map(tuple, leaving)),
+    )
+
+
+def _distances(network: _Network, cost: npt.NDArray[np.float64], sources: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Seconds [source, state] of the shortest paths."""
+    seconds = np.full((len(sources), len(network.states)), np.inf)
+    seconds[np.arange(len(sources)), list(sources)] = 0.0
+    if not network.steps:
+        return seconds
+    while True:
+        arriving = np.minimum.reduceat(seconds[:, network.source] + cost, network.first, axis=1)
+        better = np.minimum(seconds, arriving)
+        if np.array_equal(better, seconds):
+            return seconds
+        seconds = better
+
+
+def _shortest_path(network: _Network, cost: npt.NDArray[np.float64], source: int, target: int) -> list[int]:
+    """The edges of the shortest path; of equally short ones that with fewest edges, then the first found."""
+    best: dict[int, tuple[float, int]] = {source: (0.0, 0)}
+    arrived_by: dict[int, int] = {}
+    done: set[int] = set()
+    heap = [(0.0, 0, source)]
+    while heap:
+        seconds, length, state = heapq.heappop(heap)
+        if state == target:
+            break
+        if state in done:
+            continue
+        done.add(state)
+        for edge in network.leaving[state]:
+            reached = (seconds + float(cost[edge]), length + 1)
+            to = int(network.target[edge])
+            if reached[0] < math.inf and (to not in best or reached < best[to]):
+                best[to] = reached
+                arrived_by[to] = edge
+                heapq.heappush(heap, (*reached, to))
+    path: list[int] = []
+    while target != source:
+        path.append(arrived_by[target])
+        target = int(network.source[path[-1]])
+    return path[::-1]
+
+
+class _Prices:
+    """What depends on the array: the edges' seconds, and the shortest paths asked for so far."""
+
+    def __init__(self, network: _Network, mesh: Mesh, gcds: tuple[int, ...], nbytes: int, price: StepPrice) -> None:
+        self.network = network
+        self.divides = np.all(np.array(gcds, np.int64) % network.tiles == 0, axis=1)  # [state]
+        prices = np.array(
+            [price(kind, axes, nbytes // pieces) if axes else 0.0 for kind, axes, pieces in network.classes]
+        )
+        legal = self.divides[network.source] & self.divides[network.target]
+        self.cost = np.where(legal, prices[network.price_class], np.inf) if network.steps else prices
+        self.rows: dict[int, npt.NDArray[np.float64]] = {}  # source state -> seconds to each state
+        self.paths: dict[tuple[int, int], tuple[ReshardStep, ...]] = {}
+
+    def seconds(self, sources: Sequence[int], targets: Sequence[int]) -> npt.NDArray[np.float64]:
+        missing = [source for source in dict.fromkeys(sources) if source not in self.rows]
+        if missing:
+            self.rows.update(zip(missing, _distances(self.network, self.cost, missing), strict=True))
+        return np.stack([self.rows[source] for source in sources])[:, list(targets)]
+
+    def path(self, source: int, target: int) -> tuple[ReshardStep, ...]:
+        if (source, target) not in self.paths:
+            edges = _shortest_path(self.network, self.cost, source, target)
+            self.paths[source, target] = tuple(self.network.steps[edge] for edge in edges)
+        return self.paths[source, target]
+
+
+class Resharder:
+    """Plans and prices reshardings on one mesh; remembers what it found."""
+
+    def __init__(self, mesh: Mesh, price: StepPrice) -> None:
+        self.mesh = mesh
+        self._price = price
+        # Meshes that differ only in their devices share the network.
+        self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
+        self._prices = functools.lru_cache(maxsize=1024)(self._make_prices)
+
+    def _make_prices(self, gcds: tuple[int, ...], nbytes: int) -> _Prices:
+        return _Prices(_network(len(gcds), self._logical), self._logical, gcds, nbytes, self._price)
+
+    def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _Prices:
+        size = self.mesh.size
+        return self._prices(tuple(math.gcd(n, size) for n in shape), math.prod(shape) * itemsize)
+
+    def _states(self, prices: _Prices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
+        """Indices of the shardings. Raises InternalError for one that the array cannot have."""
+        try:
+            states = [prices.network.index[sharding] for sharding in asked]
+        except KeyError as error:
+            raise InternalError(f"{error.args[0]} is no sharding of {shape} on mesh {self.mesh.axes}") from None
+        if not prices.divides[states].all():
+            bad = next(s for s, i in zip(asked, states, strict=True) if not prices.divides[i])
+            raise InternalError(f"{bad} does not divide {shape} on mesh {self.mesh.axes}={self.mesh.shape}")
+        return states
+
+    def plan(
+        self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding
+    ) -> tuple[ReshardStep, ...]:
+        """The cheapest steps from `source` to `target`."""
+        prices = self._prices_of(shape, itemsize)
+        start, end = self._states(prices, shape, (source, target))
+        return prices.path(start, end)
+
+    def time(self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding) -> float:
+        """Seconds of the cheapest steps."""
+        return float(self.matrix(shape, itemsize, (source,), (target,))[0, 0])
+
+    def collectives(
+        self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding
+    ) -> tuple[Collective, ...]:
+        """The collectives of the cheapest steps, in order."""
+        steps = self.plan(shape, itemsize, source, target)
+        return step_collectives(steps, shape, itemsize, source, self.mesh)
+
+    def matrix(
+        self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]
+    ) -> npt.NDArray[np.float64]:
+        """Seconds [source, target]."""
+        if not sources or not targets:
+            return np.zeros((len(sources), len(targets)))
+        prices = self._prices_of(shape, itemsize)
+        return prices.seconds(self._states(prices, shape, sources), self._states(prices, shape, targets))
+
+
+def plan_reshard(
+    shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, mesh: Mesh, price: StepPrice
+) -> tuple[ReshardStep, ...]:
+    """The cheapest steps from `source` to `target`. For more than one question, keep a `Resharder`."""
+    return Resharder(mesh, price).plan(shape, itemsize, source, target)
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferPlan:
+    """Moving an array between meshes: reshard to `sent`, copy tile by tile, reshard from `received`."""
+
+    sent: Sharding  # on the source mesh; never partial
+    received: Sharding  # on the target mesh; never partial; the same tiles in each dimension
+    seconds: float  # both reshardings and the copies
+
+
+def _tile_of_position(sharding: Sharding, mesh_shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Row-major number of the tile that each device of the mesh holds, by position."""
+    mesh = Mesh(tuple(range(math.prod(mesh_shape))), mesh_shape, axes)
+    tiles = []
+    for coordinates in itertools.product(*map(range, mesh_shape)):
+        at = dict(zip(axes, coordinates, strict=True))
+        tile = 0
+        for axis in itertools.chain.from_iterable(sharding.dims):
+            tile = tile * mesh.axis_size(axis) + at[axis]
+        tiles.append(tile)
+    return tuple(tiles)
+
+
+def tile_copies(
+    shape: tuple[int, ...], sent: Sharding, source_mesh: Mesh, received: Sharding, target_mesh: Mesh
+) -> tuple[tuple[int, int], ...]:
+    """Which device feeds which: (position in the source mesh, position in the target mesh), by target position.
+
+    The devices that hold a tile share its receivers evenly, neighbours with neighbours. Raises InternalError if
+    the two shardings cut the array differently or a value is partial.
+    """
+    if (
+        sent.partial
+        or received.partial
+        or sent.tiles(source_mesh) != received.tiles(target_mesh)
+        or not sent.divides(shape, source_mesh)
+    ):
+        raise InternalError(f"{shape} cannot be copied tile by tile from {sent} to {received}")
+    return _copies(sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _copies(
+    sent: Sharding,
+    source_shape: tuple[int, ...],
+    source_axes: tuple[str, ...],
+    received: Sharding,
+    target_shape: tuple[int, ...],
+    target_axes: tuple[str, ...],
+) -> tuple[tuple[int, int], ...]:
+    holders: dict[int, list[int]] = {}
+    for position, tile in enumerate(_tile_of_position(sent, source_shape, source_axes)):
+        holders.setdefault(tile, []).append(position)
+    wanted = _tile_of_position(received, target_shape, target_axes)
+    receivers = len(wanted) // (max(wanted) + 1)  # of each tile
+    served = dict.fromkeys(holders, 0)
+    copies = []
+    for position, tile in enumerate(wanted):
+        copies.append((holders[tile][served[tile] * len(holders[tile]) // receivers], position))
+        served[tile] += 1
+    return tuple(copies)
+
+
+def plan_transfer(
+    shape: tuple[int, ...],
+    itemsize: int,
+    source: Sharding,
+    source_mesh: Mesh,
+    target: Sharding,
+    target_mesh: Mesh,
+    source_resharder: Resharder,
+    target_resharder: Resharder,
+    link: Callable[[int, int, int], float],
+) -> TransferPlan:
+    """The cheapest way to move an array from `source` on one mesh to `target` on another.
+
+    `link(source device, target device, bytes)` are the seconds of one copy. A device's copies follow one another,
+    those of different devices overlap. Sending every tile once and gathering at the target (Alpa, section 6.2:
+    "local all-gather") is one of the candidates, not a special case.
+
+    1. Candidates: all pairs of full (not partial) shardings, one a mesh, that cut the array alike.
+    2. Reshard seconds on either side come from the two resharders.
+    3. Candidates in the order of those; the copies of one are priced only while it can still win.
+    """
+    senders = [s for s in shardings(len(shape), source_mesh) if not s.partial and s.divides(shape, source_mesh)]
+    takers = [s for s in shardings(len(shape), target_mesh) if not s.partial and s.divides(shape, target_mesh)]
+    before = source_resharder.matrix(shape, itemsize, (source,), senders)[0]
+    after = target_resharder.matrix(shape, itemsize, takers, (target,))[:, 0]
+    takers_by_tiles: dict[tuple[int, ...], list[int]] = {}
+    for j, received in enumerate(takers):
+        takers_by_tiles.setdefault(received.tiles(target_mesh), []).append(j)
+    candidates = [
+        (float(before[i] + after[j]), i, j)
+        for i, sent in enumerate(senders)
+        for j in takers_by_tiles.get(sent.tiles(source_mesh), ())
+    ]
+    best: TransferPlan | None = None
+    for resharding, i, j in sorted(candidates):
+        if best is not None and resharding >= best.seconds:
+            break
+        sent, received = senders[i], takers[j]
+        nbytes = math.prod(sent.local_shape(shape, source_mesh)) * itemsize
+        sending, receiving = [0.0] * source_mesh.size, [0.0] * target_mesh.size
+        for giver, taker in tile_copies(shape, sent, source_mesh, received, target_mesh):
+            seconds = link(source_mesh.devices[giver], target_mesh.devices[taker], nbytes)
+            sending[giver] += seconds
+            receiving[taker] += seconds
+        total = resharding + max(*sending, *receiving)
+        if best is None or total < best.seconds:
+            best = TransferPlan(sent, received, total)
+    if best is None:  # the replicated pair is always a candidate
+        raise InternalError(f"no way from {source} to {target} for {shape}")
+    return best

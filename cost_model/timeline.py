@@ -1,0 +1,272 @@
+"""Runs a schedule in simulated time: when every program and every transfer starts and ends, and what it holds.
+
+What waits for what, for a crossing (source stage, target stage, phase):
+
+    PROLOGUE   the target's first program waits for the source's prologue
+    FORWARD    the target's forward of a microbatch waits for the source's forward of it (the target's backward,
+               if the target is an earlier stage: forwards run in stage order, so nothing else can read the value)
+    BACKWARD   the target's backward of a microbatch waits for the source's backward of it
+    UPDATE     the target's update waits for the source's last program (a global norm, a shared gradient)
+
+Besides, a stage runs its programs one after the other in the schedule's order, and its backward of a microbatch needs
+its own forward. A transfer starts when its program has ended and its link, the ordered pair of stages, is free; the
+sender goes on at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import InternalError
+from autopar.ir.graph import Phase
+from autopar.ir.schedule import Schedule, Task
+
+Crossing = tuple[int, int, Phase]  # source stage, target stage, when: see above
+
+ONCE = -1  # the microbatch of programs and transfers that run once in a step
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTimes:
+    """How long the programs of one stage take."""
+
+    forward: float  # seconds per microbatch
+    backward: float  # seconds per microbatch
+    prologue: float = 0.0  # seconds per step
+    update: float = 0.0  # seconds per step
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """What one stage holds on each of its devices."""
+
+    base: int  # bytes throughout the step: state, accumulated gradients
+    live: int  # bytes per microbatch in flight: what its backward will read
+    temp: int  # bytes while a program runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """One program on one stage."""
+
+    stage: int
+    phase: Phase
+    microbatch: int  # ONCE for prologue and update
+    start: float  # seconds since the step began
+    end: float  # seconds since the step began
+
+
+@dataclasses.dataclass(frozen=True)
+class TransferEvent:
+    """One transfer between two stages."""
+
+    source: int
+    target: int
+    phase: Phase
+    microbatch: int  # ONCE for prologue and update
+    start: float  # seconds since the step began
+    end: float  # seconds since the step began
+
+
+@dataclasses.dataclass(frozen=True)
+class Timeline:
+    """A step in simulated time. A prologue or update that takes no time has no event."""
+
+    num_stages: int
+    events: tuple[Event, ...]  # by start, then stage
+    transfers: tuple[TransferEvent, ...]  # by start, then source and target
+    makespan: float  # seconds until the last program has ended
+
+    def busy(self, stage: int) -> float:
+        """Seconds during which the stage runs a program."""
+        return sum(event.end - event.start for event in self.events if event.stage == stage)
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the stages' time in which they run nothing; every stage counts the same."""
+        if not self.makespan:
+            return 0.0
+        busy = sum(event.end - event.start for event in self.events)
+        return 1.0 - busy / (self.num_stages * self.makespan)
+
+
+def simulate(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> Timeline:
+    """Run the schedule; `times` by stage, `transfers` in seconds for each microbatch (or step) and crossing.
+
+    A crossing that takes no time still makes its target wait.
+
+    1. Every stage runs its prologue and sends what others need of it.
+    2. As long as some stage's next task has all that it waits for, run it and send its results. Every program and
+       link serves in a fixed order, so the times do not depend on which stage is looked at first.
+    3. A stage with tasks left then waits forever: a deadlock.
+    4. Every stage runs its update, once its own tasks are done and what it waits for has arrived.
+
+    Raises:
+      InternalError: times and crossings do not fit the schedule, or the schedule deadlocks.
+    """
+    _check(schedule, times, transfers)
+    return _Simulation(schedule, times, transfers).run()
+
+
+def memory_over_time(timeline: Timeline, stage: int, memory: StageMemory) -> tuple[tuple[float, int], ...]:
+    """(seconds since the step began, bytes per device from then on), at every change on one stage.
+
+    A microbatch is in flight from the start of its forward to the end of its backward; of its forward where the
+    schedule has no backward. Values that have arrived for a program that has not begun are not counted.
+    """
+    events = [event for event in timeline.events if event.stage == stage]
+    returning = {event.microbatch for event in events if event.phase is Phase.BACKWARD}
+    changes: dict[float, int] = defaultdict(int)
+    for event in events:
+        changes[event.start] += memory.temp
+        changes[event.end] -= memory.temp
+        if event.phase is Phase.FORWARD:
+            changes[event.start] += memory.live
+        if event.phase is Phase.BACKWARD or (event.phase is Phase.FORWARD and event.microbatch not in returning):
+            changes[event.end] -= memory.live
+    held = memory.base
+    steps = []
+    for moment in sorted({0.0, *changes}):
+        held += changes[moment]
+        steps.append((moment, held))
+    return tuple(steps)
+
+
+def peak_memory(timeline: Timeline, memories: Sequence[StageMemory]) -> tuple[int, ...]:
+    """Most bytes per device at any time, by stage."""
+    return tuple(
+        max(held for _, held in memory_over_time(timeline, stage, memory)) for stage, memory in enumerate(memories)
+    )
+
+
+class _Simulation:
+    """The clocks of one simulated step."""
+
+    def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> None:
+        self._schedule = schedule
+        self._times = times
+        self._events: list[Event] = []
+        self._sent: list[TransferEvent] = []
+        self._clock = [0.0] * schedule.num_stages  # when the stage is free
+        self._link: dict[tuple[int, int], float] = defaultdict(float)  # when the link is free
+        self._done: set[Task] = set()
+        # When all transfers so far have arrived that these wait for.
+        self._arrived: dict[Task, float] = defaultdict(float)
+        self._arrived_first = [0.0] * schedule.num_stages
+        self._arrived_update = [0.0] * schedule.num_stages
+        self._outgoing: dict[tuple[int, Phase], list[tuple[int, float]]] = defaultdict(list)
+        self._sources: dict[tuple[int, Phase], list[tuple[int, Phase]]] = defaultdict(list)  # of a task: its senders
+        for (source, target, phase), seconds in transfers.items():
+            self._outgoing[source, phase].append((target, seconds))
+            if phase.in_loop:
+                self._sources[target, _reader(source, target, phase)].append((source, phase))
+        for stage in range(schedule.num_stages):
+            self._sources[stage, Phase.BACKWARD].append((stage, Phase.FORWARD))
+
+    def run(self) -> Timeline:
+        stages = range(self._schedule.num_stages)
+        for stage in stages:
+            end = self._run(stage, Phase.PROLOGUE, ONCE, 0.0, self._times[stage].prologue)
+            for target, arrival in self._send(stage, Phase.PROLOGUE, ONCE, end):
+                self._arrived_first[target] = max(self._arrived_first[target], arrival)
+        for stage in stages:
+            self._clock[stage] = max(self._clock[stage], self._arrived_first[stage])
+        self._run_tasks()
+        for stage in stages:
+            for target, arrival in self._send(stage, Phase.UPDATE, ONCE, self._clock[stage]):
+                self._arrived_update[target] = max(self._arrived_update[target], arrival)
+        for stage in stages:
+            self._run(stage, Phase.UPDATE, ONCE, self._arrived_update[stage], self._times[stage].update)
+        return Timeline(
+            self._schedule.num_stages,
+            tuple(sorted(self._events, key=lambda event: (event.start, event.stage))),
+            tuple(sorted(self._sent, key=lambda event: (event.start, event.source, event.target))),
+            max(self._clock, default=0.0),
+        )
+
+    def _run_tasks(self) -> None:
+        rows = self._schedule.tasks
+        position = [0] * len(rows)
+        moved = True
+        while moved:
+            moved = False
+            for stage, row in enumerate(rows):
+                while position[stage] < len(row) and not self._missing(row[position[stage]]):
+                    self._run_task(row[position[stage]])
+                    position[stage] += 1
+                    moved = True
+        stuck = [row[at] for row, at in zip(rows, position, strict=True) if at < len(row)]
+        if stuck:
+            waits = "; ".join(f"{_name(task)} waits for {', '.join(map(_name, self._missing(task)))}" for task in stuck)
+            raise InternalError(f"the schedule {self._schedule.name!r} deadlocks: {waits}")
+
+    def _missing(self, task: Task) -> list[Task]:
+        """The tasks that this one waits for and that have not run."""
+        sources = self._sources.get((task.stage, task.phase), ())
+        needed = (Task(stage, phase, task.microbatch) for stage, phase in sources)
+        return [each for each in needed if each not in self._done]
+
+    def _run_task(self, task: Task) -> None:
+        times = self._times[task.stage]
+        seconds = times.forward if task.phase is Phase.FORWARD else times.backward
+        end = self._run(task.stage, task.phase, task.microbatch, self._arrived[task], seconds)
+        for target, arrival in self._send(task.stage, task.phase, task.microbatch, end):
+            reader = Task(target, _reader(task.stage, target, task.phase), task.microbatch)
+            self._arrived[reader] = max(self._arrived[reader], arrival)
+        self._done.add(task)
+
+    def _run(self, stage: int, phase: Phase, microbatch: int, ready: float, seconds: float) -> float:
+        """Run a program as soon as the stage is free and its operands are ready; gives its end."""
+        if not seconds and microbatch == ONCE:
+            # Nothing to show, but an update that does nothing still ends no earlier than what it waits for.
+            self._clock[stage] = max(self._clock[stage], ready)
+            return self._clock[stage]
+        start = max(self._clock[stage], ready)
+        self._clock[stage] = start + seconds
+        self._events.append(Event(stage, phase, microbatch, start, start + seconds))
+        return start + seconds
+
+    def _send(self, source: int, phase: Phase, microbatch: int, ready: float) -> list[tuple[int, float]]:
+        """Start the transfers of one program's results; gives (target, arrival)."""
+        arrivals = []
+        for target, seconds in self._outgoing.get((source, phase), ()):
+            if not seconds:
+                arrivals.append((target, ready))  # nothing is moved, so no link is needed
+                continue
+            start = max(ready, self._link[source, target])
+            self._link[source, target] = start + seconds
+            self._sent.append(TransferEvent(source, target, phase, microbatch, start, start + seconds))
+            arrivals.append((target, start + seconds))
+        return arrivals
+
+
+def _reader(source: int, target: int, phase: Phase) -> Phase:
+    """The phase in which the target reads what a loop program of the source sends."""
+    return Phase.BACKWARD if phase is Phase.FORWARD and target < source else phase
+
+
+def _name(task: Task) -> str:
+    return f"{task.phase.value}(stage {task.stage}, microbatch {task.microbatch})"
+
+
+def _check(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> None:
+    if not len(times) == len(schedule.tasks) == schedule.num_stages:
+        raise InternalError(
+            f"a schedule of {schedule.num_stages} stages has tasks for {len(schedule.tasks)} and times for {len(times)}"
+        )
+    for stage, row in enumerate(schedule.tasks):
+        if len(set(row)) < len(row):
+            raise InternalError(f"stage {stage} has a task twice in the schedule {schedule.name!r}")
+        for task in row:
+            if task.stage != stage or not task.phase.in_loop or not 0 <= task.microbatch < schedule.num_microbatches:
+                raise InternalError(f"{_name(task)} stands among the tasks of stage {stage}")
+    for stage, each in enumerate(times):
+        if not all(0 <= seconds < float("inf") for seconds in dataclasses.astuple(each)):
+            raise InternalError(f"stage {stage} cannot take {each}")
+    for (source, target, phase), seconds in transfers.items():
+        if source == target or not {source, target} <= set(range(schedule.num_stages)):
+            raise InternalError(f"there is no crossing from stage {source} to stage {target} ({phase.value})")
+        if not 0 <= seconds < float("inf"):
+            raise InternalError(f"the {phase.value} transfer from stage {source} to {target} takes {seconds} s")

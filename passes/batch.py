@@ -1,0 +1,658 @@
+"""Microbatching as sharding in time: which values depend on which examples, and the step cut accordingly.
+
+Analysis (`analyse_batch`), once per graph, says for every value how it depends on the microbatch:
+
+    FREE      not at all (parameters, keys, and what is computed from them alone)
+    BATCHED   it holds the microbatch's examples along one dimension (outer, units, inner)
+    PARTIAL   it is an addend: the value of the whole batch is the sum over microbatches
+    FINAL     it needs the whole batch, hence exists only after the last microbatch
+
+and for every equation when it runs:
+
+ 1. An equation with a BATCHED operand splits along the factor that carries the batch, if its rule allows it:
+    results are BATCHED, or PARTIAL where the factor is summed. A FREE operand with that factor is sliced.
+ 2. An equation linear in its PARTIAL operands (the others FREE) keeps them PARTIAL.
+ 3. Anything else needs the whole batch. If it depends on no parameter it moves to the prologue and is FREE;
+    otherwise its operands are finalised (summed, or stacked) and it runs after the loop, in the update phase.
+    That is exact, but where a forward or backward equation needs stacked examples (batch normalisation,
+    contrastive logits) it would undo the microbatching: such couplings are reported with the user's line.
+
+`split_batch` then rewrites the graph for a number of microbatches, each loop equation by its rule's own `emit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import BatchAxisError, MicrobatchError
+from autopar.ir.build import Builder, live_equations, trace_emission
+from autopar.ir.graph import BatchDim, Equation, Graph, Literal, Operand, Phase, StepGraph, Value
+from autopar.passes.rules.base import DimMap, Rule
+
+RuleOf = Callable[[Equation], Rule]
+
+
+class Kind(enum.Enum):
+    FREE = "free"
+    BATCHED = "batched"
+    PARTIAL = "partial"
+    FINAL = "final"
+
+
+class When(enum.Enum):
+    """When an equation runs."""
+
+    FREE = "free"  # whenever it is wanted
+    BEFORE = "before"  # prologue, on the whole batch
+    LOOP = "loop"
+    AFTER = "after"
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """How a value depends on the microbatch."""
+
+    kind: Kind
+    batch: BatchDim | None = None  # BATCHED only
+    parameters: bool = False  # depends on a parameter
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """The factor of an equation that carries the batch, as (outer, units, inner)."""
+
+    factor: int
+    batch: BatchDim  # `dim` unused
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupling:
+    """An equation of the forward or backward pass that needs several microbatches at once."""
+
+    equation: Equation
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class BatchAnalysis:
+    graph: Graph
+    rules: Mapping[int, Rule]  # by equation id
+    batch_size: int
+    states: Mapping[Value, State]
+    when: Mapping[int, When]  # by equation id
+    splits: Mapping[int, Split]  # by equation id, loop equations with a batched operand
+    before: Mapping[int, frozenset[Value]]  # operands that an equation takes from the prologue
+    couplings: tuple[Coupling, ...]
+    max_microbatches: int  # legal numbers of microbatches divide this
+
+    def check(self, num_microbatches: int) -> None:
+        """Raise unless the step can be cut into this many microbatches.
+
+        Raises:
+          MicrobatchError: examples are coupled, and `num_microbatches` is more than one.
+          BatchAxisError: the batch is not divisible.
+        """
+        if num_microbatches == 1:
+            return
+        if num_microbatches < 1:
+            raise BatchAxisError(f"num_microbatches={num_microbatches}: must be 1 or more.")
+        if self.couplings:
+            first = self.couplings[0]
+            raise MicrobatchError(
+                f"num_microbatches={num_microbatches}: {self.graph.name} couples the examples of its batch at "
+                f"{first.equation.source or 'an unknown line'} ({first.equation.primitive.name}: {first.reason}). "
+                "Use num_microbatches=1 (sharding over devices is still free), or compute it per example."
+            )
+        if self.max_microbatches % num_microbatches:
+            unit = self.batch_size // self.max_microbatches
+            raise BatchAxisError(
+                f"num_microbatches={num_microbatches} does not divide the batch of {self.batch_size}"
+                + (f" in groups of {unit} examples" if unit > 1 else "")
+                + f". Use a divisor of {self.max_microbatches}."
+            )
+
+
+class Unsplittable(Exception):
+    """The equation cannot be split along the batch; the message says why."""
+
+
+def _coarsen(batch: BatchDim, divisor: int) -> BatchDim:
+    """Group units until `inner` is divisible by `divisor`."""
+    k = divisor // math.gcd(batch.inner, divisor)
+    if batch.units % k:
+        raise Unsplittable("a reshape cuts across examples")
+    return BatchDim(batch.dim, batch.outer, batch.units // k, batch.inner * k)
+
+
+def batch_to_factor(batch: BatchDim, dim: tuple[int, ...], sizes: Sequence[int]) -> Split:
+    """Which factor of a dimension (factors major to minor) carries the batch."""
+    for index, factor in enumerate(dim):
+        outer = math.prod(sizes[f] for f in dim[:index])
+        inner = math.prod(sizes[f] for f in dim[index + 1 :])
+        if batch.outer % outer:
+            break  # the batch begins inside an earlier factor
+        if batch.outer // outer >= sizes[factor] > 1 or sizes[factor] == 1:
+            continue  # the batch begins further inside
+        try:
+            fine = _coarsen(batch, inner)
+        except Unsplittable:
+            continue
+        return Split(factor, BatchDim(-1, batch.outer // outer, fine.units, fine.inner // inner))
+    raise Unsplittable("a reshape cuts across examples")
+
+
+def batch_in_dims(split: Split, dims: DimMap, sizes: Sequence[int]) -> BatchDim | None:
+    """Where the batch lies in an array of these dimensions; None if it does not."""
+    for index, dim in enumerate(dims):
+        if split.factor in dim:
+            at = dim.index(split.factor)
+            outer = math.prod(sizes[f] for f in dim[:at])
+            inner = math.prod(sizes[f] for f in dim[at + 1 :])
+            b = split.batch
+            return BatchDim(index, b.outer * outer, b.units, b.inner * inner)
+    return None
+
+
+def _merge(splits: Sequence[Split]) -> Split:
+    """The common split of several operands, in units that suit all."""
+    first = splits[0]
+    for other in splits[1:]:
+        a, b = first.batch, other.batch
+        if first.factor != other.factor:
+            raise Unsplittable("the examples of two operands are combined with one another")
+        if a.outer != b.outer or a.size != b.size:
+            raise Unsplittable("two operands hold their examples in different orders")
+        units = math.gcd(a.units, b.units)
+        first = Split(first.factor, BatchDim(-1, a.outer, units, a.size // a.outer // units))
+    return first
+
+
+def _split_of(rule: Rule, batches: Mapping[int, BatchDim]) -> Split:
+    """The one factor along which the equation splits; `batches` are its batched operands by position."""
+    splits = []
+    for position, batch in batches.items():
+        dim = rule.inputs[position][batch.dim]
+        splits.append(batch_to_factor(batch, dim, rule.factors))
+    split = _merge(splits)
+    factor = split.factor
+    if factor in rule.whole:
+        raise Unsplittable("it works along the batch")
+    reduction = rule.reduced.get(factor)
+    if reduction not in (None, "sum"):
+        raise Unsplittable(f"it takes the {reduction} over the batch")
+    if reduction is None and any(batch_in_dims(split, dims, rule.factors) is None for dims in rule.outputs):
+        raise Unsplittable("it mixes examples")
+    for position, dims in enumerate(rule.inputs):
+        held = [d for d in dims if factor in d]
+        if len(held) > 1:
+            raise Unsplittable("an operand holds the batch twice")
+        if position in batches and not held:
+            raise Unsplittable("it mixes examples")
+    return split
+
+
+def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf) -> BatchAnalysis:
+    """How everything in `graph` depends on the examples; `batch_axes` gives the batch axis of the batch inputs.
+
+    Raises:
+      BatchAxisError: no batch input, an axis out of range, or different batch sizes.
+    """
+    batch_size = _batch_size(graph, batch_axes)
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    states: dict[Value, State] = {}
+    for i, value in enumerate(graph.inputs):
+        if value in batch_axes:
+            states[value] = State(Kind.BATCHED, BatchDim(batch_axes[value], 1, batch_size, 1))
+        else:
+            inexact = isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jnp.inexact)
+            states[value] = State(Kind.FREE, parameters=inexact and (i in graph.carried.values() or value.shape != ()))
+    for value in graph.constants:
+        states[value] = State(Kind.FREE)
+
+    when: dict[int, When] = {}
+    splits: dict[int, Split] = {}
+    before: dict[int, frozenset[Value]] = {}
+    couplings: list[Coupling] = []
+    units = batch_size
+    for eqn in graph.equations:
+        rule = rules[eqn.id]
+        parameters = any(states[v].parameters for v in eqn.values)
+        kinds = {v: states[v].kind for v in eqn.values}
+        moved = frozenset[Value]()
+        partial = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and kinds[v] is Kind.PARTIAL]
+        if partial and not _stays_partial(rule, partial, kinds.values()):
+            # Step 3: sums that no parameter enters are taken from the prologue.
+            moved = frozenset(v for v, k in kinds.items() if k is Kind.PARTIAL and not states[v].parameters)
+            kinds.update(dict.fromkeys(moved, Kind.FREE))
+            partial = [i for i in partial if eqn.inputs[i] not in moved]
+        before[eqn.id] = moved
+        present = set(kinds.values())
+        batches = {
+            i: b for i, v in enumerate(eqn.inputs)
+            if isinstance(v, Value) and kinds[v] is Kind.BATCHED and (b := states[v].batch) is not None
+        }  # fmt: skip
+        reason = ""
+        if Kind.FINAL in present:
+            reason = "it needs a result of the whole batch"
+        elif partial and not _stays_partial(rule, partial, present):
+            reason = "it combines a sum over the batch with " + ("single examples" if batches else "other values")
+        elif partial:
+            if eqn.phase is Phase.UPDATE or rule.unit == "matmul":
+                reason = "once is enough"
+            else:
+                when[eqn.id] = When.LOOP
+                states.update((v, State(Kind.PARTIAL, None, parameters)) for v in eqn.outputs)
+                continue
+        elif batches:
+            try:
+                split = _split_of(rule, batches)
+            except Unsplittable as error:
+                if not parameters:
+                    when[eqn.id] = When.BEFORE
+                    before[eqn.id] = frozenset(eqn.values)
+                    states.update((v, State(Kind.FREE)) for v in eqn.outputs)
+                    continue
+                reason = str(error)
+            else:
+                splits[eqn.id] = split
+                when[eqn.id] = When.LOOP
+                units = math.gcd(units, split.batch.units)
+                for v, dims in zip(eqn.outputs, rule.outputs, strict=True):
+                    batch = batch_in_dims(split, dims, rule.factors)
+                    kind = Kind.PARTIAL if batch is None else Kind.BATCHED
+                    states[v] = State(kind, batch, parameters)
+                continue
+        else:
+            when[eqn.id] = When.FREE
+            states.update((v, State(Kind.FREE, None, parameters)) for v in eqn.outputs)
+            continue
+        when[eqn.id] = When.AFTER
+        states.update((v, State(Kind.FINAL, None, parameters)) for v in eqn.outputs)
+        if batches and eqn.phase is not Phase.UPDATE:
+            couplings.append(Coupling(eqn, reason))
+    return BatchAnalysis(
+        graph, rules, batch_size, states, when, splits, before, tuple(couplings), math.gcd(units, batch_size)
+    )
+
+
+def _stays_partial(rule: Rule, partial: Sequence[int], kinds: Any) -> bool:
+    return frozenset(partial) in rule.linear and not {Kind.BATCHED, Kind.FINAL} & set(kinds)
+
+
+def _batch_size(graph: Graph, batch_axes: Mapping[Value, int]) -> int:
+    sizes: dict[int, str] = {}
+    for value, path in zip(graph.inputs, graph.input_paths, strict=True):
+        axis = batch_axes.get(value)
+        if axis is None:
+            continue
+        if not -len(value.shape) <= axis < len(value.shape):
+            raise BatchAxisError(f"batch_axes: {path} has shape {value.shape}, hence no axis {axis}.")
+        sizes.setdefault(value.shape[axis], path)
+    if not sizes:
+        raise BatchAxisError(
+            f"{graph.name} has no batch argument. Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument "
+            "holds the examples along its first axis."
+        )
+    if len(sizes) > 1:
+        met = ", ".join(f"{path}: {size}" for size, path in sizes.items())
+        raise BatchAxisError(f"batch_axes: the batch arguments have different sizes along their batch axes ({met}).")
+    return next(iter(sizes))
+
+
+@dataclasses.dataclass
+class _TimeLocal:
+    """The piece of one microbatch, for `emit`."""
+
+    rule: Rule
+    split: Split
+    num_microbatches: int
+    index: Any  # traced int32 scalar
+
+    def size(self, factor: int) -> int:
+        whole = self.rule.factors[factor]
+        return whole // self.num_microbatches if self.is_split(factor) else whole
+
+    def is_split(self, factor: int) -> bool:
+        return factor == self.split.factor
+
+    def start(self, factor: int) -> Any:
+        if not self.is_split(factor):
+            return 0
+        if self.split.batch.outer > 1:
+            raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+        return self.index * self.size(factor)
+
+
+class _Splitter:
+    """Rewrites a graph for a number of microbatches."""
+
+    def __init__(self, analysis: BatchAnalysis, num_microbatches: int) -> None:
+        self.analysis = analysis
+        self.m = num_microbatches
+        self.graph = analysis.graph
+        self.producer = {v: eqn for eqn in self.graph.equations for v in eqn.outputs}
+        self.builder = Builder(1 + max((v.id for v in self._all_values()), default=-1))
+        self.microbatch = self.builder.value(jax.ShapeDtypeStruct((), jnp.int32))
+        self.loop: dict[tuple[Value, BatchDim | None], Operand] = {}  # loop operands, sliced versions of FREE ones too
+        self.full: dict[Value, Operand] = {}  # FREE and FINAL values in full size
+        self.prologue: dict[Value, Operand] = {}
+        self.feeds: dict[Value, tuple[Value, BatchDim]] = {}
+        self.accumulate: dict[Value, Value] = {}
+        self.keep: dict[Value, tuple[Value, ...]] = {}
+        self.backward: set[Operand] = set()  # loop values that depend on the backward pass
+        self.replicable: set[int] = set()
+        self.batched: set[Value] = set()
+        self.partial: set[Value] = set()
+
+    def _all_values(self) -> list[Value]:
+        values = [*self.graph.inputs, *self.graph.constants]
+        return values + [v for eqn in self.graph.equations for v in eqn.outputs]
+
+    def run(self) -> StepGraph:
+        analysis, builder = self.analysis, self.builder
+        inputs = set(self.graph.inputs) | set(self.graph.constants)
+        for value in inputs:
+            self.full[value] = self.prologue[value] = value
+        for eqn in self.graph.equations:
+            when = analysis.when[eqn.id]
+            if when is When.FREE:
+                pass  # emitted when wanted
+            elif when is When.BEFORE:
+                self._prologue_of(eqn.outputs[0])
+            elif when is When.LOOP:
+                self._emit_loop(eqn)
+            else:
+                operands = [self._after(v, eqn) for v in eqn.inputs]
+                self._copy(eqn, operands, Phase.UPDATE, self.full)
+        outputs = tuple(self._after(v, None) for v in self.graph.outputs)
+        equations = _in_phase_order(live_equations(builder.equations, self._wanted(outputs)), outputs, self)
+        live = {v for eqn in equations for v in (*eqn.values, *eqn.outputs)} | set(outputs)
+        return StepGraph(
+            self.graph, self.m, tuple(equations), {**self.graph.constants, **builder.constants}, self.microbatch,
+            {k: v for k, v in self.feeds.items() if k in live},
+            {k: v for k, v in self.accumulate.items() if v in live},
+            {k: v for k, v in self.keep.items() if v[0] in live},
+            outputs, frozenset(self.replicable), frozenset(self.batched), frozenset(self.partial),
+        )  # fmt: skip
+
+    def _wanted(self, outputs: Sequence[Operand]) -> list[Operand]:
+        """Outputs and everything that reaches them over the end of the loop."""
+        return [*outputs, *self.accumulate, *self.keep]
+
+    def _copy(
+        self, eqn: Equation, operands: Sequence[Operand], phase: Phase, env: dict[Value, Operand]
+    ) -> tuple[Value, ...]:
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in eqn.outputs]
+        outputs = self.builder.add(eqn.primitive, eqn.params, operands, avals, phase, eqn.source)
+        env.update(zip(eqn.outputs, outputs, strict=True))
+        return outputs
+
+    def _free(self, v: Operand) -> Operand:
+        """A FREE value in full size, emitted at its first use."""
+        if isinstance(v, Literal) or v in self.full:
+            return v if isinstance(v, Literal) else self.full[v]
+        for eqn in self._cone(v, self.full):
+            if self.analysis.when[eqn.id] is When.BEFORE:
+                self.full.update({out: self._prologue_of(out) for out in eqn.outputs})
+                continue
+            moved = self.analysis.before[eqn.id]
+            operands = [self._prologue_of(x) if x in moved else self._have(x, self.full) for x in eqn.inputs]
+            self._copy(eqn, operands, Phase.PROLOGUE, self.full)
+            rule = self.analysis.rules[eqn.id]
+            if rule.unit != "matmul" and not rule.replicates and not moved:
+                self.replicable.add(self.builder.equations[-1].id)
+        return self.full[v]
+
+    def _prologue_of(self, v: Operand) -> Operand:
+        """A value that no parameter enters, computed over the whole batch before the loop."""
+        if isinstance(v, Literal) or v in self.prologue:
+            return v if isinstance(v, Literal) else self.prologue[v]
+        for eqn in self._cone(v, self.prologue):
+            operands = [self._have(x, self.prologue) for x in eqn.inputs]
+            self._copy(eqn, operands, Phase.PROLOGUE, self.prologue)
+        return self.prologue[v]
+
+    @staticmethod
+    def _have(v: Operand, env: Mapping[Value, Operand]) -> Operand:
+        return v if isinstance(v, Literal) else env[v]
+
+    def _cone(self, v: Value, have: Mapping[Value, Operand]) -> list[Equation]:
+        """Equations still missing for `v`, in order."""
+        missing: dict[int, Equation] = {}
+        stack = [v]
+        while stack:
+            w = stack.pop()
+            if w in have:
+                continue
+            eqn = self.producer[w]
+            if eqn.id not in missing:
+                missing[eqn.id] = eqn
+                moved = self.analysis.before[eqn.id] if have is self.full else frozenset()
+                stack.extend(x for x in eqn.values if x not in moved)
+        return [missing[i] for i in sorted(missing)]
+
+    def _in_loop(self, v: Operand, batch: BatchDim | None, moved: frozenset[Value]) -> Operand:
+        """An operand of a loop equation; a FREE one is sliced if `batch` asks for it."""
+        if isinstance(v, Literal):
+            return v
+        key = (v, batch)
+        if key in self.loop:
+            return self.loop[key]
+        state = self.analysis.states[v]
+        if v not in moved and state.kind is not Kind.FREE:
+            if v in self.graph.inputs:
+                assert state.batch is not None
+                value = self._value(v, state.batch)
+                self.feeds[value] = (v, state.batch)
+                self.batched.add(value)
+                self.loop[(v, state.batch)] = self.loop[(v, None)] = value
+                return value
+            return self.loop[(v, None)]
+        whole = self._prologue_of(v) if v in moved else self._free(v)
+        if batch is None:
+            return whole
+        self.loop[key] = result = self._slice_by_rule(v, batch) or self._slice(whole, batch)
+        return result
+
+    def _value(self, v: Value, batch: BatchDim) -> Value:
+        shape = tuple(batch.local_size(self.m) if d == batch.dim else n for d, n in enumerate(v.shape))
+        return self.builder.value(jax.ShapeDtypeStruct(shape, v.dtype, weak_type=v.weak_type))
+
+    def _slice_by_rule(self, v: Value, batch: BatchDim) -> Operand | None:
+        """The microbatch's slice of a FREE value, computed as such by its own equation (iota, random bits, ..)."""
+        eqn = self.producer.get(v)
+        if eqn is None or self.analysis.when[eqn.id] is not When.FREE or self.analysis.before[eqn.id]:
+            return None
+        rule = self.analysis.rules[eqn.id]
+        try:
+            split = batch_to_factor(batch, rule.outputs[eqn.outputs.index(v)][batch.dim], rule.factors)
+            if split.batch.units != batch.units or split.factor in rule.whole:
+                return None
+            return self._emit(eqn, rule, split)[eqn.outputs.index(v)]
+        except (Unsplittable, IndexError):
+            return None
+
+    def _slice(self, v: Operand, batch: BatchDim) -> Operand:
+        m = self.m
+
+        def slice_out(x: Any, index: Any) -> Sequence[Any]:
+            d = batch.dim
+            parts = x.reshape(*x.shape[:d], batch.outer, batch.units, batch.inner, *x.shape[d + 1 :])
+            size = batch.units // m
+            piece = jax.lax.dynamic_slice_in_dim(parts, index * size, size, d + 1)
+            return [piece.reshape(*x.shape[:d], batch.local_size(m), *x.shape[d + 1 :])]
+
+        return self._trace(slice_out, [v, self.microbatch], Phase.FORWARD, "")[0]
+
+    def _emit_loop(self, eqn: Equation) -> None:
+        rule = self.analysis.rules[eqn.id]
+        split = self.analysis.splits.get(eqn.id)
+        moved = self.analysis.before[eqn.id]
+        if split is None:  # linear in partial operands: full sizes
+            operands = [self._in_loop(v, None, moved) for v in eqn.inputs]
+            phase = self._loop_phase(eqn, operands)
+            env: dict[Value, Operand] = {}
+            outputs: Sequence[Operand] = self._copy(eqn, operands, phase, env)
+            if phase is Phase.BACKWARD:
+                self.backward.update(outputs)
+        else:
+            try:
+                outputs = self._emit(eqn, rule, split)
+            except Unsplittable as error:
+                raise MicrobatchError(
+                    f"num_microbatches={self.m}: {eqn.primitive.name} at {eqn.source or 'an unknown line'}: {error}. "
+                    "Put the batch on the leading axis, or use num_microbatches=1."
+                ) from error
+        for old, new in zip(eqn.outputs, outputs, strict=True):
+            state = self.analysis.states[old]
+            self.loop[(old, None)] = self.loop[(old, state.batch)] = new
+            if isinstance(new, Value):
+                self.batched.add(new)
+                if state.kind is Kind.PARTIAL:
+                    self.partial.add(new)
+
+    def _emit(self, eqn: Equation, rule: Rule, split: Split) -> list[Operand]:
+        moved = self.analysis.before[eqn.id]
+        operands = [
+            self._in_loop(v, batch_in_dims(split, dims, rule.factors), moved)
+            for v, dims in zip(eqn.inputs, rule.inputs, strict=True)
+        ]
+
+        def emit(*args: Any) -> Sequence[Any]:
+            *xs, index = args
+            return rule.emit(_TimeLocal(rule, split, self.m, index), eqn, xs)
+
+        return self._trace(emit, [*operands, self.microbatch], self._loop_phase(eqn, operands), eqn.source)
+
+    def _trace(
+        self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str
+    ) -> list[Operand]:
+        closed, values = trace_emission(fun, operands)
+        first = len(self.builder.equations)
+        results = self.builder.inline(closed.jaxpr, closed.consts, values, source=source, phase=phase)
+        if phase is Phase.BACKWARD:
+            for new in self.builder.equations[first:]:
+                self.backward.update(new.outputs)
+        return results
+
+    def _loop_phase(self, eqn: Equation, operands: Sequence[Operand]) -> Phase:
+        after_backward = any(v in self.backward for v in operands)
+        return Phase.BACKWARD if eqn.phase is Phase.BACKWARD or after_backward else Phase.FORWARD
+
+    def _after(self, v: Operand, eqn: Equation | None) -> Operand:
+        """An operand in full size after the loop."""
+        if isinstance(v, Literal):
+            return v
+        if v in self.full:
+            return self.full[v]
+        if eqn is not None and v in self.analysis.before[eqn.id]:
+            return self._prologue_of(v)
+        state = self.analysis.states[v]
+        if state.kind is Kind.FREE:
+            return self._free(v)
+        local = self._in_loop(v, None, frozenset())
+        if isinstance(local, Literal):
+            raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
+        if state.kind is Kind.PARTIAL:
+            whole = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type))
+            self.accumulate[local] = whole
+            self.full[v] = whole
+            return whole
+        assert state.batch is not None
+        batch = state.batch
+        pieces = tuple(
+            self.builder.value(jax.ShapeDtypeStruct(local.shape, local.dtype, weak_type=v.weak_type))
+            for _ in range(self.m)
+        )
+        self.keep[local] = pieces
+
+        def join(*xs: Any) -> Sequence[Any]:
+            d = batch.dim
+            parts = [x.reshape(*x.shape[:d], batch.outer, -1, *x.shape[d + 1 :]) for x in xs]
+            return [jnp.concatenate(parts, d + 1).reshape(v.shape)]
+
+        self.full[v] = result = self._trace(join, pieces, Phase.UPDATE, eqn.source if eqn else "")[0]
+        return result
+
+
+def _in_phase_order(equations: Sequence[Equation], outputs: Sequence[Operand], splitter: _Splitter) -> list[Equation]:
+    """Renumber, and let batch-free equations that only the update needs run there."""
+    for_loop: set[Value] = set()
+    for eqn in reversed(equations):
+        if eqn.phase.in_loop or any(v in for_loop for v in eqn.outputs):
+            for_loop.update(eqn.values)
+    moved = [
+        dataclasses.replace(eqn, phase=Phase.UPDATE)
+        if eqn.phase is Phase.PROLOGUE and not any(v in for_loop for v in eqn.outputs)
+        else eqn
+        for eqn in equations
+    ]
+    order = list(Phase)
+    moved.sort(key=lambda eqn: order.index(eqn.phase))  # stable: topological within a phase
+    renumbered = [dataclasses.replace(eqn, id=i) for i, eqn in enumerate(moved)]
+    splitter.replicable = {new.id for new, old in zip(renumbered, moved, strict=True) if old.id in splitter.replicable}
+    return renumbered
+
+
+def split_batch(analysis: BatchAnalysis, num_microbatches: int) -> StepGraph:
+    """The step cut into this many microbatches of consecutive examples.
+
+    Raises:
+      MicrobatchError, BatchAxisError: see `BatchAnalysis.check`.
+    """
+    analysis.check(num_microbatches)
+    if num_microbatches == 1:
+        return _uncut(analysis)
+    return _Splitter(analysis, num_microbatches).run()
+
+
+def _uncut(analysis: BatchAnalysis) -> StepGraph:
+    """One microbatch: nothing is rewritten, couplings are harmless; only phases are settled."""
+    graph = analysis.graph
+    builder = Builder(1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs)))
+    microbatch = builder.value(jax.ShapeDtypeStruct((), jnp.int32))
+    needed: set[Value] = set()  # by the forward or backward pass
+    for eqn in reversed(graph.equations):
+        if eqn.phase is not Phase.UPDATE or any(v in needed for v in eqn.outputs):
+            needed.update(eqn.values)
+    backward: set[Value] = set()
+    depends: set[Value] = set()  # on the examples
+    depends.update(v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED)
+    replicable = set()
+    equations: list[Equation] = []
+    for eqn in graph.equations:
+        batched = any(v in depends for v in eqn.values)
+        loop = eqn.phase is not Phase.UPDATE or any(v in needed for v in eqn.outputs)
+        loop = loop or (batched and analysis.when[eqn.id] is When.LOOP and analysis.splits.get(eqn.id) is not None)
+        rule = analysis.rules[eqn.id]
+        if batched:
+            depends.update(eqn.outputs)
+        if not loop:
+            phase = Phase.UPDATE
+        elif not batched:
+            cheap = rule.unit != "matmul" and not rule.replicates
+            phase = Phase.PROLOGUE
+            if cheap:
+                replicable.add(eqn.id)
+        elif eqn.phase is Phase.BACKWARD or any(v in backward for v in eqn.values):
+            phase = Phase.BACKWARD
+            backward.update(eqn.outputs)
+        else:
+            phase = Phase.FORWARD
+        equations.append(dataclasses.replace(eqn, phase=phase))
+    equations.sort(key=lambda eqn: list(Phase).index(eqn.phase))
+    renumbered = [dataclasses.replace(eqn, id=i) for i, eqn in enumerate(equations)]
+    feeds = {v: (v, state.batch) for v in graph.inputs if (state := analysis.states[v]).batch is not None}
+    return StepGraph(
+        graph, 1, tuple(renumbered), graph.constants, microbatch, feeds, {}, {}, graph.outputs,
+        frozenset(n.id for n, o in zip(renumbered, equations, strict=True) if o.id in replicable), frozenset(depends),
+        frozenset(v for v in depends if analysis.states[v].kind is Kind.PARTIAL),
+    )  # fmt: skip

@@ -1,0 +1,92 @@
+"""Which arguments hold the examples: as the user says, or found."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+
+from autopar.errors import BatchAxisError
+from autopar.ir.graph import Graph, Value
+
+_log = logging.getLogger("autopar")
+
+
+def resolve_batch_axes(graph: Graph, batch_axes: Any) -> dict[Value, int]:
+    """The batch axis of each batch argument.
+
+    `batch_axes` is "auto" or, like the `in_axes` of `jax.vmap`, an int, None, or a pytree prefix of the positional
+    arguments with an int or None at its leaves. "auto" takes the leaves that are not carried from inputs to
+    outputs, are no PRNG keys, and share the size of their leading axis.
+
+    Raises:
+      BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
+    """
+    if batch_axes == "auto":
+        return _find(graph)
+    args_tree, kwargs_tree = graph.in_tree.children()
+    if isinstance(batch_axes, int) or batch_axes is None:
+        axes: list[Any] = [batch_axes] * args_tree.num_leaves
+    else:
+        try:
+            args = jax.tree.unflatten(args_tree, [0] * args_tree.num_leaves)
+            axes = jax.tree.broadcast(
+                tuple(batch_axes) if isinstance(batch_axes, list) else batch_axes, args, is_leaf=lambda x: x is None
+            )
+            axes = jax.tree.leaves(axes, is_leaf=lambda x: x is None)
+        except (ValueError, TypeError) as error:
+            raise BatchAxisError(
+                f"batch_axes={batch_axes!r} is no pytree prefix of the positional arguments of {graph.name}: {error}"
+            ) from error
+    axes += [None] * kwargs_tree.num_leaves
+    found = {}
+    for value, path, axis in zip(graph.inputs, graph.input_paths, axes, strict=True):
+        if axis is None:
+            continue
+        if not isinstance(axis, int) or not -len(value.shape) <= axis < len(value.shape):
+            raise BatchAxisError(f"batch_axes: {axis!r} for {path}, which has shape {value.shape}: no such axis.")
+        found[value] = axis % len(value.shape)
+    if not found:
+        raise BatchAxisError(_none_found(graph))
+    return found
+
+
+def _find(graph: Graph) -> dict[Value, int]:
+    carried = set(graph.carried.values())
+    keys = _keys(graph)
+    candidates = {
+        value: path
+        for i, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True))
+        if i not in carried and value.shape and value not in keys
+    }
+    if not candidates:
+        raise BatchAxisError(_none_found(graph))
+    leading = {value.shape[0] for value in candidates}
+    if len(leading) > 1:
+        met = ", ".join(f"{path} {list(value.shape)}" for value, path in candidates.items())
+        shared = set.intersection(*({n for n in value.shape} for value in candidates))
+        hint = f"; they share the size {sorted(shared)[-1]}, though not on their first axes" if shared else ""
+        raise BatchAxisError(
+            f"batch_axes='auto' is ambiguous for {graph.name}: the candidates {met} have different leading sizes{hint}. "
+            "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
+        )
+    _log.info("%s: batch of %d along axis 0 of %s", graph.name, leading.pop(), ", ".join(candidates.values()))
+    return dict.fromkeys(candidates, 0)
+
+
+def _keys(graph: Graph) -> set[Value]:
+    """Arguments that are PRNG keys, typed or raw (what is wrapped into one)."""
+    found = {v for v in graph.inputs if v.is_key}
+    for eqn in graph.equations:
+        if eqn.primitive.name == "random_wrap":
+            found.update(eqn.values)
+    return found
+
+
+def _none_found(graph: Graph) -> str:
+    return (
+        f"{graph.name} has no batch argument: every array argument comes out again as state"
+        f" ({len(graph.inputs)} leaves). Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument holds the "
+        "examples along its first axis."
+    )

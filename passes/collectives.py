@@ -1,0 +1,147 @@
+"""Reshard steps carried out on local pieces, and the collectives of a jaxpr counted.
+
+One step is one collective, over several mesh axes at once where it names several: what was priced is what runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core
+import jax.numpy as jnp
+
+from autopar.cost_model.reshard import permutation, step_result
+from autopar.errors import InternalError
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+
+
+def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh) -> Any:
+    """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
+
+    `before` is the sharding of the piece. PRNG keys travel as their words, which are never summed.
+    """
+    if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        words = jax.random.key_data(x)
+        extra = words.ndim - x.ndim
+        whole = Sharding(before.dims + ((),) * extra, before.partial)
+        return jax.random.wrap_key_data(apply_steps(words, steps, whole, mesh), impl=jax.random.key_impl(x))
+    for step in steps:
+        x = _apply(x, step, mesh)
+        before = step_result(step, before)
+    return x
+
+
+def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
+    # Axes of size 1 hold everything already: leaving them out keeps the lowered program free of empty collectives.
+    axes = tuple(axis for axis in step.axes if mesh.axis_size(axis) > 1)
+    if not axes:
+        return x
+    match step.kind:
+        case "all_reduce":
+            return jax.lax.psum(x, axes)
+        case "reduce_scatter":
+            return jax.lax.psum_scatter(x, axes, scatter_dimension=step.dim, tiled=True)
+        case "all_gather":
+            return jax.lax.all_gather(x, axes, axis=step.dim, tiled=True)
+        case "all_to_all":
+            return jax.lax.all_to_all(x, axes[0], split_axis=step.to_dim, concat_axis=step.dim, tiled=True)
+        case "slice":
+            size = x.shape[step.dim] // math.prod(mesh.axis_size(axis) for axis in axes)
+            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, step.dim)
+        case "mask":
+            return jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
+        case "permute":
+            moved, pairs = permutation(step, mesh)
+            return jax.lax.ppermute(x, moved, pairs) if moved else x
+
+
+# What a primitive is, and whether its payload is the result (else the operand); see `Collective`.
+_PRIMITIVES: Mapping[str, tuple[StepKind, bool]] = {
+    "psum": ("all_reduce", True),
+    "psum_invariant": ("all_reduce", True),
+    "pmax": ("all_reduce", True),
+    "pmin": ("all_reduce", True),
+    "reduce_scatter": ("reduce_scatter", False),
+    "all_gather": ("all_gather", True),
+    "all_gather_invariant": ("all_gather", True),
+    "all_to_all": ("all_to_all", True),
+    "ppermute": ("permute", True),
+}
+_SILENT = frozenset({"axis_index", "pvary", "pcast"})  # name mesh axes, send nothing
+
+
+def count_collectives(jaxpr: Any, mesh: Mesh) -> tuple[Collective, ...]:
+    """The collectives of a jaxpr (closed or not) and of all jaxprs in it, in program order.
+
+    Axes are in mesh order without those of size 1; every operand counts separately. A scan repeats its body's.
+    Raises InternalError where the number is not known: a `while` whose body communicates, a `cond` whose branches
+    communicate differently, a communicating primitive that is not in the table.
+    """
+    found: list[Collective] = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        name = eqn.primitive.name
+        axes = _mesh_axes(eqn.params, mesh)
+        inner = [count_collectives(sub, mesh) for sub in _jaxprs_in(eqn.params)]
+        if name in _PRIMITIVES and axes:
+            found += _collectives_of(eqn, axes, mesh)
+        elif axes and name not in _SILENT and not inner:
+            raise InternalError(f"cannot count the collective `{name}` over {axes}")
+        elif name == "scan":
+            found += [c for body in inner for c in body] * eqn.params["length"]
+        elif name == "while" and any(inner):
+            raise InternalError("collectives inside a `while`: nobody knows how often they run")
+        elif name == "cond":
+            if any(branch != inner[0] for branch in inner):
+                raise InternalError("the branches of a `cond` communicate differently")
+            found += inner[0]
+        else:
+            found += [c for body in inner for c in body]
+    return tuple(found)
+
+
+def _collectives_of(eqn: Any, axes: tuple[str, ...], mesh: Mesh) -> list[Collective]:
+    if eqn.params.get("axis_index_groups") is not None:
+        raise InternalError(f"cannot count `{eqn.primitive.name}` over groups that are no mesh axes")
+    kind, payload_is_result = _PRIMITIVES[eqn.primitive.name]
+    if kind == "permute":
+        names = eqn.params["axis_name"]
+        named = (names,) if isinstance(names, str) else tuple(names)
+        axes = _moved_axes(named, eqn.params["perm"], mesh)
+    pieces = eqn.outvars if payload_is_result else eqn.invars
+    return [Collective(kind, axes, _nbytes(piece.aval)) for piece in pieces] if axes else []
+
+
+def _mesh_axes(params: Mapping[str, Any], mesh: Mesh) -> tuple[str, ...]:
+    """The axes of more than one device that an equation names, in mesh order."""
+    names = params.get("axes", params.get("axis_name", ()))
+    named = (names,) if isinstance(names, str) else names if isinstance(names, (tuple, list, frozenset, set)) else ()
+    return tuple(axis for axis in mesh.axes if axis in named and mesh.axis_size(axis) > 1)
+
+
+def _moved_axes(axes: Sequence[str], pairs: Sequence[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which source and target of some pair differ."""
+    moved = set()
+    for source, target in pairs:
+        for axis in reversed(axes):
+            source, i = divmod(source, mesh.axis_size(axis))
+            target, j = divmod(target, mesh.axis_size(axis))
+            if i != j:
+                moved.add(axis)
+    return tuple(axis for axis in mesh.axes if axis in moved)
+
+
+def _nbytes(aval: Any) -> int:
+    # A PRNG key counts 8 bytes, as in `Value.nbytes`.
+    itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    return int(math.prod(aval.shape) * itemsize)
+
+
+def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            if isinstance(item, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr)):
+                yield item

@@ -1,0 +1,204 @@
+"""From a lowered step and a schedule to instruction lists.
+
+ 1. Each stage's list: bridges and prologue, the schedule's tasks, bridges and update. 2. A register per (stage, value,
+sharding, microbatch). 3. The stages' lists are interleaved by playing them: an entry is issued once its inputs
+have been. A value is sent as soon as it has been made. 4. What nobody reads again is freed at its last reader.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable
+
+from autopar.errors import InternalError
+from autopar.ir.graph import Phase, Value
+from autopar.ir.instructions import Copy, Free, Instruction, InstructionList, Register, Run
+from autopar.ir.local import LocalProgram, Port
+from autopar.ir.schedule import Schedule
+from autopar.passes.lower import LoweredStep
+
+
+class _Writer:
+    def __init__(self, lowered: LoweredStep, schedule: Schedule, donate: frozenset[Value]) -> None:
+        self.lowered, self.schedule, self.donate = lowered, schedule, donate
+        self.step = lowered.placed.step
+        self.numbers: dict[Hashable, Register] = {}
+        self.ready: set[Register] = set()
+        self.feeds: dict[tuple[Value, int, int], tuple[Register, Port]] = {}
+        self.constants: dict[tuple[Value, int], tuple[Register, Port]] = {}
+        self.microbatch: dict[tuple[int, int], Register] = {}
+        self.sums: dict[Register, tuple[int, Port]] = {}
+        self.kept = {p: (v, i) for v, ps in self.step.keep.items() for i, p in enumerate(ps)}
+        self.totals = set(self.step.accumulate.values())
+        self.inputs = set(self.step.graph.inputs)
+        self.leaves: dict[Value, Register] = {}
+        for value, port in lowered.homes.items():
+            register = self._number((lowered.placed.home[value], value, port.sharding, None))
+            self.leaves[value] = register
+            self.ready.add(register)
+        self.instructions: list[Instruction] = []
+
+    def _number(self, key: Hashable) -> Register:
+        return self.numbers.setdefault(key, len(self.numbers))
+
+    def _register(self, stage: int, port: Port, microbatch: int | None) -> Register:
+        """The register of a port; those that the caller fills are noted."""
+        value, sharding, step = port.value, port.sharding, self.step
+        if value in self.kept:
+            value, microbatch = self.kept[value]
+        if value is step.microbatch:
+            register = self._number((stage, "microbatch", microbatch))
+            self.microbatch[stage, microbatch or 0] = register
+            self.ready.add(register)
+        elif value in step.feeds:
+            register = self._number((stage, value, "feed", microbatch or 0))
+            self.feeds[value, stage, microbatch or 0] = (register, port)
+            self.ready.add(register)
+        elif value in step.constants:
+            register = self._number((stage, value, sharding))
+            self.constants[value, stage] = (register, port)
+            self.ready.add(register)
+        else:
+            varies = value in step.batched
+            register = self._number((stage, value, sharding, microbatch if varies else None))
+        return register
+
+    def run(self) -> InstructionList:
+        queues = [self._stage_queue(stage) for stage in range(self.lowered.placed.num_stages)]
+        heads = [0] * len(queues)
+        while any(head < len(queue) for head, queue in zip(heads, queues, strict=True)):
+            moved = False
+            for stage, queue in enumerate(queues):
+                while heads[stage] < len(queue):
+                    entry = queue[heads[stage]]
+                    if not self._issue(stage, entry):
+                        break
+                    heads[stage] += 1
+                    moved = True
+            if not moved:
+                stuck = [queue[head] for head, queue in zip(heads, queues, strict=True) if head < len(queue)]
+                raise InternalError(f"the schedule cannot go on: every stage waits ({stuck})")
+        results: list[Register | None] = []
+        for result in self.lowered.results:
+            results.append(None if result is None else self._register(result[0], result[1], None))
+        return InstructionList(
+            tuple(self._with_frees({r for r in results if r is not None})), len(self.numbers), self.leaves,
+            self.feeds, self.constants, self.microbatch, self.sums, tuple(results),
+        )  # fmt: skip
+
+    def _stage_queue(self, stage: int) -> list[tuple[int, int | None] | Phase]:
+        """Programs to run, as (program, microbatch); a phase stands for "send what was stored before it"."""
+        by_phase: dict[Phase, list[int]] = defaultdict(list)
+        for index, local in enumerate(self.lowered.programs):
+            if local.program.stage == stage:
+                by_phase[local.program.phase].append(index)
+        queue: list[tuple[int, int | None] | Phase] = []
+
+        def once(phase: Phase) -> None:
+            bridges = [i for i in by_phase[phase] if not self.lowered.programs[i].program.equations]
+            queue.extend((i, None) for i in bridges)
+            queue.append(phase)
+            queue.extend((i, None) for i in by_phase[phase] if i not in bridges)
+
+        once(Phase.PROLOGUE)
+        for task in self.schedule.tasks[stage]:
+            queue.extend((i, task.microbatch) for i in by_phase[task.phase])
+        once(Phase.UPDATE)
+        return queue
+
+    def _issue(self, stage: int, entry: tuple[int, int | None] | Phase) -> bool:
+        if isinstance(entry, Phase):
+            self._send_stored(stage, entry)
+            return True
+        index, microbatch = entry
+        local = self.lowered.programs[index]
+        inputs = [self._register(stage, port, microbatch) for port in local.inputs]
+        for register, port in zip(inputs, local.inputs, strict=True):
+            if port.value in self.totals and register not in self.ready and local.program.in_loop:
+                self.sums[register] = (stage, port)
+                self.ready.add(register)
+        if not all(register in self.ready for register in inputs):
+            return False
+        outputs = [self._register(stage, port, microbatch) for port in local.outputs]
+        donated = self._donated(local, inputs)
+        self.instructions.append(
+            Run(stage, index, local.program.phase, tuple(inputs), tuple(outputs), donated)
+        )
+        self.ready.update(outputs)
+        for number, crossing in enumerate(self.lowered.crossings):
+            if crossing.source == stage and crossing.value not in self.totals and crossing.value not in self.kept:
+                port = Port(crossing.value, crossing.plan.sent)
+                if port in local.outputs:
+                    self._copy(number, port, microbatch)
+        return True
+
+    def _donated(self, local: LocalProgram, inputs: list[Register]) -> tuple[int, ...]:
+        """Inputs whose buffers the outputs can take over: running sums, and leaves that this very program renews.
+
+        A leaf that a later program reads as well is not given away.
+        """
+        renewed = {}  # leaf -> the port of its next value
+        for k, i in self.step.graph.carried.items():
+            result = self.lowered.results[k]
+            if result is not None:
+                renewed[self.step.graph.inputs[i]] = result[1]
+        found = []
+        for position, port in enumerate(local.inputs):
+            if port.value in self.totals and local.program.in_loop:
+                found.append(position)
+            elif port.value in self.donate and port == self.lowered.homes.get(port.value):
+                if renewed.get(port.value) in local.outputs and not self._read_after(local, port):
+                    found.append(position)
+        return tuple(found)
+
+    def _read_after(self, local: LocalProgram, port: Port) -> bool:
+        later = self.lowered.programs[self.lowered.programs.index(local) + 1 :]
+        return any(p.program.stage == local.program.stage and port in p.inputs for p in later)
+
+    def _send_stored(self, stage: int, phase: Phase) -> None:
+        """Send what no program of its own makes: leaves before the loop, sums and kept values after it."""
+        for number, crossing in enumerate(self.lowered.crossings):
+            value = crossing.value
+            stored = value in self.inputs if phase is Phase.PROLOGUE else value in self.totals or value in self.kept
+            if crossing.source == stage and stored:
+                self._copy(number, Port(value, crossing.plan.sent), None)
+
+    def _copy(self, number: int, port: Port, microbatch: int | None) -> None:
+        crossing = self.lowered.crossings[number]
+        source = self._register(crossing.source, port, microbatch)
+        if source not in self.ready:
+            raise InternalError(f"{port} is sent before it is made")
+        varies = port.value in self.step.batched
+        key = (crossing.target, port.value, crossing.plan.received, microbatch if varies else None)
+        target = self._number(key)
+        if port.value in self.kept:
+            value, piece = self.kept[port.value]
+            target = self._number((crossing.target, value, crossing.plan.received, piece))
+        self.ready.add(target)
+        self.instructions.append(Copy(crossing.source, number, source, target))
+
+    def _with_frees(self, results: set[Register]) -> list[Instruction]:
+        """Free each register after its last use; what outlives the step (constants, indices) stays."""
+        permanent = {r for r, _ in self.constants.values()} | set(self.microbatch.values()) | results
+        last: dict[Register, int] = {}
+        for position, instruction in enumerate(self.instructions):
+            if isinstance(instruction, Run):
+                last.update(dict.fromkeys((*instruction.inputs, *instruction.outputs), position))
+            elif isinstance(instruction, Copy):
+                last.update(dict.fromkeys((instruction.source, instruction.target), position))
+        dying: dict[int, list[Register]] = defaultdict(list)
+        for register, position in last.items():
+            if register not in permanent:
+                dying[position].append(register)
+        found: list[Instruction] = []
+        for position, instruction in enumerate(self.instructions):
+            found.append(instruction)
+            if dying[position]:
+                found.append(Free(instruction.stage, tuple(dying[position])))
+        return found
+
+
+def write_instructions(lowered: LoweredStep, schedule: Schedule, donate: frozenset[Value]) -> InstructionList:
+    """The instruction lists of one step; `donate` are the graph inputs whose buffers may be overwritten."""
+    return _Writer(lowered, schedule, donate).run()
+

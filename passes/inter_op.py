@@ -1,0 +1,424 @@
+"""The stage search: which layers form a stage, and which devices, as which logical mesh, carry it.
+
+The time of a step is Alpa's pipeline latency (OSDI'22, eq. 2) plus what happens once a step:
+
+    sum_i t_i + (m - 1) * max_i t_i + max_i s_i
+
+with m microbatches, t_i the seconds of one microbatch at stage i (forward and backward, incoming transfers included)
+and s_i its seconds once a step. The last term takes the stages' prologues and updates as running side by side.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import PlanError
+from autopar.ir.mesh import Cluster, Mesh
+from autopar.ir.schedule import ScheduleName
+
+Span = tuple[int, int]  # layers [start, stop)
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCost:
+    """What a span of layers costs on a mesh."""
+
+    per_microbatch: float  # seconds, forward + backward of one microbatch, incoming transfers included
+    per_step: float  # seconds once a step: prologue, gradient synchronisation, update
+    memory: float  # bytes per device at the peak, with the number of microbatches in flight asked for
+
+
+# (span, logical mesh, microbatches in flight) -> cost, None if it does not fit. No cost may be negative.
+StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
+# (cluster, first device, number of devices) -> the logical meshes that these consecutive devices may form
+MeshesFn = Callable[[Cluster, int, int], tuple[Mesh, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class StageChoice:
+    """A stage as chosen."""
+
+    span: Span
+    mesh: Mesh
+    cost: StageCost
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """A pipeline that holds all layers and uses all devices."""
+
+    stages: tuple[StageChoice, ...]  # first stage first
+    step_time: float  # seconds
+    num_microbatches: int
+    schedule: ScheduleName
+
+
+def pipeline_time(costs: Sequence[StageCost], num_microbatches: int) -> float:
+    """Seconds per step of a pipeline of these stages: the formula at the top of this file.
+
+    >>> pipeline_time([StageCost(2.0, 1.0, 0), StageCost(3.0, 0.5, 0)], num_microbatches=4)  # 5 + 3 * 3 + 1
+    15.0
+    """
+    micro = [cost.per_microbatch for cost in costs]
+    return sum(micro) + (num_microbatches - 1) * max(micro) + max(cost.per_step for cost in costs)
+
+
+def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> int:
+    """`Schedule.in_flight` of the stage that has so many stages from itself to the end, itself included."""
+    return num_microbatches if schedule == "gpipe" else min(num_microbatches, remaining)
+
+
+def candidate_meshes(cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
+    """The logical meshes of `size` consecutive devices from device `start`; () if no stage may have that group.
+
+    A group is whole hosts, or lies inside one host and its size is a power of two or divides the host's number of
+    devices. Its shapes are (n,) with axis x and all (a, b) with a, b > 1 and axes x, y; y is the inner one, whose
+    devices are neighbours.
+    """
+    bounds = _host_bounds(cluster)
+    stop = start + size
+    host = bisect.bisect_right(bounds, start) - 1
+    whole_hosts = start in bounds and stop in bounds
+    in_one_host = (
+        host < len(cluster.hosts)
+        and stop <= bounds[host + 1]
+        and (size & (size - 1) == 0 or cluster.hosts[host].num_devices % size == 0)
+    )
+    if size < 1 or not (whole_hosts or in_one_host):
+        return ()
+    devices = tuple(range(start, stop))
+    grids = [(a, size // a) for a in range(2, size // 2 + 1) if size % a == 0]
+    return (Mesh(devices, (size,), ("x",)), *(Mesh(devices, grid, ("x", "y")) for grid in grids))
+
+
+def plan_stages(
+    num_layers: int,
+    cluster: Cluster,
+    stage_cost: StageCostFn,
+    num_microbatches: int,
+    schedule: ScheduleName,
+    *,
+    num_stages: int | None = None,
+    max_stages: int | None = None,
+    meshes: MeshesFn = candidate_meshes,
+) -> StagePlan | None:
+    """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
+
+    Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
+    arguments, and only for stages that can stand in a plan better than the best one known so far: those behind which
+    something fits in less time, with as many layers and groups left before it as there are stages. `num_stages` fixes
+    the number of stages, `max_stages` bounds it. `meshes` is asked for groups inside a host and groups of whole hosts.
+
+    The time has three criteria: (sum of t, largest t, largest s). A *state* is (first layer, first device) of what is
+    still to be placed, a *suffix* a way to place it with r stages.
+
+    1. Backwards, r = 1, 2, …: from the states that r - 1 stages can finish, ask for the cost of every stage that ends
+       there (r also says how many microbatches it holds). Per state keep the least value of each criterion by itself:
+       together they are a lower bound of every suffix. Keep one real suffix too, the quickest by itself: at the first
+       state it is a plan, and the best such plan drops all stages whose bound is not below it.
+    2. Forwards: the same bounds for what stands before each state, and again drop the stages through which, by the
+       bounds on both sides, no better plan can go.
+    3. Backwards over the stages that are left, keeping every suffix that no other dominates: exact.
+
+    Raises PlanError if `num_stages` is below 1, or more than there are layers or devices; if `max_stages` is below 1.
+    """
+    most = min(num_layers, cluster.num_devices)
+    if num_stages is not None and not 1 <= num_stages <= most:
+        raise PlanError(
+            f"num_stages={num_stages}, but there are {num_layers} layers and {cluster.num_devices} devices, and each "
+            f"stage needs one of both: choose 1 to {most} stages"
+        )
+    if max_stages is not None and max_stages < 1:
+        raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
+    space = _Space.of(num_layers, cluster, meshes)
+    best = _Best(num_microbatches)
+    steps = _backward(
+        space, stage_cost, schedule, best, min(most, num_stages or max_stages or most), num_stages is not None
+    )
+    if best.stages is None:
+        return None
+    _exact(space, _forward(space, steps, best), best)
+    stages = []
+    tail: _Tail = best.stages
+    while tail is not None:
+        (mesh, start, stop, *cost), tail = tail
+        stages.append(StageChoice((start, stop), space.meshes[mesh], StageCost(*cost)))
+    time = pipeline_time([stage.cost for stage in stages], num_microbatches)
+    return StagePlan(tuple(stages), time, num_microbatches, schedule)
+
+
+# Criteria are arrays (3, n): the sum of seconds per microbatch, the largest of them, the largest seconds per step.
+# Placing one piece of a pipeline beside another adds the first row and takes the maximum of the others.
+
+
+def _join(left: Floats, right: Floats) -> Floats:
+    return np.stack([left[0] + right[0], np.maximum(left[1], right[1]), np.maximum(left[2], right[2])])
+
+
+def _time(criteria: Floats, num_microbatches: int) -> Floats:
+    bubble = (num_microbatches - 1) * criteria[1] if num_microbatches > 1 else 0.0  # 0 * inf would be NaN
+    return np.asarray(criteria[0] + bubble + criteria[2])
+
+
+_StageRow = tuple[int, int, int, float, float, float]  # mesh, layers [from, to), `StageCost`
+_Tail = tuple[_StageRow, "_Tail"] | None  # the stages of a suffix: the first one and the rest
+
+
+@dataclasses.dataclass
+class _Best:
+    """The quickest plan so far."""
+
+    num_microbatches: int
+    time: float = np.inf  # seconds
+    stages: _Tail = None
+
+    def beaten_by(self, criteria: Floats) -> Bools:
+        return np.asarray(_time(criteria, self.num_microbatches) < self.time)
+
+    def update(self, criteria: Floats, plans: list[_Tail]) -> None:
+        time = _time(criteria, self.num_microbatches)
+        index = int(time.argmin())
+        if time[index] < self.time:
+            self.time, self.stages = float(time[index]), plans[index]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Space:
+    """Everything a stage may be made of."""
+
+    num_layers: int
+    num_devices: int
+    meshes: tuple[Mesh, ...]
+    starts: Ints  # per mesh: its first device
+    stops: Ints  # per mesh: the device after its last one
+
+    @staticmethod
+    def of(num_layers: int, cluster: Cluster, meshes: MeshesFn) -> _Space:
+        bounds = _host_bounds(cluster)
+        found: list[tuple[int, int, Mesh]] = []
+        for low, high in itertools.pairwise(bounds):
+            for start in range(low, high):
+                ends = {*range(start + 1, high + 1), *(bound for bound in bounds if start == low and bound > start)}
+                found += [(start, stop, mesh) for stop in sorted(ends) for mesh in meshes(cluster, start, stop - start)]
+        starts = np.array([start for start, _, _ in found], dtype=np.int64)
+        stops = np.array([stop for _, stop, _ in found], dtype=np.int64)
+        return _Space(num_layers, cluster.num_devices, tuple(mesh for _, _, mesh in found), starts, stops)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """States are (first device, first layer) of what is still to be placed, numbered row by row."""
+        return self.num_devices + 1, self.num_layers + 1
+
+    @property
+    def num_states(self) -> int:
+        return self.shape[0] * self.shape[1]
+
+    def fewest_groups(self, allowed: range) -> Floats:
+        """Per device d: the least number of groups, among those allowed, that cover all devices before d; or inf."""
+        fewest = np.full(self.num_devices + 1, np.inf)
+        covered = np.zeros(self.num_devices + 1, dtype=np.bool_)
+        covered[0] = True
+        for number in range(allowed.stop):
+            if number in allowed:
+                fewest[covered & np.isinf(fewest)] = number
+            reached = self.stops[covered[self.starts]]
+            covered = np.zeros_like(covered)
+            covered[reached] = True
+        return fewest
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Stages:
+    """The stages that may stand with the same number of stages behind them."""
+
+    mesh: Ints  # index in `_Space.meshes`
+    span: Ints  # (2, n): first layer, layer after the last
+    source: Ints  # the state before the stage: sorted
+    target: Ints  # the state after it
+    cost: Floats  # (3, n): per microbatch, per step, memory
+
+    @property
+    def criteria(self) -> Floats:
+        return self.cost[[0, 0, 1]]
+
+    def criteria_of(self, index: int) -> Floats:
+        return self.cost[[0, 0, 1], index, None]
+
+    def keep(self, mask: Bools) -> _Stages:
+        return _Stages(self.mesh[mask], self.span[:, mask], self.source[mask], self.target[mask], self.cost[:, mask])
+
+    def row(self, index: int) -> _StageRow:
+        micro, step, memory = (float(x) for x in self.cost[:, index])
+        return int(self.mesh[index]), int(self.span[0, index]), int(self.span[1, index]), micro, step, memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Step:
+    """What the backward pass found for one number of remaining stages."""
+
+    stages: _Stages
+    suffix: Floats  # (3, states): least value of each criterion by itself over what follows these stages
+
+
+class _Costs:
+    """Asks for stage costs, each once. NaN: not asked yet; inf: does not fit."""
+
+    def __init__(self, space: _Space, stage_cost: StageCostFn) -> None:
+        self.space = space
+        self.stage_cost = stage_cost
+        self.in_flight = 0
+        self.table = np.empty(0)
+
+    def ask(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
+        """(3, n): per microbatch, per step, memory of these stages."""
+        if in_flight != self.in_flight:  # the number in flight never returns to an earlier value
+            self.in_flight = in_flight
+            layers = self.space.num_layers
+            self.table = np.full((3, len(self.space.meshes), layers, layers + 1), np.nan)
+        for at in np.flatnonzero(np.isnan(self.table[0, mesh, first, last])):
+            k, i, j = int(mesh[at]), int(first[at]), int(last[at])
+            cost = self.stage_cost((i, j), self.space.meshes[k], in_flight)
+            self.table[:, k, i, j] = np.inf if cost is None else (cost.per_microbatch, cost.per_step, cost.memory)
+        return np.asarray(self.table[:, mesh, first, last])
+
+
+def _backward(
+    space: _Space,
+    stage_cost: StageCostFn,
+    schedule: ScheduleName,
+    best: _Best,
+    most: int,
+    exactly: bool,
+) -> list[_Step]:
+    """Pass 1: the stages worth a look by number of remaining stages, from 1; finds a first good plan.
+
+    Plans have at most, or exactly, `most` stages.
+    """
+    costs = _Costs(space, stage_cost)
+    suffix = np.full((3, space.num_states), np.inf)
+    suffix[:, -1] = 0.0  # all layers and devices are placed
+    quickest = suffix  # one real suffix per state: its criteria
+    tails: dict[int, _Tail] = {space.num_states - 1: None}  # and its stages
+    steps: list[_Step] = []
+    first_layer = np.arange(space.num_layers + 1)
+    for remaining in range(1, most + 1):
+        before = range(most - remaining if exactly else 0, most - remaining + 1)  # how many stages may come before
+        fewest = space.fewest_groups(before)
+        startable = first_layer >= fewest[:, None]  # (device, layer): a layer for every stage before
+        startable[0, 1:] = False
+        alive = best.beaten_by(suffix).reshape(space.shape)
+        possible = (
+            startable[space.starts, :-1, None] & alive[space.stops][:, None, :] & (first_layer[:-1, None] < first_layer)
+        )  # (mesh, first layer, layer after the last)
+        mesh, first, last = np.nonzero(possible)
+        order = np.lexsort((last, mesh, first, space.starts[mesh]))
+        mesh, first, last = mesh[order], first[order], last[order]
+        cost = costs.ask(mesh, first, last, in_flight(schedule, best.num_microbatches, remaining))
+        source = space.starts[mesh] * space.shape[1] + first
+        target = space.stops[mesh] * space.shape[1] + last
+        stages = _Stages(mesh, np.stack([first, last]), source, target, cost)
+        bound = _join(stages.criteria, suffix[:, target])
+        kept = best.beaten_by(bound)
+        stages, bound = stages.keep(kept), bound[:, kept]
+        steps.append(_Step(stages, suffix))
+        suffix = _least(bound, stages.source, space.num_states)
+        quickest, tails = _extend(stages, quickest, tails, best)
+        if not np.isfinite(suffix).any():
+            break
+    return steps
+
+
+def _forward(space: _Space, steps: list[_Step], best: _Best) -> list[tuple[_Stages, Floats]]:
+    """Pass 2: per number of remaining stages, those stages that a better plan may use, and the bounds before them."""
+    prefix = np.full((3, space.num_states), np.inf)
+    result = []
+    for step in reversed(steps):
+        prefix[:, 0] = 0.0  # a plan may begin with any number of stages for which pass 1 lets stages start at 0
+        stages = step.stages
+        before = _join(prefix[:, stages.source], stages.criteria)
+        kept = best.beaten_by(_join(before, step.suffix[:, stages.target]))
+        stages, before = stages.keep(kept), before[:, kept]
+        result.append((stages, prefix))
+        prefix = _least(before, stages.target, space.num_states)
+    return result[::-1]
+
+
+def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _Best) -> None:
+    """Pass 3: the best plan among the stages left, from all suffixes that none dominates."""
+    nothing: list[_Tail] = [None]
+    suffixes = {space.num_states - 1: (np.zeros((3, 1)), nothing)}  # per state: criteria, and the stages of each
+    for stages, prefix in steps:
+        found: dict[int, tuple[Floats, list[_Tail]]] = {}
+        starts = np.flatnonzero(np.diff(stages.source, prepend=-1))
+        for low, high in itertools.pairwise([*starts.tolist(), len(stages.source)]):
+            source = int(stages.source[low])
+            parts = [(i, *suffixes[target]) for i in range(low, high) if (target := int(stages.target[i])) in suffixes]
+            if not parts:
+                continue
+            criteria = np.concatenate([_join(stages.criteria_of(i), rest) for i, rest, _ in parts], axis=1)
+            origin = [(i, tail) for i, _, tails in parts for tail in tails]
+            useful = np.flatnonzero(best.beaten_by(_join(prefix[:, [source]], criteria)))
+            useful = useful[_undominated(criteria[:, useful], best.num_microbatches)]
+            if len(useful) == 0:
+                continue
+            ends: list[_Tail] = [(stages.row(origin[k][0]), origin[k][1]) for k in useful]
+            found[source] = criteria[:, useful], ends
+            if source == 0:
+                best.update(criteria[:, useful], ends)
+        suffixes = found
+
+
+def _undominated(criteria: Floats, num_microbatches: int) -> Ints:
+    """Indices of the suffixes worth keeping.
+
+    Before a suffix (a, b, c) stands some prefix (a', b', c'); together they take
+    a + a' + (m - 1) * max(b, b') + max(c, c'). Whatever the prefix, a suffix is no worse than another if it saves
+    in its sum at least what it can lose in the two maxima: a1 + (m - 1) * max(0, b1 - b2) + max(0, c1 - c2) <= a2.
+    """
+    waiting = np.lexsort(criteria[::-1])  # by sum, largest, once: nobody is dominated by one that comes later
+    kept = []
+    while len(waiting):
+        first, waiting = waiting[0], waiting[1:]
+        kept.append(first)
+        loss = np.maximum(0.0, criteria[1:, [first]] - criteria[1:, waiting])
+        dominated = criteria[0, first] + (num_microbatches - 1) * loss[0] + loss[1] <= criteria[0, waiting]
+        waiting = waiting[~dominated]
+    return np.array(kept, dtype=np.int64)
+
+
+def _extend(stages: _Stages, quickest: Floats, tails: dict[int, _Tail], best: _Best) -> tuple[Floats, dict[int, _Tail]]:
+    """Per state the suffix that takes the least time by itself, if behind each stage comes such a suffix."""
+    criteria = _join(stages.criteria, quickest[:, stages.target])
+    order = np.lexsort((_time(criteria, best.num_microbatches), stages.source))
+    chosen = order[np.flatnonzero(np.diff(stages.source[order], prepend=-1))]
+    sources, targets = stages.source[chosen].tolist(), stages.target[chosen].tolist()
+    longer: dict[int, _Tail] = {
+        s: (stages.row(i), tails[t]) for i, s, t in zip(chosen.tolist(), sources, targets, strict=True)
+    }
+    result = np.full_like(quickest, np.inf)
+    result[:, sources] = criteria[:, chosen]
+    if 0 in longer:
+        best.update(result[:, [0]], [longer[0]])
+    return result, longer
+
+
+def _least(criteria: Floats, state: Ints, num_states: int) -> Floats:
+    """(3, states): per state the least value of each criterion by itself, inf where there is none."""
+    result = np.full((3, num_states), np.inf)
+    for row, values in zip(result, criteria, strict=True):
+        np.minimum.at(row, state, values)
+    return result
+
+
+def _host_bounds(cluster: Cluster) -> list[int]:
+    """The first device of every host, and the number of devices."""
+    return [0, *itertools.accumulate(host.num_devices for host in cluster.hosts)]

@@ -1,0 +1,376 @@
+"""The solver's working graph, and the reductions that keep its optimum exactly, memory included.
+
+1. Strategies with infinite cost, or without a finite partner across some edge, go (arc consistency).
+2. A node whose strategy follows from a neighbour's is merged into it (followers).
+3. Nodes of degree 0, 1 or 2 that use no memory of their own become costs of their neighbours (Scholz & Eckstein,
+   "Register allocation for irregular architectures", LCTES 2002).
+4. A strategy goes if another of its node is no dearer whatever the neighbours choose and uses no more memory at any
+   time (dead-end elimination, Goldstein 1994); at a node of degree 1 this is decided per strategy of the neighbour.
+5. Of the points in time only those stay that no other implies and whose load can exceed the limit at all; limits
+   are rounded down to what loads can be.
+
+Every reduction pushes a lift that extends a choice of the rest to the removed nodes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import numpy as np
+
+from autopar.passes.intra_op.problem import Array, Problem, Usage
+
+Strategies = np.ndarray[tuple[int], np.dtype[np.int64]]
+Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
+Span = tuple[int, int, Array]  # first point in time, one past the last, bytes per strategy
+
+
+class Contradiction(Exception):
+    """The infinite costs, or these and the memory limit, exclude every choice."""
+
+
+@dataclasses.dataclass
+class Network:
+    """A pairwise problem in numbers that shrink; copies share the arrays, which are never written to."""
+
+    unary: dict[int, Array]  # seconds per strategy of each node that is left
+    adjacent: dict[int, dict[int, Array]]  # seconds [K_u, K_v] at [u][v]; [v][u] holds the transpose
+    labels: dict[int, Strategies]  # the problem's numbers of the strategies that are left, ascending
+    usages: dict[int, list[Span]]  # what each node uses beyond the least of its strategies
+    slack: Array  # bytes that are left at each point in time when every node uses its least
+    times: Strategies  # number of each point in time, the same in all copies
+    offset: float  # seconds that every choice pays
+    lifts: list[Lift]
+
+    @staticmethod
+    def of(problem: Problem) -> Network:
+        """Step 1's form of the problem; raises Contradiction."""
+        count = problem.num_nodes
+        network = Network(
+            unary=dict(enumerate(problem.costs)),
+            adjacent={node: {} for node in range(count)},
+            labels={node: np.arange(cost.size) for node, cost in enumerate(problem.costs)},
+            usages={node: [] for node in range(count)},
+            slack=np.zeros(0),
+            times=np.zeros(0, dtype=np.int64),
+            offset=0.0,
+            lifts=[],
+        )
+        for u, v, matrix in problem.edges:
+            network.add_edge(u, v, matrix)
+        if problem.limit is not None:
+            network._set_usages(problem.usages, np.floor(problem.limit))
+        network.make_consistent(range(count))
+        return network
+
+    def copy(self) -> Network:
+        return Network(
+            dict(self.unary),
+            {node: dict(neighbours) for node, neighbours in self.adjacent.items()},
+            dict(self.labels),
+            {node: list(spans) for node, spans in self.usages.items()},
+            self.slack,
+            self.times,
+            self.offset,
+            list(self.lifts),
+        )
+
+    def without_memory(self) -> Network:
+        free = self.copy()
+        free.usages = {node: [] for node in free.usages}
+        free.slack, free.times = np.zeros(0), np.zeros(0, dtype=np.int64)
+        return free
+
+    @property
+    def edges(self) -> list[tuple[int, int]]:
+        return [(u, v) for u, neighbours in self.adjacent.items() for v in neighbours if u < v]
+
+    @property
+    def pair_entries(self) -> int:
+        return sum(self.adjacent[u][v].size for u, v in self.edges)
+
+    @property
+    def num_strategies(self) -> int:
+        return sum(unary.size for unary in self.unary.values())
+
+    def most(self) -> float:
+        """No choice of finite cost costs more."""
+        terms = [*self.unary.values(), *(self.adjacent[u][v] for u, v in self.edges)]
+        return self.offset + sum(float(term[np.isfinite(term)].max()) for term in terms)
+
+    def lift(self, positions: dict[int, int], count: int) -> tuple[int, ...]:
+        """From positions among the strategies that are left to a choice for all `count` nodes of the problem."""
+        choice = [-1] * count
+        for node, position in positions.items():
+            choice[node] = int(self.labels[node][position])
+        for lift in reversed(self.lifts):
+            lift(choice)
+        return tuple(choice)
+
+    def load(self, positions: dict[int, int]) -> Array:
+        """Bytes at each point in time beyond the least."""
+        change = np.zeros(self.slack.size + 1)
+        for node, position in positions.items():
+            for start, end, amount in self.usages[node]:
+                change[start] += amount[position]
+                change[end] -= amount[position]
+        return np.cumsum(change)[:-1]
+
+    # Changes
+
+    def add_edge(self, u: int, v: int, matrix: Array) -> None:
+        if v in self.adjacent[u]:
+            matrix = self.adjacent[u][v] + matrix
+        self.adjacent[u][v] = matrix
+        self.adjacent[v][u] = matrix.T
+
+    def keep(self, node: int, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+        """Restrict a node to some of its strategies."""
+        if not kept.any():
+            raise Contradiction
+        if kept.all():
+            return
+        self.unary[node] = self.unary[node][kept]
+        self.labels[node] = self.labels[node][kept]
+        for neighbour, matrix in list(self.adjacent[node].items()):
+            matrix = np.ascontiguousarray(matrix[kept])
+            self.adjacent[node][neighbour] = matrix
+            self.adjacent[neighbour][node] = matrix.T
+        self.usages[node] = [(start, end, amount[kept]) for start, end, amount in self.usages[node]]
+        self._take_least(node)
+
+    def make_consistent(self, nodes: Iterable[int]) -> None:
+        """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
+        waiting = dict.fromkeys(nodes)
+        while waiting:
+            node = next(iter(waiting))
+            del waiting[node]
+            kept = np.isfinite(self.unary[node])
+            for matrix in self.adjacent[node].values():
+                kept &= np.isfinite(matrix.min(axis=1))
+            if not kept.all():
+                self.keep(node, kept)
+                waiting.update(dict.fromkeys(self.adjacent[node]))
+
+    def absorb_single(self) -> None:
+        """Nodes with one strategy become costs of their neighbours."""
+        for node in [node for node, unary in self.unary.items() if unary.size == 1]:
+            for neighbour, matrix in self.adjacent[node].items():
+                self.unary[neighbour] = self.unary[neighbour] + matrix[0]
+            self.offset += float(self.unary[node][0])
+            strategy = int(self.labels[node][0])
+            self._remove(node, lambda choice, node=node, strategy=strategy: _assign(choice, node, strategy))
+
+    def merge_followers(self) -> None:
+        """Step 2."""
+        waiting = dict.fromkeys(self.unary)
+        while waiting:
+            node = next(iter(waiting))
+            del waiting[node]
+            for leader, matrix in self.adjacent[node].items():
+                if (np.isfinite(matrix).sum(axis=0) == 1).all():
+                    touched = [other for other in self.adjacent[node] if other != leader]
+                    self._follow(node, leader, np.isfinite(matrix).argmax(axis=0))
+                    waiting.update(dict.fromkeys([leader, *touched]))
+                    break
+
+    def eliminate_free(self) -> None:
+        """Step 3, for nodes that use no memory beyond their least."""
+        waiting = dict.fromkeys(self.unary)
+        while waiting:
+            node = next(iter(waiting))
+            del waiting[node]
+            if self.usages[node] or len(self.adjacent[node]) > 2:
+                continue
+            waiting.update(dict.fromkeys(self.adjacent[node]))
+            self._eliminate(node)
+
+    def remove_dominated(self) -> None:
+        """Step 4, one sweep."""
+        for node in list(self.unary):
+            self._drop_pairs(node)
+            cost = self.unary[node]
+            if cost.size == 1:
+                continue
+            # worst[better, worse]: how much dearer `better` can turn out than `worse`
+            worst = cost[:, None] - cost[None, :]
+            with np.errstate(invalid="ignore"):
+                for matrix in self.adjacent[node].values():
+                    # inf - inf: the partner excludes both, it does not count
+                    worst = worst + np.fmax.reduce(matrix[:, None, :] - matrix[None, :, :], axis=2)
+            dominates = worst <= 0
+            for _, _, amount in self.usages[node]:
+                dominates &= amount[:, None] <= amount[None, :]
+            tie = dominates & dominates.T
+            dominates &= ~tie | np.tri(cost.size, k=-1, dtype=bool).T
+            kept = ~dominates.any(axis=0)
+            if not kept.all():
+                self.keep(node, kept)
+
+    def reduce(self, *, dominated: bool) -> None:
+        """All reductions until no strategy goes any more; raises Contradiction."""
+        before = -1
+        while before != (before := self.num_strategies):
+            self.make_consistent(self.unary)
+            self.absorb_single()
+            self.eliminate_free()
+            self.merge_followers()
+            if not dominated:
+                break
+            self.remove_dominated()
+        self._drop_times()
+
+    # Steps in detail
+
+    def _remove(self, node: int, lift: Lift) -> None:
+        for neighbour in self.adjacent.pop(node):
+            del self.adjacent[neighbour][node]
+        del self.unary[node], self.usages[node], self.labels[node]
+        self.lifts.append(lift)
+
+    def _eliminate(self, node: int) -> None:
+        unary, neighbours = self.unary[node], list(self.adjacent[node].items())
+        if not neighbours:
+            self.offset += float(unary.min())
+        elif len(neighbours) == 1:
+            (u, to_u), = neighbours
+            self.unary[u] = self.unary[u] + (unary[:, None] + to_u).min(axis=0)
+        else:
+            (u, to_u), (v, to_v) = neighbours
+            self.add_edge(u, v, ((unary[:, None] + to_u)[:, :, None] + to_v[:, None, :]).min(axis=0))
+        own = self.labels[node]
+        partners = [(u, self.labels[u], matrix) for u, matrix in neighbours]
+
+        def lift(choice: list[int]) -> None:
+            total = unary
+            for u, labels, matrix in partners:
+                total = total + matrix[:, np.searchsorted(labels, choice[u])]
+            choice[node] = int(own[total.argmin()])
+
+        self._remove(node, lift)
+
+    def _follow(self, node: int, leader: int, follows: Strategies) -> None:
+        """Merge `node`, whose strategy is follows[strategy of leader], into `leader`."""
+        matrix = self.adjacent[leader][node]
+        self.unary[leader] = self.unary[leader] + self.unary[node][follows] + matrix[np.arange(follows.size), follows]
+        for other, link in list(self.adjacent[node].items()):
+            if other != leader:
+                self.add_edge(leader, other, link[follows])
+        merged = {(start, end): amount for start, end, amount in self.usages[leader]}
+        for start, end, amount in self.usages[node]:
+            merged[start, end] = merged.get((start, end), 0.0) + amount[follows]
+        self.usages[leader] = [(start, end, amount) for (start, end), amount in merged.items()]
+        self._take_least(leader)
+        labels, own = self.labels[leader], self.labels[node][follows]
+        self._remove(
+            node, lambda choice: _assign(choice, node, int(own[np.searchsorted(labels, choice[leader])]))
+        )
+
+    def _drop_pairs(self, node: int) -> None:
+        """Step 4 at a leaf: forbid its strategies that are dominated given the neighbour's."""
+        if len(self.adjacent[node]) != 1:
+            return
+        (neighbour, matrix), = self.adjacent[node].items()
+        total = self.unary[node][:, None] + matrix
+        lighter = np.ones((total.shape[0],) * 2, dtype=bool)
+        for _, _, amount in self.usages[node]:
+            lighter &= amount[:, None] <= amount[None, :]
+        same = lighter & lighter.T
+        first = np.tri(total.shape[0], k=-1, dtype=bool).T
+        dropped = np.zeros(total.shape, dtype=bool)
+        for better in range(total.shape[0]):
+            cheaper = total[better] < total
+            equal = total[better] == total
+            strictly = lighter[better][:, None] & (cheaper | (equal & ~same[better][:, None]))
+            dropped |= strictly | (equal & (same & first)[better][:, None])
+        if dropped.any():
+            matrix = np.where(dropped, np.inf, matrix)
+            self.adjacent[node][neighbour] = matrix
+            self.adjacent[neighbour][node] = matrix.T
+            self.make_consistent([node])
+
+    # Memory
+
+    def _set_usages(self, usages: tuple[tuple[Usage, ...], ...], limit: float) -> None:
+        """Number the points in time at which a set of live usages is maximal (a start, then an end), see step 5."""
+        live = [u for node_usages in usages for u in node_usages if u.end > u.start]
+        starts, ends = {u.start for u in live}, {u.end for u in live}
+        events = sorted(starts | ends)
+        points = [now for now, then in zip(events, events[1:], strict=False) if now in starts and then in ends]
+        self.slack = np.full(len(points), limit)
+        self.times = np.arange(len(points))
+        times = np.array(points)
+        for node, node_usages in enumerate(usages):
+            merged: dict[tuple[int, int], Array] = {}
+            for usage in node_usages:
+                if usage.end > usage.start:
+                    first, last = np.searchsorted(times, [usage.start, usage.end])
+                    key = (int(first), int(last))
+                    merged[key] = merged[key] + usage.bytes if key in merged else usage.bytes
+            self.usages[node] = [(start, end, amount) for (start, end), amount in merged.items() if end > start]
+            self._take_least(node)
+
+    def _take_least(self, node: int) -> None:
+        """Book what every strategy of the node uses as used."""
+        spans: list[Span] = []
+        for start, end, amount in self.usages[node]:
+            least = amount.min()
+            if least > 0:
+                self.slack = self.slack.copy()
+                self.slack[start:end] -= least
+                amount = amount - least
+            if amount.any():
+                spans.append((start, end, amount))
+        self.usages[node] = spans
+
+    def _drop_times(self) -> None:
+        """Step 5: forget points that cannot exceed the limit, or that another with no more slack implies."""
+        count = self.slack.size
+        if not count:
+            return
+        spans = [span for spans in self.usages.values() for span in spans]
+        change = np.zeros(count + 1)
+        live = np.zeros((count, len(spans)), dtype=np.float32)
+        for column, (start, end, amount) in enumerate(spans):
+            change[start] += amount.max()
+            change[end] -= amount.max()
+            live[start:end, column] = 1
+        if (self.slack < 0).any():
+            raise Contradiction
+        kept = np.cumsum(change)[:-1] > self.slack
+        sizes = live.sum(axis=1)
+        shared = live @ live.T
+        # implied[t, by]: every usage live at t is live at `by`, which has no more slack
+        implied = (shared == sizes[:, None]) & (self.slack[None, :] <= self.slack[:, None])
+        equal = implied & implied.T
+        implied &= ~equal | np.tri(count, k=-1, dtype=bool)
+        kept &= ~implied.any(axis=1)
+        if not kept.all():
+            self._renumber(kept)
+        self._round_slack()
+
+    def _renumber(self, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+        renumbered = np.concatenate(([0], np.cumsum(kept)))
+        self.slack, self.times = self.slack[kept], self.times[kept]
+        for node, spans in self.usages.items():
+            merged: dict[tuple[int, int], Array] = {}
+            for start, end, amount in spans:
+                key = (int(renumbered[start]), int(renumbered[end]))
+                if key[1] > key[0]:
+                    merged[key] = merged[key] + amount if key in merged else amount
+            self.usages[node] = [(start, end, amount) for (start, end), amount in merged.items()]
+            self._take_least(node)
+
+    def _round_slack(self) -> None:
+        """Down to a multiple of what all amounts at that time are multiples of: no load lies between."""
+        units = np.zeros(self.slack.size, dtype=np.int64)
+        for spans in self.usages.values():
+            for start, end, amount in spans:
+                units[start:end] = np.gcd(units[start:end], np.gcd.reduce(amount.astype(np.int64)))
+        units = np.maximum(units, 1)
+        self.slack = np.floor(self.slack / units) * units
+
+
+def _assign(choice: list[int], node: int, strategy: int) -> None:
+    choice[node] = strategy

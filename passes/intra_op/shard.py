@@ -1,0 +1,464 @@
+"""One stage's programs as a problem for the solver, and its solution as shardings.
+
+Nodes are of two kinds. An *equation* (a lane of it) chooses a strategy: its seconds are the local compute's.
+A *layout* stands for a value that has several readers, crosses programs or is stored: it chooses the sharding in
+which the value is kept. Edges price the resharding from maker to layout to reader, times how often it happens
+(once per microbatch or once per step). State leaves are layouts that the renewed leaf must return to. Memory is
+counted at a few times per program, where most is live.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.compute import compute_time
+from autopar.cost_model.reshard import Resharder, StepPrice
+from autopar.ir.graph import Equation, Value
+from autopar.ir.local import StageSharding
+from autopar.ir.mesh import DeviceKind, Mesh
+from autopar.ir.program import PlacedStep, Program
+from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import Lane
+from autopar.passes.intra_op.problem import Problem, Solution, Usage
+from autopar.passes.intra_op.strategies import (
+    can_sum,
+    combined_axes,
+    enumerate_lane,
+    lane_operands,
+    lane_rules,
+    operand_shardings,
+    pieces,
+    result_shardings,
+)
+from autopar.passes.rules.base import Rule, is_fusible
+
+Slot = tuple[int | None, Value]
+_MEMORY_TIMES_PER_PROGRAM = 6
+_MAX_LAYOUTS = 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a recipe or a user forbids; the planner itself forbids nothing."""
+
+    allow_lane: Callable[[Program, Equation, Rule, Lane], bool] = lambda program, equation, rule, lane: True
+    allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
+    pinned: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)  # graph inputs that lie somewhere
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSetting:
+    """A stage on a mesh, as the problem sees it."""
+
+    placed: PlacedStep
+    stage: int
+    mesh: Mesh
+    kind: DeviceKind
+    resharder: Resharder
+    price: StepPrice
+    link_bandwidth: float  # bytes per second to the neighbouring stages, per device
+    in_flight: int  # microbatches whose activations are held at once
+    rules: Mapping[int, Rule]  # by equation id
+    limits: Limits
+    memory_limit: float | None  # bytes per device
+
+    def often(self, in_loop: bool) -> int:
+        """How often something happens per step."""
+        return self.placed.step.num_microbatches if in_loop else 1
+
+
+@dataclasses.dataclass
+class _LaneOptions:
+    """Strategies of one lane with what they imply, by index."""
+
+    lanes: list[Lane]
+    operands: list[list[Sharding]]  # [operand of the lane][strategy]
+    results: list[list[Sharding]]  # [result of the lane][strategy]
+    share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
+
+
+@dataclasses.dataclass
+class _End:
+    """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
+
+    node: int
+    shardings: Sequence[Sharding]
+    in_loop: bool  # once per microbatch, not once per step
+
+
+class StageProblem:
+    """Builds the problem and reads its solution."""
+
+    def __init__(self, setting: StageSetting) -> None:
+        self.setting = setting
+        placed = setting.placed
+        self.programs = [p for p in placed.programs if p.stage == setting.stage]
+        self.step = placed.step
+        self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
+        self.costs: list[np.ndarray[Any, Any]] = []
+        self.edges: list[tuple[int, int, np.ndarray[Any, Any]]] = []
+        self.node_in_loop: list[bool] = []  # what a node or an edge costs, it costs per microbatch
+        self.edge_in_loop: list[bool] = []
+        self.usages: list[list[Usage]] = []
+        self.lanes: dict[tuple[int, int, int], tuple[int, _LaneOptions]] = {}  # (program, equation id, lane)
+        self.layouts: dict[Slot, tuple[int, list[Sharding]]] = {}
+        self.makers: dict[Slot, _End] = {}
+        self.readers: dict[Slot, list[_End]] = defaultdict(list)
+        self._options_cache: dict[Any, _LaneOptions] = {}
+        self._matrices: dict[Any, np.ndarray[Any, Any]] = {}
+        self._addends = self._find_addends()
+        for program in self.programs:
+            self._add_equations(program)
+        self._add_layouts()
+        self._connect()
+        self._add_memory()
+
+    def problem(self) -> Problem:
+        usages = tuple(tuple(u) for u in self.usages)
+        return Problem(tuple(self.costs), tuple(self.edges), usages, self.setting.memory_limit)
+
+    def read(self, solution: Solution) -> StageSharding:
+        strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
+        for (program, eqn_id, _), (node, options) in self.lanes.items():
+            strategies[program, eqn_id].append(options.lanes[solution.choice[node]])
+        layouts = {slot: found[solution.choice[node]] for slot, (node, found) in self.layouts.items()}
+        return StageSharding(
+            self.setting.mesh, {k: tuple(v) for k, v in strategies.items()}, layouts,
+            solution.cost, solution.lower_bound,
+        )  # fmt: skip
+
+    def loop_seconds(self, solution: Solution) -> float:
+        """Seconds per step that the programs of the microbatches take, of the solution's cost."""
+        choice = solution.choice
+        nodes = sum(cost[k] for cost, k, loop in zip(self.costs, choice, self.node_in_loop, strict=True) if loop)
+        edges = sum(matrix[choice[u], choice[v]]
+                    for (u, v, matrix), loop in zip(self.edges, self.edge_in_loop, strict=True) if loop)  # fmt: skip
+        return float(nodes + edges)
+
+    # Nodes.
+
+    def _node(self, costs: Any, in_loop: bool) -> int:
+        self.costs.append(np.asarray(costs, np.float64) * self.setting.often(in_loop))
+        self.node_in_loop.append(in_loop)
+        self.usages.append([])
+        return len(self.costs) - 1
+
+    def _slot(self, program: Program, value: Value) -> Slot:
+        return (program.index if value in self.copied else None, value)
+
+    def _find_addends(self) -> set[Value]:
+        """Values that can be partial sums: a sum over a split factor, or linear in such a value."""
+        found: set[Value] = set()
+        for program in self.programs:
+            for eqn in program.equations:
+                rule = self.setting.rules[eqn.id]
+                for index, lane_rule in enumerate(lane_rules(rule)):
+                    positions = lane_operands(eqn, rule, index)
+                    partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
+                    if can_sum(lane_rule) or any(partial & operands for operands in lane_rule.linear):
+                        found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
+            found.update(w for v, w in self.step.accumulate.items() if v in found)
+            found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
+        return found
+
+    def _options(self, rule: Rule, addends: frozenset[int]) -> _LaneOptions:
+        key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
+               rule.linear, addends)  # fmt: skip
+        found = self._options_cache.get(key)
+        if found is None:
+            mesh = self.setting.mesh
+            lanes = list(enumerate_lane(rule, mesh, addends))
+            operands = [list(column) for column in zip(*(operand_shardings(rule, x, mesh) for x in lanes), strict=True)]
+            results = [list(column) for column in zip(*(result_shardings(rule, x, mesh) for x in lanes), strict=True)]
+            share = np.array([1 / math.prod(pieces(rule, lane, mesh).values()) for lane in lanes])
+            found = self._options_cache[key] = _LaneOptions(lanes, operands, results, share)
+        return found
+
+    def _add_equations(self, program: Program) -> None:
+        setting = self.setting
+        materialised = _materialised(program, setting.rules)
+        read: set[Value] = set()
+        for eqn in program.equations:
+            rule = setting.rules[eqn.id]
+            for index, lane_rule in enumerate(lane_rules(rule)):
+                positions = lane_operands(eqn, rule, index)
+                addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in self._addends)
+                options = self._options(lane_rule, addends)
+                kept = [i for i, lane in enumerate(options.lanes)
+                        if setting.limits.allow_lane(program, eqn, rule, lane)]  # fmt: skip
+                kept = kept or [0]  # replicated is always possible
+                if len(kept) < len(options.lanes):
+                    options = _LaneOptions(
+                        [options.lanes[i] for i in kept],
+                        [[column[i] for i in kept] for column in options.operands],
+                        [[column[i] for i in kept] for column in options.results],
+                        options.share[kept],
+                    )
+                outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
+                moved = np.zeros(len(options.lanes))
+                for place, position in enumerate(positions):
+                    v = eqn.inputs[position]
+                    if isinstance(v, Value) and v in materialised and v not in read:
+                        read.add(v)
+                        moved += _local_bytes(v, options.operands[place], setting.mesh)
+                for place, v in enumerate(outputs):
+                    if v in materialised:
+                        moved += _local_bytes(v, options.results[place], setting.mesh)
+                flops = rule.flops * rule.points() * options.share
+                dtype = str(outputs[0].dtype)
+                seconds = np.array([
+                    compute_time(setting.kind, flops=f, bytes_moved=b, dtype=dtype, matmul=rule.unit == "matmul")
+                    for f, b in zip(flops, moved, strict=True)
+                ])  # fmt: skip
+                if moved.any():
+                    seconds += setting.kind.launch_overhead
+                for i, lane in enumerate(options.lanes):
+                    for axes in combined_axes(lane_rule, lane, setting.mesh).values():
+                        payload = sum(int(_local_bytes(v, options.results[k][i : i + 1], setting.mesh)[0])
+                                      for k, v in enumerate(outputs))  # fmt: skip
+                        seconds[i] += setting.price("all_reduce", axes, payload)
+                node = self._node(seconds, program.in_loop)
+                self.lanes[program.index, eqn.id, index] = (node, options)
+                for place, position in enumerate(positions):
+                    v = eqn.inputs[position]
+                    if isinstance(v, Value):
+                        self.readers[self._slot(program, v)].append(_End(node, options.operands[place], program.in_loop))
+                for place, v in enumerate(outputs):
+                    self.makers[self._slot(program, v)] = _End(node, options.results[place], program.in_loop)
+
+    def _add_layouts(self) -> None:
+        """A layout for every value that is stored, crosses programs or has several readers."""
+        setting, step = self.setting, self.step
+        inputs = set(step.graph.inputs)
+        outputs = {v for v in step.outputs if isinstance(v, Value)}
+        leaving = {self._slot(p, v) for p in self.programs for v in p.outputs}
+        renewed = {step.graph.inputs[i] for k, i in step.graph.carried.items()}
+        stored = [v for v in renewed if setting.placed.home[v] == setting.stage]
+        for v in sorted(stored, key=lambda v: v.id):
+            self.readers.setdefault((None, v), [])
+        sums = {}  # running sums of this stage's addends
+        for addend, total in step.accumulate.items():
+            maker = self.makers.get((None, addend))
+            if maker is not None:
+                sums[None, total] = maker
+                self.readers.setdefault((None, total), [])
+        kept = {piece: addend for addend, pieces_ in step.keep.items() for piece in pieces_}
+        for slot in list(dict.fromkeys([*self.readers, *self.makers])):
+            value = slot[1]
+            maker, readers = self.makers.get(slot), self.readers.get(slot, [])
+            if maker is not None and slot not in leaving and len(readers) < 2:
+                continue
+            source = maker or sums.get(slot)
+            if value in kept and (None, kept[value]) in self.makers:
+                continue  # stored as its loop value is
+            may_be_partial = source is not None and value not in outputs
+            found: dict[Sharding, None] = dict.fromkeys(source.shardings if source else ())
+            for reader in readers:
+                found.update(dict.fromkeys(reader.shardings))
+            if value in inputs or value in step.constants:
+                found.update(dict.fromkeys(_simple_shardings(value, setting.mesh)))
+            candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)]
+            replicated = Sharding.replicated(len(value.shape))
+            if replicated not in candidates:
+                candidates.append(replicated)
+            if len(candidates) > _MAX_LAYOUTS:
+                candidates = sorted(candidates, key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
+                candidates = candidates[:_MAX_LAYOUTS]
+            if value in setting.limits.pinned:
+                candidates = [setting.limits.pinned[value]]
+            elif value.is_key:
+                candidates = [replicated]
+            else:
+                candidates = [s for s in candidates if setting.limits.allow_layout(value, s)] or [replicated]
+            cost = np.zeros(len(candidates))
+            here = value in step.constants or value in step.feeds or value is step.microbatch
+            if value in inputs:
+                here = setting.placed.home[value] == setting.stage
+            if source is None and not here:
+                cost += self._transfer_seconds(value, candidates)
+            self.layouts[slot] = (self._node(cost, value in step.batched), candidates)
+        self._sums = sums
+
+    def _transfer_seconds(self, value: Value, candidates: Sequence[Sharding]) -> Any:
+        return _local_bytes(value, candidates, self.setting.mesh) / self.setting.link_bandwidth
+
+    # Edges.
+
+    def _connect(self) -> None:
+        step, setting = self.step, self.setting
+        for slot, (node, shardings) in self.layouts.items():
+            maker = self.makers.get(slot) or self._sums.get(slot)
+            if maker is not None:
+                self._edge(slot[1], maker, _End(node, shardings, maker.in_loop))
+        sent = self._sent()
+        for slot, readers in self.readers.items():
+            value = slot[1]
+            source = self._source(slot)
+            for reader in readers:
+                self._edge(value, source, reader)
+        for value in sent:
+            source = self._source((None, value))
+            candidates = [s for s in dict.fromkeys(source.shardings) if not s.partial]
+            candidates = candidates or [Sharding.replicated(len(value.shape))]
+            varies = value in step.batched
+            node = self._node(self._transfer_seconds(value, candidates), varies)
+            self._edge(value, source, _End(node, candidates, varies))
+        for k, i in step.graph.carried.items():
+            leaf, out = step.graph.inputs[i], step.outputs[k]
+            if not isinstance(out, Value) or out is leaf or (None, leaf) not in self.layouts:
+                continue
+            if setting.placed.home[leaf] == setting.stage and out in setting.placed.producer:
+                program = setting.placed.programs[setting.placed.producer[out]]
+                if program.stage == setting.stage:
+                    node, shardings = self.layouts[None, leaf]
+                    self._edge(out, self._source(self._slot(program, out)), _End(node, shardings, False))
+
+    def _source(self, slot: Slot) -> _End:
+        """Where readers take a value from: its layout, or else its maker."""
+        if slot in self.layouts:
+            node, shardings = self.layouts[slot]
+            return _End(node, shardings, False)
+        if slot in self.makers:
+            return self.makers[slot]
+        kept = {piece: addend for addend, pieces_ in self.step.keep.items() for piece in pieces_}
+        return self._source((None, kept[slot[1]]))
+
+    def _sent(self) -> list[Value]:
+        """Values made here that another stage reads."""
+        here = {v for p in self.programs for v in p.outputs}
+        step_values = {total: v for v, total in self.step.accumulate.items()}
+        step_values.update({piece: v for v, pieces_ in self.step.keep.items() for piece in pieces_})
+        found: dict[Value, None] = {}
+        for program in self.setting.placed.programs:
+            if program.stage != self.setting.stage:
+                for v in program.inputs:
+                    if v in here and v not in self.copied:
+                        found[v] = None
+                    elif step_values.get(v) in here and (None, v) in self.layouts:
+                        found[v] = None
+        return list(found)
+
+    def _edge(self, value: Value, source: _End, target: _End) -> None:
+        if source.node == target.node:
+            return
+        key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings))
+        matrix = self._matrices.get(key)
+        if matrix is None:
+            itemsize = value.nbytes // max(1, math.prod(value.shape))
+            matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings, target.shardings)
+            self._matrices[key] = matrix
+        if matrix.any():
+            self.edges.append((source.node, target.node, matrix * self.setting.often(target.in_loop)))
+            self.edge_in_loop.append(target.in_loop)
+
+    # Memory.
+
+    def _add_memory(self) -> None:
+        setting, step = self.setting, self.step
+        times: dict[int, tuple[int, int]] = {}  # program -> its range of times
+        positions: list[int] = []  # time -> position in its program
+        for program in self.programs:
+            peaks = _peak_positions(program, setting.rules)
+            times[program.index] = (len(positions), len(positions) + len(peaks))
+            positions += peaks
+        if not positions:
+            return
+        loop = [times[p.index] for p in self.programs if p.in_loop]
+        loop_range = (loop[0][0], loop[-1][1]) if loop else (0, 0)
+        always = (0, len(positions))
+        made_in = {self._slot(p, v): p for p in self.programs for e in p.equations for v in e.outputs}
+        read_in: dict[Slot, list[Program]] = defaultdict(list)
+        for program in self.programs:
+            for v in program.inputs:
+                read_in[self._slot(program, v)].append(program)
+        stored = set(step.graph.inputs) | set(step.constants)
+        for slot in dict.fromkeys([*self.layouts, *self.makers]):
+            value = slot[1]
+            end = self._source(slot)
+            size = _local_bytes(value, end.shardings, setting.mesh)
+            maker = made_in.get(slot)
+            if value in stored or slot in self._sums:
+                start = loop_range[0] if slot in self._sums else 0
+                self.usages[end.node].append(Usage(start, always[1], size))
+                continue
+            users = read_in[slot]
+            if maker is None and users:  # arrives from elsewhere
+                first, last = times[users[0].index][0], times[users[-1].index][1]
+                copies = setting.in_flight if users[0].in_loop else 1
+                self.usages[end.node].append(Usage(first, last, size * copies))
+            elif maker is not None and users:  # crosses programs
+                first, last = times[maker.index][0], times[users[-1].index][1]
+                copies = setting.in_flight if maker.in_loop else 1
+                self.usages[end.node].append(Usage(first, last, size * copies))
+        for program in self.programs:
+            start, stop = times[program.index]
+            for value, (born, dies) in _lifetimes(program, setting.rules).items():
+                live = [t for t in range(start, stop) if born <= positions[t] <= dies]
+                slot = self._slot(program, value)
+                if live and slot not in read_in and slot in made_in:
+                    end = self._source(slot)
+                    size = _local_bytes(value, end.shardings, setting.mesh)
+                    self.usages[end.node].append(Usage(live[0], live[-1] + 1, size))
+
+
+def _local_bytes(value: Value, shardings: Iterable[Sharding], mesh: Mesh) -> Any:
+    return np.array([value.nbytes / math.prod(s.tiles(mesh)) for s in shardings])
+
+
+def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
+    """Every way to cut a stored array: each axis in some dimension or none."""
+    rank = len(value.shape)
+    found = []
+    for where in itertools.product(range(-1, rank), repeat=len(mesh.axes)):
+        dims = tuple(tuple(a for a, d in zip(mesh.axes, where, strict=True) if d == dim) for dim in range(rank))
+        sharding = Sharding(dims)
+        if sharding.divides(value.shape, mesh):
+            found.append(sharding)
+    return found
+
+
+def _materialised(program: Program, rules: Mapping[int, Rule]) -> set[Value]:
+    """Values that go through memory: XLA fuses chains of elementwise operations between matrix products."""
+    found = set(program.inputs) | set(program.outputs)
+    for eqn in program.equations:
+        if rules[eqn.id].unit == "matmul":
+            found.update(eqn.values)
+            found.update(eqn.outputs)
+        elif not is_fusible(rules[eqn.id]):
+            found.update(eqn.outputs)
+    return found
+
+
+def _lifetimes(program: Program, rules: Mapping[int, Rule]) -> dict[Value, tuple[int, int]]:
+    """Positions between which each materialised value that the program makes is live."""
+    materialised = _materialised(program, rules)
+    born: dict[Value, int] = {}
+    dies: dict[Value, int] = {}
+    for position, eqn in enumerate(program.equations):
+        for v in eqn.outputs:
+            born[v] = dies[v] = position
+        for v in eqn.values:
+            dies[v] = position
+    for v in program.outputs:
+        dies[v] = len(program.equations)
+    return {v: (at, dies[v]) for v, at in born.items() if v in materialised}
+
+
+def _peak_positions(program: Program, rules: Mapping[int, Rule]) -> list[int]:
+    """Positions where most bytes are live (in full sizes), one for each of a few stretches of the program."""
+    count = len(program.equations)
+    live = np.zeros(count + 1)
+    for v, (born, dies) in _lifetimes(program, rules).items():
+        live[born] += v.nbytes
+        if dies < count:
+            live[dies + 1] -= v.nbytes
+    live = np.cumsum(live)[: max(1, count)]
+    bounds = np.linspace(0, len(live), _MEMORY_TIMES_PER_PROGRAM + 1).astype(int)
+    return [int(a + np.argmax(live[a:b])) for a, b in itertools.pairwise(bounds) if b > a]

@@ -1,0 +1,129 @@
+"""The strategies of an equation on a mesh, and the shardings that each implies for operands and results."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.ir.graph import Equation
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
+from autopar.passes.rules.base import DimMap, Rule
+
+
+def lane_rules(rule: Rule) -> tuple[Rule, ...]:
+    """One rule per lane: the rule itself, or for a separable one that of each operand and its result."""
+    if not rule.separable:
+        return (rule,)
+    return tuple(
+        dataclasses.replace(rule, inputs=(ins,), outputs=(outs,), separable=False, linear=(frozenset({0}),))
+        for ins, outs in zip(rule.inputs, rule.outputs, strict=True)
+    )
+
+
+def _splittable(rule: Rule) -> Iterator[int]:
+    """Factors that mesh axes may split: contiguous pieces in every operand and result."""
+    maps = [dims for dims in (*rule.inputs, *rule.outputs)]
+    present = {f for dims in maps for dim in dims for f in dim}
+    for factor, size in enumerate(rule.factors):
+        if size <= 1 or factor in rule.whole or factor not in present:
+            continue
+        major = all(
+            factor not in dim or math.prod(rule.factors[f] for f in dim[: dim.index(factor)]) == 1
+            for dims in maps
+            for dim in dims
+        )
+        once = all(sum(factor in dim for dim in dims) <= 1 for dims in maps)
+        held = any(factor in dim for dims in rule.outputs for dim in dims)
+        if major and once and (held or factor in rule.reduced):
+            yield factor
+
+
+def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lane, ...]:
+    """All strategies of one lane, the fully replicated one first; `addends` are the operands that can be partial."""
+    options: list[AxisChoice] = [WHOLE, *_splittable(rule)]
+    options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & addends]
+    lanes = []
+    for lane in itertools.product(options, repeat=len(mesh.axes)):
+        pieces: dict[int, int] = {}
+        for axis, choice in zip(mesh.axes, lane, strict=True):
+            if choice >= 0:
+                pieces[choice] = pieces.get(choice, 1) * mesh.axis_size(axis)
+        if all(rule.factors[f] % n == 0 for f, n in pieces.items()):
+            sets = [choice for choice in lane if choice < WHOLE]
+            # Pieces of a reduced factor are addends only if the rule sums; mixing two linear sets is pointless.
+            if len(set(sets)) <= 1:
+                lanes.append(lane)
+    return tuple(lanes)
+
+
+def can_sum(rule: Rule) -> bool:
+    """Whether splitting the equation can leave addends."""
+    return any(rule.reduced.get(factor) == "sum" for factor in _splittable(rule))
+
+
+def pieces(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, int]:
+    """In how many pieces each split factor is cut."""
+    cut: dict[int, int] = {}
+    for axis, choice in zip(mesh.axes, lane, strict=True):
+        if choice >= 0:
+            cut[choice] = cut.get(choice, 1) * mesh.axis_size(axis)
+    return cut
+
+
+def _lay(dims: DimMap, lane: Lane, mesh: Mesh, partial: tuple[str, ...]) -> Sharding:
+    return Sharding(
+        tuple(
+            tuple(axis for axis, choice in zip(mesh.axes, lane, strict=True) if choice >= 0 and choice in dim)
+            for dim in dims
+        ),
+        partial,
+    )
+
+
+def operand_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
+    """What each operand must be; literals get the sharding of a scalar."""
+    found = []
+    for position, dims in enumerate(rule.inputs):
+        partial = tuple(
+            sorted(
+                axis
+                for axis, choice in zip(mesh.axes, lane, strict=True)
+                if choice < WHOLE and position in rule.linear[linear_set(choice)]
+            )
+        )
+        found.append(_lay(dims, lane, mesh, partial))
+    return tuple(found)
+
+
+def result_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
+    """What each result is: partial over axes that split a summed factor or whose operands are partial."""
+    found = []
+    for dims in rule.outputs:
+        held = {f for dim in dims for f in dim}
+        partial = tuple(
+            sorted(
+                axis
+                for axis, choice in zip(mesh.axes, lane, strict=True)
+                if choice < WHOLE or (choice >= 0 and choice not in held and rule.reduced.get(choice) == "sum")
+            )
+        )
+        found.append(_lay(dims, lane, mesh, partial))
+    return tuple(found)
+
+
+def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Axes over which results must be combined at once, by operation (max, min, ..): no sum can stay partial there."""
+    found: dict[str, tuple[str, ...]] = {}
+    for axis, choice in zip(mesh.axes, lane, strict=True):
+        if choice >= 0 and (op := rule.reduced.get(choice)) not in (None, "sum"):
+            found[op] = (*found.get(op, ()), axis)
+    return found
+
+
+def lane_operands(equation: Equation, rule: Rule, lane_index: int) -> Sequence[int]:
+    """Positions of the operands that belong to a lane."""
+    return (lane_index,) if rule.separable else range(len(equation.inputs))

@@ -1,0 +1,371 @@
+"""From strategies to programs in local sizes, and from those to functions for a fully manual `shard_map`.
+
+`local_program` writes down, in order, each equation on local pieces and each resharding between them: what is
+priced, what is counted, and what runs. `assemble` does it for all stages and plans what crosses between them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer
+from autopar.errors import InternalError
+from autopar.ir.graph import Equation, Literal, Phase, Value
+from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, Reshard, StageSharding
+from autopar.ir.mesh import Mesh
+from autopar.ir.program import PlacedStep, Program
+from autopar.ir.sharding import Collective, Sharding
+from autopar.ir.strategy import Lane
+from autopar.passes.collectives import apply_steps
+from autopar.passes.intra_op.strategies import combined_axes, lane_rules, operand_shardings, pieces, result_shardings
+from autopar.passes.rules.base import Rule, is_fusible
+
+_COMBINE = {"max": jax.lax.pmax, "min": jax.lax.pmin}
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A value that one stage sends to another."""
+
+    value: Value
+    source: int  # stage
+    target: int  # stage
+    plan: TransferPlan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LoweredStep:
+    """Everything that runs, in local sizes."""
+
+    placed: PlacedStep
+    shardings: tuple[StageSharding, ...]  # by stage
+    programs: tuple[LocalProgram, ...]  # bridges included, in an order that respects every dependency
+    crossings: tuple[Crossing, ...]
+    homes: Mapping[Value, Port]  # graph input -> how it is stored on its home stage
+    results: tuple[tuple[int, Port] | None, ...]  # per graph output: (stage, port); None for an input or a literal
+
+
+def assemble(
+    placed: PlacedStep,
+    shardings: Sequence[StageSharding],
+    rules: Mapping[int, Rule],
+    resharders: Sequence[Resharder],
+    link: Callable[[int, int, int], float],
+) -> LoweredStep:
+    """Local programs of all stages with their ports, and the transfers between stages.
+
+    1. Every value has a layout on the stage that makes or stores it. 2. Where another stage reads it, a transfer is
+    planned from that layout to the one wanted there. 3. A sum or a leaf that must first be resharded to be sent
+    gets a bridge: a program without equations. 4. Each program is written out with all the ports it must serve.
+    """
+    step = placed.step
+    stored = {**{total: v for v, total in step.accumulate.items()}}
+    kept = {piece: v for v, pieces_ in step.keep.items() for piece in pieces_}
+    layouts: list[dict[Value, Sharding]] = [_natural_layouts(placed, s, i, rules) for i, s in enumerate(shardings)]
+
+    def layout_at_source(value: Value, stage: int) -> Sharding:
+        return layouts[stage][kept.get(value, value)]
+
+    crossings: list[Crossing] = []
+    arrivals: list[dict[Value, Sharding]] = [{} for _ in shardings]
+    departures: dict[Value, list[Sharding]] = defaultdict(list)  # from the program that makes the value
+    bridged: dict[tuple[int, Phase], list[tuple[Port, Port]]] = defaultdict(list)
+    copied = {v for e in step.equations if e.id in step.replicable for v in e.outputs}
+    for program in placed.programs:
+        for value in program.inputs:
+            if value is step.microbatch or value in step.feeds or value in step.constants or value in copied:
+                continue
+            source = placed.stage_of(value)
+            if source == program.stage or value in arrivals[program.stage]:
+                continue
+            held = layout_at_source(value, source)
+            itemsize = value.nbytes // max(1, math.prod(value.shape))
+            plan = plan_transfer(
+                value.shape, itemsize, held, shardings[source].mesh, layouts[program.stage][value],
+                shardings[program.stage].mesh, resharders[source], resharders[program.stage], link,
+            )  # fmt: skip
+            crossings.append(Crossing(value, source, program.stage, plan))
+            arrivals[program.stage][value] = plan.received
+            if plan.sent == held:
+                continue
+            if value in stored or value in kept:
+                bridged[source, Phase.UPDATE].append((Port(value, held), Port(value, plan.sent)))
+            elif value in placed.producer:
+                departures[value].append(plan.sent)
+            else:
+                bridged[source, Phase.PROLOGUE].append((Port(value, held), Port(value, plan.sent)))
+
+    homes = {v: Port(v, layouts[placed.home[v]].get(v, Sharding.replicated(len(v.shape)))) for v in step.graph.inputs}
+    results: list[tuple[int, Port] | None] = []
+    renewed: dict[Value, list[Sharding]] = defaultdict(list)
+    for k, out in enumerate(step.outputs):
+        if isinstance(out, Literal) or out in step.graph.inputs or out in step.constants:
+            results.append(None)
+            continue
+        stage = placed.stage_of(out)
+        leaf = step.graph.inputs[step.graph.carried[k]] if k in step.graph.carried else None
+        sharding = homes[leaf].sharding if leaf is not None else layouts[stage][kept.get(out, out)]
+        if sharding.partial:
+            sharding = Sharding(sharding.dims)
+        if out in stored and layouts[stage][out] != sharding:
+            bridged[stage, Phase.UPDATE].append((Port(out, layouts[stage][out]), Port(out, sharding)))
+        renewed[out].append(sharding)
+        results.append((stage, Port(out, sharding)))
+
+    programs: list[LocalProgram] = []
+    for program in placed.programs:
+        stage = program.stage
+        writer = _Writer(program, shardings[stage], rules, resharders[stage])
+        for value in program.inputs:
+            writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
+        for eqn in program.equations:
+            writer.compute(eqn)
+        for value in program.outputs:
+            if value in step.accumulate:
+                total = step.accumulate[value]
+                writer.accumulate(value, total, layouts[stage][total])
+            internal = any(value in p.inputs and p.stage == stage for p in placed.programs) or value in step.keep
+            sent_as_held = any(c.value is value and c.plan.sent == layouts[stage][value] for c in crossings)
+            if internal or sent_as_held:
+                writer.leave(value, layouts[stage][value])
+            for sharding in (*departures[value], *renewed[value]):
+                writer.leave(value, sharding)
+        programs.append(writer.finish())
+    for (stage, phase), pairs in bridged.items():
+        programs.append(_bridge(stage, phase, pairs, shardings[stage], rules, resharders[stage]))
+    order = list(Phase)
+    programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
+    return LoweredStep(placed, tuple(shardings), tuple(programs), tuple(crossings), homes, tuple(results))
+
+
+def _natural_layouts(
+    placed: PlacedStep, sharding: StageSharding, stage: int, rules: Mapping[int, Rule]
+) -> dict[Value, Sharding]:
+    """How each value lies on a stage: its layout, or as its equation leaves it."""
+    found: dict[Value, Sharding] = {}
+    for program in placed.programs:
+        if program.stage != stage:
+            continue
+        for eqn in program.equations:
+            strategy = sharding.strategies[program.index, eqn.id]
+            for value, result in zip(eqn.outputs, _results(rules[eqn.id], strategy, sharding.mesh), strict=True):
+                found[value] = result
+        for value in (*program.inputs, *program.outputs):
+            layout = sharding.layout(program, value)
+            if layout is not None:
+                found[value] = layout
+    for (program_index, value), layout in sharding.layouts.items():
+        if program_index is None:
+            found[value] = layout
+    return found
+
+
+def _results(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Sharding, ...]:
+    return tuple(
+        s for lane_rule, lane in zip(lane_rules(rule), strategy, strict=True)
+        for s in result_shardings(lane_rule, lane, mesh)
+    )  # fmt: skip
+
+
+def _operands(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Sharding, ...]:
+    return tuple(
+        s for lane_rule, lane in zip(lane_rules(rule), strategy, strict=True)
+        for s in operand_shardings(lane_rule, lane, mesh)
+    )  # fmt: skip
+
+
+class _Writer:
+    """Writes one local program."""
+
+    def __init__(
+        self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder
+    ) -> None:
+        self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
+        self.ops: list[LocalOp] = []
+        self.inputs: list[Port] = []
+        self.outputs: dict[Port, None] = {}
+        self.have: dict[Value, list[Sharding]] = {}
+
+    def arrive(self, value: Value, sharding: Sharding) -> None:
+        self.inputs.append(Port(value, sharding))
+        self.have[value] = [sharding]
+
+    def want(self, value: Value, target: Sharding) -> None:
+        """Make a value available in a sharding, by way of its layout."""
+        layout = self.sharding.layout(self.program, value)
+        for goal in ([layout] if layout is not None else []) + [target]:
+            have = self.have[value]
+            if goal in have or target in have:
+                continue
+            itemsize = value.nbytes // max(1, math.prod(value.shape))
+            source = min(have, key=lambda s: self.resharder.time(value.shape, itemsize, s, goal))
+            steps = self.resharder.plan(value.shape, itemsize, source, goal)
+            self.ops.append(Reshard(value, source, goal, steps))
+            have.append(goal)
+
+    def compute(self, eqn: Equation) -> None:
+        rule = self.rules[eqn.id]
+        strategy = self.sharding.strategies[self.program.index, eqn.id]
+        wanted = _operands(rule, strategy, self.sharding.mesh)
+        operands = []
+        for v, sharding in zip(eqn.inputs, wanted, strict=True):
+            if isinstance(v, Value):
+                self.want(v, sharding)
+            operands.append(sharding if isinstance(v, Value) else None)
+        mesh = self.sharding.mesh
+        results = _results(rule, strategy, mesh)
+        share = 1.0 if rule.separable else math.prod(pieces(rule, strategy[0], mesh).values())
+        payload = sum(v.nbytes // math.prod(s.tiles(mesh)) for v, s in zip(eqn.outputs, results, strict=True))
+        combined = () if rule.separable else tuple(
+            Collective("all_reduce", axes, payload) for axes in combined_axes(rule, strategy[0], mesh).values()
+        )  # fmt: skip
+        self.ops.append(
+            Compute(
+                eqn, strategy, tuple(operands), results, rule.flops * rule.points() / share, rule.unit,
+                is_fusible(rule), combined,
+            )  # fmt: skip
+        )
+        for v, sharding in zip(eqn.outputs, results, strict=True):
+            self.have[v] = [sharding]
+
+    def accumulate(self, value: Value, total: Value, sharding: Sharding) -> None:
+        self.want(value, sharding)
+        self.ops.append(Accumulate(value, total, sharding))
+        self.inputs.append(Port(total, sharding))
+        self.outputs[Port(total, sharding)] = None
+
+    def leave(self, value: Value, sharding: Sharding) -> None:
+        self.want(value, sharding)
+        self.outputs[Port(value, sharding)] = None
+
+    def finish(self) -> LocalProgram:
+        return LocalProgram(
+            self.program, self.sharding.mesh, tuple(self.ops), tuple(self.inputs), tuple(self.outputs)
+        )
+
+
+def _bridge(
+    stage: int, phase: Phase, pairs: Sequence[tuple[Port, Port]], sharding: StageSharding,
+    rules: Mapping[int, Rule], resharder: Resharder,
+) -> LocalProgram:  # fmt: skip
+    inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
+    program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
+    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder)
+    for port, _ in pairs:
+        if port.value not in writer.have:
+            writer.arrive(port.value, port.sharding)
+    for _, port in pairs:
+        writer.leave(port.value, port.sharding)
+    return writer.finish()
+
+
+# Emission.
+
+
+@dataclasses.dataclass
+class _SpaceLocal:
+    """The piece of one device, for `emit`."""
+
+    rule: Rule
+    cut: Mapping[int, int]
+    axes: Mapping[int, tuple[str, ...]]  # factor -> mesh axes that split it, major first
+    mesh: Mesh
+
+    def size(self, factor: int) -> int:
+        return self.rule.factors[factor] // self.cut.get(factor, 1)
+
+    def is_split(self, factor: int) -> bool:
+        return self.cut.get(factor, 1) > 1
+
+    def start(self, factor: int) -> Any:
+        if not self.is_split(factor):
+            return 0
+        index = jnp.int32(0)
+        for axis in self.axes[factor]:
+            index = index * self.mesh.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.int32)
+        return index * self.size(factor)
+
+
+def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:
+    """The program as a function of local pieces, to be run under `jax.shard_map` over all axes of its mesh.
+
+    Takes the input ports' pieces and returns the output ports'. A partial port's piece has a leading axis of size 1.
+    """
+    mesh = local.mesh
+
+    def run(*pieces_in: Any) -> tuple[Any, ...]:
+        env: dict[tuple[Value, Sharding], Any] = {}
+        for port, piece in zip(local.inputs, pieces_in, strict=True):
+            env[port.value, port.sharding] = piece[0] if port.sharding.partial else piece
+        for op in local.ops:
+            if isinstance(op, Reshard):
+                env[op.value, op.target] = apply_steps(env[op.value, op.source], op.steps, op.source, mesh)
+            elif isinstance(op, Accumulate):
+                key = (op.total, op.sharding)
+                env[key] = env[key] + env[op.addend, op.sharding]
+            else:
+                operands = [
+                    v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
+                    for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
+                ]
+                results = _emit_equation(op, rules[op.equation.id], operands, mesh)
+                for v, sharding, result in zip(op.equation.outputs, op.results, results, strict=True):
+                    env[v, sharding] = result
+        return tuple(
+            env[p.value, p.sharding][None] if p.sharding.partial else env[p.value, p.sharding] for p in local.outputs
+        )
+
+    return run
+
+
+def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+    if rule.separable:
+        return rule.emit(_SpaceLocal(rule, {}, {}, mesh), op.equation, operands)
+    lane = op.strategy[0]
+    axes: dict[int, tuple[str, ...]] = defaultdict(tuple)
+    for axis, choice in zip(mesh.axes, lane, strict=True):
+        if choice >= 0:
+            axes[choice] = (*axes[choice], axis)
+    results = rule.emit(_SpaceLocal(rule, pieces(rule, lane, mesh), axes, mesh), op.equation, operands)
+    for kind, over in combined_axes(rule, lane, mesh).items():
+        results = [_combine(kind, x, over) for x in results]
+    expected = [s.local_shape(v.shape, mesh) for v, s in zip(op.equation.outputs, op.results, strict=True)]
+    if [tuple(np.shape(x)) for x in results] != expected:
+        raise InternalError(
+            f"{op.equation!r} with strategy {lane} gives {[np.shape(x) for x in results]}, not {expected}"
+        )
+    return results
+
+
+def _combine(kind: str, x: Any, axes: tuple[str, ...]) -> Any:
+    if kind in _COMBINE and x.dtype != jnp.bool_:
+        return _COMBINE[kind](x, axes)
+    if kind in ("and", "or") and x.dtype == jnp.bool_:
+        reduce = jax.lax.pmin if kind == "and" else jax.lax.pmax
+        return reduce(x.astype(jnp.int32), axes).astype(jnp.bool_)
+    operation = {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce,
+                 "max": jnp.max, "min": jnp.min}[kind]  # fmt: skip
+    return operation(jax.lax.all_gather(x, axes), axis=0)
+
+
+def partition_spec(sharding: Sharding) -> jax.sharding.PartitionSpec:
+    """The spec of a port's global array; a partial value is stacked along a leading axis over its partial axes."""
+    dims = tuple((dim if len(dim) > 1 else dim[0]) if dim else None for dim in sharding.dims)
+    if sharding.partial:
+        dims = (sharding.partial if len(sharding.partial) > 1 else sharding.partial[0], *dims)
+    return jax.sharding.PartitionSpec(*dims)
+
+
+def port_shape(port: Port, mesh: Mesh) -> tuple[int, ...]:
+    """Shape of a port's global array."""
+    if not port.sharding.partial:
+        return port.value.shape
+    return (math.prod(mesh.axis_size(a) for a in port.sharding.partial), *port.value.shape)

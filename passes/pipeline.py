@@ -1,0 +1,323 @@
+"""Placement: each equation gets a stage, and each (phase, stage) becomes a program.
+
+ 1. Forward equations come with their stage (layers are cut along the program order, so stages only rise).
+ 2. A backward equation goes where its cotangents come from, but no later than where the forward values and
+    parameters that it uses were last used: that walks down the stages as the backward pass does. Any value may
+    cross stages; nothing else is assumed (tied weights and long skips are only more crossings).
+ 3. A sum of addends that were made on different stages waits for the update phase: each is accumulated where it
+    was made and crosses once a step instead of once a microbatch.
+ 4. Update equations go where most of their operands' bytes are; inputs live where they are used and renewed.
+ 5. In the prologue and the update a stage's equations are cut into rounds so that programs never depend on one
+    another in a circle (a global gradient norm goes all ways); in the loop stages are monotone and need none.
+ 6. Programs of one stage that follow one another with nothing between them are fused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
+from autopar.ir.program import PlacedStep, Program
+
+
+def place(
+    step: StepGraph, forward_stage: Mapping[int, int], num_stages: int, homes: Mapping[Value, int]
+) -> PlacedStep:
+    """Cut a step into programs.
+
+    `forward_stage` gives the stage of each FORWARD equation by id, `homes` that of inputs that lie somewhere already.
+    """
+    stages = _loop_stages(step, forward_stage, num_stages)
+    step, stages = _defer_sums(step, stages)
+    home = _update_stages(step, stages, homes)
+    return _programs(step, stages, home, num_stages)
+
+
+def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: int) -> dict[int, int]:
+    """Stages of the loop equations (steps 1 and 2)."""
+    stages: dict[int, int] = {}
+    last_use: dict[Value, int] = {}  # latest stage at which the forward pass has the value
+    made: dict[Value, int] = {}  # values of the backward pass
+    copied: dict[Value, Equation] = {v: e for e in step.equations if e.id in step.replicable for v in e.outputs}
+
+    def use(value: Value, stage: int) -> None:
+        if last_use.get(value, -1) < stage:
+            last_use[value] = stage
+            if value in copied:
+                for operand in copied[value].values:
+                    use(operand, stage)
+
+    for eqn in step.equations:
+        if eqn.phase is Phase.FORWARD and eqn.id not in step.replicable:
+            at = [last for v in eqn.values if (last := made.get(v)) is not None]
+            stages[eqn.id] = stage = max([forward_stage[eqn.id], *at])
+            for v in eqn.values:
+                use(v, stage)
+            for v in eqn.outputs:
+                made[v] = stage
+                use(v, stage)
+    cotangent: dict[Value, int] = {}
+    for eqn in step.equations:
+        if eqn.phase is Phase.BACKWARD and eqn.id not in step.replicable:
+            bounds = [cotangent[v] for v in eqn.values if v in cotangent]
+            bounds += [last_use[v] for v in eqn.values if v in last_use]
+            stages[eqn.id] = stage = min(bounds, default=num_stages - 1)
+            cotangent.update(dict.fromkeys(eqn.outputs, stage))
+    return stages
+
+
+def _defer_sums(step: StepGraph, stages: dict[int, int]) -> tuple[StepGraph, dict[int, int]]:
+    """Step 3: move linear combinations of addends from several stages, and what follows from them, to the update."""
+    if step.num_microbatches == 1:
+        return step, stages
+    made = {v: eqn for eqn in step.equations for v in eqn.outputs}
+    moved: set[int] = set()
+    for eqn in step.equations:
+        if not eqn.phase.in_loop or eqn.id in step.replicable:
+            continue
+        varying = [v for v in eqn.values if v in step.batched]
+        if not varying or not all(v in step.partial for v in varying):
+            continue
+        producers = [made[v] for v in varying]
+        if len({stages[p.id] for p in producers}) > 1 or any(p.id in moved for p in producers):
+            moved.add(eqn.id)
+    if not moved:
+        return step, stages
+
+    next_id = 1 + max(v.id for eqn in step.equations for v in (*eqn.values, *eqn.outputs))
+    next_id = max(next_id, *(v.id + 1 for v in step.accumulate.values()))
+    accumulate = dict(step.accumulate)
+    summed: dict[Value, Value] = {}  # moved loop value -> its step value
+
+    def whole(value: Operand) -> Operand:
+        nonlocal next_id
+        if not isinstance(value, Value) or value not in step.batched:
+            return value
+        if value in summed:
+            return summed[value]
+        if value not in accumulate:
+            accumulate[value] = dataclasses.replace(value, id=next_id)
+            next_id += 1
+        return accumulate[value]
+
+    loop, update = [], []
+    for eqn in step.equations:
+        if eqn.id in moved:
+            inputs = tuple(whole(v) for v in eqn.inputs)
+            for v in eqn.outputs:
+                summed[v] = accumulate.pop(v, None) or dataclasses.replace(v, id=next_id)
+                next_id += 1
+            outputs = tuple(summed[v] for v in eqn.outputs)
+            update.append(dataclasses.replace(eqn, inputs=inputs, outputs=outputs, phase=Phase.UPDATE))
+        else:
+            loop.append(eqn)
+    first_update = next((i for i, eqn in enumerate(loop) if eqn.phase is Phase.UPDATE), len(loop))
+    equations = (*loop[:first_update], *update, *loop[first_update:])
+    kept = {i: stage for i, stage in stages.items() if i not in moved}
+    return dataclasses.replace(step, equations=equations, accumulate=accumulate), kept
+
+
+def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value, int]) -> dict[Value, int]:
+    """Step 4: completes `stages` for the prologue and the update; returns where inputs and constants live."""
+    where: dict[Value, int] = {}  # stage of every value as far as known
+    for eqn in step.equations:
+        if eqn.id in stages:
+            where.update(dict.fromkeys(eqn.outputs, stages[eqn.id]))
+    for loop_value, whole in step.accumulate.items():
+        where[whole] = where[loop_value]
+    for loop_value, pieces in step.keep.items():
+        where.update(dict.fromkeys(pieces, where[loop_value]))
+    stored = [*step.graph.inputs, *step.constants]
+    users: dict[Value, list[Equation]] = defaultdict(list)
+    for eqn in step.equations:
+        for v in eqn.values:
+            users[v].append(eqn)
+
+    def first_loop_stage(value: Value, seen: frozenset[Value] = frozenset()) -> int | None:
+        """The first stage whose loop uses a value, through copied equations too."""
+        found = []
+        for eqn in users[value]:
+            if eqn.id in stages and eqn.phase.in_loop:
+                found.append(stages[eqn.id])
+            elif eqn.id in step.replicable:
+                found += [s for v in eqn.outputs if (s := first_loop_stage(v)) is not None]
+        return min(found, default=None)
+
+    fed = {source: loop_value for loop_value, (source, _) in step.feeds.items()}
+    for value in stored:
+        stage = first_loop_stage(fed.get(value, value))
+        if stage is not None:
+            where[value] = stage
+    where.update(homes)
+
+    todo = [e for e in step.equations if e.id not in stages and e.id not in step.replicable]
+    for eqn in reversed([e for e in todo if e.phase is Phase.PROLOGUE]):
+        found = [s for v in eqn.outputs if (s := first_loop_stage(v)) is not None]
+        found += [stages[u.id] for v in eqn.outputs for u in users[v] if u.id in stages]
+        stages[eqn.id] = min(found, default=0)
+    for eqn in todo:
+        if eqn.phase is Phase.PROLOGUE:
+            where.update(dict.fromkeys(eqn.outputs, stages[eqn.id]))
+
+    update = [e for e in todo if e.phase is Phase.UPDATE]
+    renewed = {out: step.graph.inputs[i] for k, i in step.graph.carried.items()
+               if isinstance(out := step.outputs[k], Value)}  # fmt: skip
+    for _ in range(3):  # forwards from gradients, backwards to what they meet, forwards again
+        for eqn in update:
+            _vote(eqn, eqn.values, stages, where)
+            for v in eqn.outputs:
+                if v in where and v in renewed:
+                    where.setdefault(renewed[v], where[v])
+        for eqn in reversed(update):
+            _vote(eqn, eqn.outputs, stages, where)
+            if eqn.id in stages:
+                for v in eqn.values:
+                    where.setdefault(v, stages[eqn.id])
+    for eqn in update:
+        stages.setdefault(eqn.id, 0)
+        where.update(dict.fromkeys(eqn.outputs, stages[eqn.id]))
+    for out, source in renewed.items():
+        if out in where and out is not source and source not in homes:
+            where[source] = where[out]
+    return {v: where.get(v, 0) for v in stored}
+
+
+def _vote(eqn: Equation, values: Sequence[Value], stages: dict[int, int], where: dict[Value, int]) -> None:
+    """Place an equation where most bytes of the given values are; the first of equals decides."""
+    if eqn.id in stages:
+        return
+    known = [v for v in values if v in where]
+    if any(v.shape for v in values) and not any(v.shape for v in known):
+        return  # scalars do not decide where arrays go
+    if known:
+        largest = max(known, key=lambda v: v.nbytes)
+        stages[eqn.id] = where[largest]
+        for v in eqn.outputs:
+            where[v] = stages[eqn.id]
+
+
+def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, int], num_stages: int) -> PlacedStep:
+    """Steps 5 and 6."""
+    key_of: dict[Value, tuple[int, int, int]] = {}  # value -> (order of phases, order in phase, stage)
+    members: dict[tuple[int, int, int], list[Equation]] = defaultdict(list)
+    phases = list(Phase)
+    rounds: dict[Value, int] = {}
+    copied = {v: e for e in step.equations if e.id in step.replicable for v in e.outputs}
+    outputs = {v for v in step.outputs if isinstance(v, Value)}
+    carried_stage = {
+        out: home[step.graph.inputs[i]] for k, i in step.graph.carried.items()
+        if isinstance(out := step.outputs[k], Value)
+    }  # fmt: skip
+
+    def key(phase: Phase, stage: int, round_: int) -> tuple[int, int, int]:
+        if num_stages == 1:
+            if step.num_microbatches == 1:
+                return (0, 0, 0)
+            if phase.in_loop:
+                return (phases.index(Phase.FORWARD), 0, 0)
+        if phase is Phase.FORWARD:
+            return (phases.index(phase), stage, stage)
+        if phase is Phase.BACKWARD:
+            if stage == num_stages - 1:
+                return (phases.index(Phase.FORWARD), stage, stage)
+            return (phases.index(phase), num_stages - stage, stage)
+        return (phases.index(phase), round_, stage)
+
+    for eqn in step.equations:
+        if eqn.id in step.replicable:
+            continue
+        stage = stages[eqn.id]
+        round_ = 0
+        if not eqn.phase.in_loop:
+            for v in _through_copies(eqn.values, copied):
+                if v in rounds:
+                    crosses = key_of[v][2] != stage
+                    round_ = max(round_, rounds[v] + crosses)
+        where = key(eqn.phase, stage, round_)
+        members[where].append(eqn)
+        for v in eqn.outputs:
+            key_of[v] = where
+            if not eqn.phase.in_loop:
+                rounds[v] = round_
+    for v in sorted(outputs & copied.keys(), key=lambda v: v.id):  # the caller wants a batch-free value
+        stage = carried_stage.get(v, 0)
+        deepest = max((rounds[w] + (key_of[w][2] != stage) for w in _through_copies([v], copied) if w in rounds), default=0)
+        where = key(Phase.UPDATE, stage, deepest)
+        members[where] = members[where]
+        key_of[v] = where
+
+    order = sorted(members)
+    wanted_copies: dict[tuple[int, int, int], set[Value]] = defaultdict(set)
+    for v in outputs & copied.keys():
+        wanted_copies[key_of[v]].add(v)
+    full = {k: _with_copies(members[k], wanted_copies[k], copied) for k in order}
+    step_values = {whole: v for v, whole in step.accumulate.items()}
+    step_values.update({piece: v for v, pieces in step.keep.items() for piece in pieces})
+    needed_by: dict[Value, set[tuple[int, int, int]]] = defaultdict(set)
+    inputs_of = {}
+    for k in order:
+        made = {v for eqn in full[k] for v in eqn.outputs}
+        inputs: dict[Value, None] = {}
+        for eqn in full[k]:
+            inputs.update(dict.fromkeys(v for v in eqn.values if v not in made))
+        inputs_of[k] = tuple(inputs)
+        for v in inputs:
+            needed_by[step_values.get(v, v)].add(k)
+    for v in outputs:
+        needed_by[step_values.get(v, v)].add((-1, -1, -1))
+
+    programs, producer = [], {}
+    for index, k in enumerate(order):
+        made_here = [v for eqn in full[k] for v in eqn.outputs if key_of.get(v) == k]
+        results = tuple(v for v in made_here if needed_by[v])
+        phase = phases[k[0]] if full[k] and num_stages * step.num_microbatches > 1 else Phase.UPDATE
+        producer.update(dict.fromkeys(results, index))
+        name = _name(phase, k, num_stages) if num_stages * step.num_microbatches > 1 else "step"
+        programs.append(Program(index, name, phase, k[2], full[k], inputs_of[k], results))
+    for whole, v in step_values.items():
+        producer[whole] = producer[v]
+    return PlacedStep(step, num_stages, tuple(programs), producer, home)
+
+
+def _name(phase: Phase, key: tuple[int, int, int], num_stages: int) -> str:
+    base = phase.value
+    if num_stages > 1:
+        base += f"_{key[2]}"
+    if phase in (Phase.PROLOGUE, Phase.UPDATE) and key[1]:
+        base += f"_round{key[1]}"
+    return base
+
+
+def _through_copies(values: Sequence[Value], copied: Mapping[Value, Equation]) -> set[Value]:
+    """The values that copied equations are computed from, instead of their results."""
+    found: set[Value] = set()
+    seen: set[Value] = set()
+    stack = list(values)
+    while stack:
+        v = stack.pop()
+        if v in seen:
+            continue
+        seen.add(v)
+        if v in copied:
+            stack.extend(copied[v].values)
+        else:
+            found.add(v)
+    return found
+
+
+def _with_copies(
+    equations: Sequence[Equation], wanted: set[Value], copied: Mapping[Value, Equation]
+) -> tuple[Equation, ...]:
+    """The equations of a program behind the batch-free ones that they need."""
+    copies: dict[int, Equation] = {}
+    stack = [v for eqn in equations for v in eqn.values] + list(wanted)
+    while stack:
+        eqn = copied.get(stack.pop())
+        if eqn is not None and eqn.id not in copies:
+            copies[eqn.id] = eqn
+            stack.extend(eqn.values)
+    # Copies may depend on equations of the same program (a prologue's sum, then a cheap function of it).
+    merged = sorted([*equations, *copies.values()], key=lambda eqn: eqn.id)
+    return tuple(merged)

@@ -1,0 +1,118 @@
+"""What the rule builders share: numbering factors, local shapes, linear sets, and the rule of last resort."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.ir.graph import Equation, Literal, Operand
+from autopar.passes.rules.base import DimMap, Local, Rule
+
+RuleBuilder = Callable[[Equation], Rule]
+
+DimFactors = tuple[int, ...]  # the factors of one dimension, major to minor
+
+
+class Factors:
+    """Numbers the factors of one rule while its dimension maps are written."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.whole: set[int] = set()
+
+    def new(self, size: int) -> DimFactors:
+        """A factor of its own; nothing for size 1, and an empty dimension stays whole."""
+        if size == 1:
+            return ()
+        self.sizes.append(size)
+        if size == 0:
+            self.whole.add(len(self.sizes) - 1)
+        return (len(self.sizes) - 1,)
+
+    def new_whole(self, size: int) -> DimFactors:
+        """A factor that cannot be split."""
+        dim = self.new(size)
+        self.whole.update(dim)
+        return dim
+
+    def dims(self, shape: Sequence[int], whole: Iterable[int] = ()) -> DimMap:
+        """A factor for each dimension; those of the dimensions `whole` cannot be split."""
+        keep = set(whole)
+        return tuple(self.new_whole(n) if d in keep else self.new(n) for d, n in enumerate(shape))
+
+    def rule(self, inputs: Sequence[DimMap], outputs: Sequence[DimMap], **fields: Any) -> Rule:
+        return Rule(
+            factors=tuple(self.sizes),
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            whole=frozenset(self.whole | set(fields.pop("whole", ()))),
+            **fields,
+        )
+
+
+def local_size(local: Local, dim: DimFactors) -> int:
+    """Size of the piece along one dimension."""
+    return math.prod(local.size(factor) for factor in dim)
+
+
+def local_shape(local: Local, dims: DimMap) -> tuple[int, ...]:
+    """Shape of the piece of an array with this dimension map."""
+    return tuple(local_size(local, dim) for dim in dims)
+
+
+def is_zero(operand: Operand) -> bool:
+    """Whether the operand is a literal zero: partial sums of zero are zeros."""
+    return isinstance(operand, Literal) and bool(np.all(np.asarray(operand.value) == 0))
+
+
+def is_inexact(operand: Operand) -> bool:
+    """Whether the operand is floating or complex."""
+    return isinstance(operand.dtype, np.dtype) and jnp.issubdtype(operand.dtype, jnp.inexact)
+
+
+def is_number(operand: Operand) -> bool:
+    """Whether addends of this dtype can be summed: floating, complex or integer, but neither bool nor key."""
+    return is_inexact(operand) or (isinstance(operand.dtype, np.dtype) and jnp.issubdtype(operand.dtype, jnp.integer))
+
+
+def linear_sets(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ...]:
+    """The sets of operands in which sums pass through the equation, as far as dtypes and literals allow.
+
+    Integers wrap: their sums pass only where operand and result wrap alike. Literal zeros need not be partial,
+    so they leave the set; other literals can't be partial, so their set goes.
+    """
+    result = []
+    for candidate in sets:
+        members = frozenset(i for i in candidate if not is_zero(eqn.inputs[i]))
+        if not members or any(isinstance(eqn.inputs[i], Literal) for i in members):
+            continue
+        pairs = [(eqn.inputs[i], out) for i in members for out in eqn.outputs]
+        if all(
+            (is_inexact(a) and is_inexact(b)) or (is_number(a) and not is_inexact(a) and a.dtype == b.dtype)
+            for a, b in pairs
+        ):
+            result.append(members)
+    return tuple(dict.fromkeys(result))
+
+
+def without_sharding(eqn: Equation, name: str = "sharding") -> dict[str, Any]:
+    """Parameters to change so that a piece carries no sharding of the whole array."""
+    return {name: None} if name in eqn.params else {}
+
+
+def work_per_point(work: float, factors: Factors) -> float:
+    """FLOPs per point where the product of the factors says nothing about the work."""
+    return work / max(1, math.prod(factors.sizes))
+
+
+def replicated(eqn: Equation) -> Rule:
+    """The rule of last resort: every dimension whole, the same primitive on whole operands everywhere."""
+    factors = Factors()
+    inputs = [factors.dims(operand.shape, range(len(operand.shape))) for operand in eqn.inputs]
+    outputs = [factors.dims(value.shape, range(len(value.shape))) for value in eqn.outputs]
+    work = float(sum(math.prod(x.shape) for x in (*eqn.inputs, *eqn.outputs)))
+    return factors.rule(inputs, outputs, replicates=True, flops=work_per_point(work, factors))

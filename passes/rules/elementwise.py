@@ -1,0 +1,133 @@
+"""Primitives that compute each element of the result from the same element of the operands.
+
+Operands of rank 0, and dimensions of size 1 against larger ones, broadcast implicitly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.ir.graph import Equation
+from autopar.passes.rules.base import DimMap, Local, Rule
+from autopar.passes.rules.building import Factors, RuleBuilder, linear_sets
+
+LinearOperands = Callable[[Equation], Iterable[Iterable[int]]]
+
+
+def broadcast_dims(shape: Sequence[int], result: Sequence[int], dims: DimMap) -> DimMap:
+    """The map of an operand of `shape` whose dimensions broadcast against those of the result."""
+    if not shape:
+        return ()
+    return tuple(dim if size == full else () for size, full, dim in zip(shape, result, dims, strict=True))
+
+
+def elementwise(linear: LinearOperands, flops: float, unit: str = "vector") -> RuleBuilder:
+    """The rule builder of an elementwise primitive; `linear` names the operands that sums pass through."""
+
+    def build(eqn: Equation) -> Rule:
+        factors = Factors()
+        shape = eqn.outputs[0].shape
+        dims = factors.dims(shape)
+        return factors.rule(
+            [broadcast_dims(operand.shape, shape, dims) for operand in eqn.inputs],
+            [dims] * len(eqn.outputs),
+            linear=linear_sets(eqn, *linear(eqn)),
+            flops=flops,
+            unit=unit,
+        )
+
+    return build
+
+
+def _nowhere(eqn: Equation) -> Iterable[Iterable[int]]:
+    return ()
+
+
+def _in_first(eqn: Equation) -> Iterable[Iterable[int]]:
+    return ({0},)
+
+
+def _in_all_at_once(eqn: Equation) -> Iterable[Iterable[int]]:
+    return (range(len(eqn.inputs)),)
+
+
+def _in_each(eqn: Equation) -> Iterable[Iterable[int]]:
+    return tuple({i} for i in range(len(eqn.inputs)))
+
+
+def _in_cases(eqn: Equation) -> Iterable[Iterable[int]]:
+    return (range(1, len(eqn.inputs)),)
+
+
+def _in_first_if_inexact(eqn: Equation) -> Iterable[Iterable[int]]:
+    """Quotients and casts of integers round each addend, those of floats the sum just as well."""
+    inexact = jnp.issubdtype(eqn.inputs[0].dtype, jnp.inexact) and jnp.issubdtype(eqn.outputs[0].dtype, jnp.inexact)
+    return ({0},) if inexact else ()
+
+
+def _in_first_if_power_is_one(eqn: Equation) -> Iterable[Iterable[int]]:
+    return ({0},) if eqn.params["y"] == 1 else ()
+
+
+def _bitcast(eqn: Equation) -> Rule:
+    """Between dtypes of different width the last dimension appears or vanishes, and stays whole."""
+    (operand,), (result,) = eqn.inputs, eqn.outputs
+    rank = min(len(operand.shape), len(result.shape))
+    factors = Factors()
+    shared = factors.dims(operand.shape[:rank])
+    inputs = shared + factors.dims(operand.shape[rank:], range(1))
+    outputs = shared + factors.dims(result.shape[rank:], range(1))
+    return factors.rule([inputs], [outputs], flops=0.0, unit="none")
+
+
+def _constraint(eqn: Equation) -> Rule:
+    """A sharding asked for by the user's code: the plan decides instead, so that nothing is left to compute."""
+
+    def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        return list(operands)
+
+    factors = Factors()
+    dims = factors.dims(eqn.outputs[0].shape)
+    return factors.rule([dims], [dims], linear=linear_sets(eqn, {0}), emit=emit, flops=0.0, unit="none")
+
+
+_SIMPLE = """abs and bessel_i0e ceil clamp clz eq eq_to floor ge gt is_finite le le_to lt lt_to max min mulhi ne
+    not or population_count rem round shift_left shift_right_arithmetic shift_right_logical sign square xor
+    nextafter"""
+_TRANSCENDENTAL = """acos acosh asin asinh atan atan2 atanh bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
+    expm1 igamma igamma_grad_a igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin
+    sinh sqrt tan tanh zeta"""
+
+THREEFRY_FLOPS = 115.0  # 20 rounds of add, rotate (3) and xor, and five key injections of 3
+
+RULES: dict[str, RuleBuilder] = {
+    **{name: elementwise(_nowhere, 1.0) for name in _SIMPLE.split()},
+    **{name: elementwise(_nowhere, 4.0) for name in _TRANSCENDENTAL.split()},
+    "add": elementwise(_in_all_at_once, 1.0),
+    "add_any": elementwise(_in_all_at_once, 1.0),
+    "bitcast_convert_type": _bitcast,
+    "complex": elementwise(_in_all_at_once, 0.0, "none"),
+    "conj": elementwise(_in_first, 1.0),
+    "convert_element_type": elementwise(_in_first_if_inexact, 1.0),
+    "copy": elementwise(_in_first, 0.0, "none"),
+    "copy_p": elementwise(_in_first, 0.0, "none"),
+    "div": elementwise(_in_first_if_inexact, 1.0),
+    "imag": elementwise(_in_first, 0.0, "none"),
+    "integer_pow": elementwise(_in_first_if_power_is_one, 2.0),
+    "mul": elementwise(_in_each, 1.0),
+    "name": elementwise(_in_first, 0.0, "none"),
+    "neg": elementwise(_in_first, 1.0),
+    "random_clone": elementwise(_nowhere, 0.0, "none"),
+    "random_fold_in": elementwise(_nowhere, THREEFRY_FLOPS),
+    "random_seed": elementwise(_nowhere, 1.0),
+    "real": elementwise(_in_first, 0.0, "none"),
+    "reduce_precision": elementwise(_in_first, 1.0),
+    "select_n": elementwise(_in_cases, 1.0),
+    "sharding_constraint": _constraint,
+    "stop_gradient": elementwise(_in_first, 0.0, "none"),
+    "sub": elementwise(_in_all_at_once, 1.0),
+    "threefry2x32": elementwise(_nowhere, THREEFRY_FLOPS),
+}

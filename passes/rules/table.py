@@ -1,0 +1,128 @@
+"""The rule table: from the name of a primitive to the factors of an equation. The engines' only door to the rules."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterable
+
+from autopar.errors import MissingRuleWarning, UserError
+from autopar.ir.graph import Equation
+from autopar.passes.rules import dot, elementwise, gather, layout, random, reduce, slicing
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.building import RuleBuilder, replicated
+
+_BUILT_IN: dict[str, RuleBuilder] = {
+    **elementwise.RULES,
+    **dot.RULES,
+    **layout.RULES,
+    **slicing.RULES,
+    **reduce.RULES,
+    **gather.RULES,
+    **random.RULES,
+}
+_REGISTERED: dict[str, RuleBuilder] = {}  # by users; these win
+
+
+def has_rule(name: str) -> bool:
+    """Whether the primitive of this name has a rule, built in or registered."""
+    return name in _REGISTERED or name in _BUILT_IN
+
+
+def rule_names() -> tuple[str, ...]:
+    """The primitives that have a rule, sorted."""
+    return tuple(sorted({*_REGISTERED, *_BUILT_IN}))
+
+
+def rule_of(equation: Equation) -> Rule:
+    """The rule of an equation; one that replicates where its primitive has none.
+
+    Raises:
+        UserError: a registered rule does not fit its equation.
+    """
+    name = equation.primitive.name
+    if name not in _REGISTERED:
+        return _BUILT_IN.get(name, replicated)(equation)
+    rule = _REGISTERED[name](equation)
+    if not isinstance(rule, Rule):
+        raise UserError(
+            f"the sharding rule registered for primitive '{name}' returned {type(rule).__name__} instead of a Rule"
+        )
+    fault = find_fault(equation, rule)
+    if fault is not None:
+        raise UserError(f"the sharding rule registered for primitive '{name}' does not fit {equation!r}: {fault}")
+    return rule
+
+
+def find_fault(equation: Equation, rule: Rule) -> str | None:
+    """What is wrong with the factors of a rule, in words; None if they describe the equation.
+
+    Every dimension must be the product of its factors (or be mapped to none: size 1), a factor may cut one dimension
+    of an array only, and a factor that only operands have must be reduced or whole.
+    """
+    for kind, maps, arrays in (
+        ("operand", rule.inputs, equation.inputs),
+        ("result", rule.outputs, equation.outputs),
+    ):
+        if len(maps) != len(arrays):
+            return f"it maps {len(maps)} {kind}s of {len(arrays)}"
+        for position, (dims, array) in enumerate(zip(maps, arrays, strict=True)):
+            used = [f for dim in dims for f in dim]
+            if not all(0 <= f < len(rule.factors) for f in used):
+                return f"{kind} {position} uses factors {used} of {len(rule.factors)}"
+            sizes = tuple(math.prod(rule.factors[f] for f in dim) for dim in dims)
+            if sizes != tuple(array.shape):
+                return f"{kind} {position} has shape {tuple(array.shape)}, its factors give {sizes}"
+            if len(set(used)) != len(used):
+                return f"{kind} {position} uses a factor twice"
+    read = {f for dims in rule.inputs for dim in dims for f in dim}
+    written = {f for dims in rule.outputs for dim in dims for f in dim}
+    unexplained = read - written - set(rule.reduced) - rule.whole
+    if unexplained:
+        return f"factors {sorted(unexplained)} are in no result, so they must be reduced or whole"
+    if written & set(rule.reduced):
+        return f"factors {sorted(written & set(rule.reduced))} are reduced and yet in a result"
+    return None
+
+
+def warn_missing(equations: Iterable[Equation]) -> None:
+    """Warn of what runs replicated for want of a rule: once for each primitive and line of the user's code."""
+    seen = set()
+    for equation in equations:
+        place = (equation.primitive.name, equation.source)
+        if place in seen or not rule_of(equation).replicates:
+            continue
+        seen.add(place)
+        name, source = equation.primitive.name, equation.source or "unknown source"
+        warnings.warn(
+            f"no sharding rule for primitive '{name}' (from {source}): its operands are gathered and it runs whole on "
+            f"every device; give it a rule with @autopar.register_sharding_rule('{name}')",
+            MissingRuleWarning,
+            stacklevel=2,
+        )
+
+
+def register_sharding_rule(primitive_name: str) -> Callable[[RuleBuilder], RuleBuilder]:
+    """Decorator: give a primitive a rule, or another than the built-in one.
+
+    The decorated function takes an `Equation` and returns its `Rule`.
+
+    Raises:
+        UserError: the name is not that of a primitive, or what is decorated is not a function.
+    """
+    if not isinstance(primitive_name, str) or not primitive_name:
+        raise UserError(
+            f"register_sharding_rule takes the name of a primitive, such as 'my_kernel', but got {primitive_name!r}: "
+            "write @autopar.register_sharding_rule('my_kernel') above the function that makes the rule"
+        )
+
+    def register(builder: RuleBuilder) -> RuleBuilder:
+        if not callable(builder):
+            raise UserError(
+                f"the sharding rule of '{primitive_name}' must be a function from an Equation to a Rule, "
+                f"but is {builder!r}"
+            )
+        _REGISTERED[primitive_name] = builder
+        return builder
+
+    return register

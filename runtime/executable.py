@@ -1,0 +1,221 @@
+"""A compiled step: programs compiled ahead of time, and the instruction list that a worker plays over registers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import PlanMismatchError, StateError, StateLostError
+from autopar.ir.graph import BatchDim, Value
+from autopar.ir.instructions import Copy, InstructionList, Register, Run
+from autopar.runtime.transfer import TileTransfer, send
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """A global array at the border of a program."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.NamedSharding
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A program to compile: a function of local pieces, and the arrays at its border."""
+
+    name: str
+    function: Callable[..., tuple[Any, ...]]
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    donated: tuple[int, ...]
+
+    def jitted(self) -> Any:
+        """The program as a jitted function of global arrays, not yet traced."""
+        mesh = (*self.inputs, *self.outputs)[0].sharding.mesh
+        mapped = jax.shard_map(
+            self.function,
+            mesh=mesh,
+            in_specs=tuple(a.sharding.spec for a in self.inputs),
+            out_specs=tuple(a.sharding.spec for a in self.outputs),
+            check_vma=False,
+        )
+        mapped.__name__ = self.name
+        return jax.jit(
+            mapped,
+            in_shardings=tuple(a.sharding for a in self.inputs),
+            out_shardings=tuple(a.sharding for a in self.outputs),
+            donate_argnums=self.donated,
+            keep_unused=True,
+        )
+
+    def lower(self) -> Any:
+        return self.jitted().lower(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Wiring:
+    """What the worker needs to know besides programs: how arguments become registers and registers results."""
+
+    instructions: InstructionList
+    num_microbatches: int
+    inputs: tuple[Value, ...]  # the graph's, in the order of the arguments' leaves
+    input_paths: tuple[str, ...]
+    homes: Mapping[Value, Array]  # inputs stored on a mesh
+    feeds: Mapping[Register, tuple[int, BatchDim, int, Array]]  # (argument leaf, its batch, microbatch, array)
+    constants: Mapping[Register, tuple[Any, Array]]
+    microbatch: Mapping[Register, tuple[int, Array]]
+    sums: Mapping[Register, Array]
+    transfers: tuple[TileTransfer, ...]  # by crossing
+    results: tuple[Callable[[Sequence[Any]], Any] | None, ...]  # from the arguments; None: from the registers
+    donated: frozenset[int]  # argument leaves that are given away
+
+
+class Executable:
+    """Runs a step. Everything is compiled and constants are placed when it is made."""
+
+    def __init__(self, sources: Sequence[Source], wiring: Wiring) -> None:
+        self.wiring = wiring
+        self.sources = tuple(sources)
+        self.programs = _compile(sources)
+        self._calls = [p for p in self.programs]
+        self.dispatch_seconds = 0.0  # host time of the last step's instructions
+        permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
+        permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
+        placed = jax.device_put([c for _, c, _ in permanent], [a.sharding for _, _, a in permanent])
+        self._permanent = [(r, x) for (r, _, _), x in zip(permanent, placed, strict=True)]
+        self._sums = _zero_programs(wiring.sums)
+        self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
+
+    @property
+    def instruction_count(self) -> int:
+        """Instructions of one step, frees left out."""
+        return sum(isinstance(i, Run | Copy) for i in self.wiring.instructions.instructions)
+
+    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+        """One step on the arguments' leaves; returns the outputs' leaves.
+
+        Raises:
+          StateError: a leaf was donated to an earlier step, or lies on other devices than planned.
+          StateLostError: a program failed after the state had been given to an update program.
+        """
+        wiring = self.wiring
+        registers: list[Any] = [None] * wiring.instructions.num_registers
+        for register, value in self._permanent:
+            registers[register] = value
+        self._place(leaves, registers)
+        for target, zeros in self._sums:
+            for register, total in zip(target, zeros(), strict=True):
+                registers[register] = total
+        started = time.perf_counter()
+        giving = False
+        try:
+            for instruction in wiring.instructions.instructions:
+                if isinstance(instruction, Run):
+                    giving = giving or (bool(instruction.donated) and not instruction.phase.in_loop)
+                    outputs = self._calls[instruction.program](*[registers[r] for r in instruction.inputs])
+                    for register, output in zip(instruction.outputs, outputs, strict=True):
+                        registers[register] = output
+                elif isinstance(instruction, Copy):
+                    transfer = wiring.transfers[instruction.crossing]
+                    registers[instruction.target] = send(transfer, registers[instruction.source])
+                else:
+                    for register in instruction.registers:
+                        registers[register] = None
+        except Exception as error:
+            if not giving:
+                raise
+            raise StateLostError(
+                "the step failed in an update program, after the state had been donated to it: restore the state from "
+                "a checkpoint, or pass donate_argnums=() to keep it at the price of its memory"
+            ) from error
+        self.dispatch_seconds = time.perf_counter() - started
+        return [
+            registers[register] if result is None else result(leaves)  # type: ignore[index]
+            for register, result in zip(wiring.instructions.results, wiring.results, strict=True)
+        ]
+
+    def _place(self, leaves: Sequence[Any], registers: list[Any]) -> None:
+        """Arguments to registers: state where it lies, everything else to where it is wanted."""
+        wiring = self.wiring
+        values: list[Any] = []
+        shardings: list[Any] = []
+        targets: list[Register] = []
+        for value, array in wiring.homes.items():
+            at = self._leaf_at[value]
+            leaf = leaves[at]
+            register = wiring.instructions.leaves[value]
+            if isinstance(leaf, jax.Array):
+                if leaf.is_deleted():
+                    raise StateError(
+                        f"{wiring.input_paths[at]} was donated to an earlier step and is gone. Use the state that "
+                        "that step returned, or pass donate_argnums=() to keep the old one."
+                    )
+                if leaf.sharding == array.sharding:
+                    registers[register] = leaf
+                    continue
+                if len(leaf.sharding.device_set) > 1 and not leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim):
+                    raise StateError(
+                        f"{wiring.input_paths[at]} lies on {len(leaf.sharding.device_set)} devices as {leaf.sharding}, "
+                        f"but the plan keeps it as {array.sharding}. State is never moved silently: pass the state "
+                        "that this step's init or last call returned, or autopar.gather(state) to start from."
+                    )
+            values.append(leaf)
+            shardings.append(array.sharding)
+            targets.append(register)
+        for register, (at, batch, microbatch, array) in wiring.feeds.items():
+            values.append(_microbatch(leaves[at], batch, microbatch, wiring.num_microbatches))
+            shardings.append(array.sharding)
+            targets.append(register)
+        if values:
+            may_alias = None if not wiring.donated else False
+            for register, placed in zip(targets, jax.device_put(values, shardings, may_alias=may_alias), strict=True):
+                registers[register] = placed
+
+
+def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
+    """One microbatch's slice of a batch argument (on the host, if that is where it is)."""
+    if count == 1:
+        return leaf
+    size = batch.size // count
+    return leaf[(slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)]
+
+
+def _compile(sources: Sequence[Source]) -> list[Any]:
+    """Trace and lower one after the other, compile side by side (XLA compiles outside the interpreter's lock)."""
+    lowered = [source.lower() for source in sources]
+    with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        return list(pool.map(lambda low: low.compile(), lowered))
+
+
+def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, ...], Any]]:
+    """One program a mesh that makes all its running sums."""
+    by_mesh: dict[Any, list[Register]] = {}
+    for register, array in sums.items():
+        by_mesh.setdefault(array.sharding.mesh, []).append(register)
+    found = []
+    for registers in by_mesh.values():
+        arrays = [sums[r] for r in registers]
+
+        def zeros(arrays: list[Array] = arrays) -> list[Any]:
+            return [jnp.zeros(a.shape, a.dtype) for a in arrays]
+
+        compiled = jax.jit(zeros, out_shardings=[a.sharding for a in arrays]).lower().compile()
+        found.append((tuple(registers), compiled))
+    return found
+
+
+def check_devices(wanted: int, devices: Sequence[jax.Device]) -> None:
+    """Raise unless there are enough devices for a plan."""
+    if len(devices) < wanted:
+        raise PlanMismatchError(f"the plan is for {wanted} devices, there are {len(devices)}: plan for those there are")
+
+

@@ -1,0 +1,290 @@
+"""The collectives of a compiled program, read from XLA's text (`jax.stages.Compiled.as_text()`).
+
+What XLA writes is brought back to the terms of `Collective`:
+
+- Payloads come from the operands: the results of the asynchronous forms (`all-gather-start`, …) are tuples of
+  operands, results and contexts that differ between backends. `-done` halves are not counted again.
+- A combined collective (several operands) counts as one collective an operand, also where the GPU's
+  compiler concatenates the operands of several all-reduces; but an all-to-all without
+  `dimensions`, whose operands are the slices for each peer (how the CPU writes it), is one collective.
+- Partition numbers are positions in the mesh, row-major. Groups must be those of a set of mesh axes; pairs of a
+  permute belong to the axes along which some pair differs. What moves nothing is not counted.
+- XLA may send 16-bit floats as float32. A reduction that it promoted so calls a computation named `…_promoted`;
+  any other collective counts as 16-bit if all its operands were just widened from 16 bit or all its uses
+  just narrow to 16 bit. Where neither can be seen, the 32 bits that are really sent count.
+- A while loop multiplies by its known trip count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from autopar.errors import InternalError
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Collective, StepKind
+
+_KINDS: Mapping[str, StepKind] = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "permute",
+}
+# The others that send; a count that ignored them would be wrong in silence.
+_UNKNOWN = frozenset({"ragged-all-to-all", "collective-broadcast", "send", "recv"})
+_LAYOUT_ONLY = frozenset({"copy", "bitcast", "transpose", "reshape", "slice", "concatenate", "get-tuple-element"})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    type: str  # as printed, e.g. "f32[8,4]{1,0}" or a tuple of such
+    opcode: str
+    operands: tuple[str, ...]  # names
+    attributes: str
+    root: bool
+
+    def computations(self, *keys: str) -> list[str]:
+        """Names of the computations called through any of these attributes."""
+        found = []
+        for key in keys:
+            for listed, single in re.findall(rf"\b{key}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", self.attributes):
+                found += re.findall(r"[\w.\-]+", listed) if listed else [single]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Module:
+    computations: Mapping[str, Mapping[str, _Instruction]]  # in program order
+    entry: str
+
+
+def collectives_in_hlo(text: str, mesh: Mesh) -> tuple[Collective, ...]:
+    """The collectives that one run of the program carries out, in the order of the text, callees in place.
+
+    Raises InternalError for a communicating loop without a known trip count, for branches that communicate
+    differently, for groups that are no mesh axes, and for communication that it does not know.
+    """
+    module = _parse(text)
+    known: dict[str, list[Collective]] = {}
+
+    def count(computation: str) -> list[Collective]:
+        if computation not in known:
+            body = module.computations[computation]
+            known[computation] = [c for instruction in body.values() for c in of(instruction, computation)]
+        return known[computation]
+
+    def of(instruction: _Instruction, computation: str) -> list[Collective]:
+        opcode = instruction.opcode.removesuffix("-start")
+        if opcode in _KINDS:
+            return _collectives_of(module, computation, instruction, _KINDS[opcode], mesh)
+        if opcode in _UNKNOWN:
+            raise InternalError(f"cannot count {instruction.opcode} in compiled HLO")
+        if opcode == "while":
+            body = [c for called in instruction.computations("body", "condition") for c in count(called)]
+            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
+            if body and trips is None:
+                raise InternalError(f"{instruction.name} communicates and its trip count is not known")
+            return body * int(trips[1]) if trips else []
+        if opcode == "conditional":
+            names = instruction.computations("branch_computations", "true_computation", "false_computation")
+            branches = [count(called) for called in names]
+            if any(branch != branches[0] for branch in branches):
+                raise InternalError(f"the branches of {instruction.name} communicate differently")
+            return branches[0]
+        names = instruction.computations("calls", "to_apply", "called_computations")
+        return [c for called in names for c in count(called)]
+
+    return tuple(count(module.entry))
+
+
+def _collectives_of(
+    module: _Module, computation: str, instruction: _Instruction, kind: StepKind, mesh: Mesh
+) -> list[Collective]:
+    if kind == "permute":
+        axes, members = _permute_axes(instruction.attributes, mesh), 1
+    else:
+        axes = _group_axes(instruction.attributes, mesh)
+        members = math.prod(mesh.axis_size(axis) for axis in axes)
+    if not axes:
+        return []
+    body = module.computations[computation]
+    sizes = [sum(_sizes(body[operand].type)) for operand in instruction.operands]
+    if kind == "all_reduce":
+        sizes = [size for operand in instruction.operands for size in _combined(module, computation, operand)]
+    if _sent_wider(module, computation, instruction):
+        sizes = [size // 2 for size in sizes]
+    if kind == "all_gather":
+        sizes = [size * members for size in sizes]
+    if kind == "all_to_all" and "dimensions=" not in instruction.attributes:
+        sizes = [sum(sizes)]
+    return [Collective(kind, axes, size) for size in sizes]
+
+
+def _combined(module: _Module, computation: str, name: str) -> list[int]:
+    """Bytes of the operands that XLA laid end to end to reduce them at once; of the value itself if it did not."""
+    body = module.computations[computation]
+    instruction = body[name]
+    if instruction.opcode == "fusion":
+        called = instruction.computations("calls")[0]
+        return _combined(module, called, next(i.name for i in module.computations[called].values() if i.root))
+    # What the user concatenated has the user's name.
+    if instruction.opcode == "concatenate" and "op_name=" not in instruction.attributes:
+        return [sum(_sizes(body[operand].type)) for operand in instruction.operands]
+    return [sum(_sizes(instruction.type))]
+
+
+# --- 16-bit floats sent as 32-bit -------------------------------------------------------------------------------
+
+
+def _sent_wider(module: _Module, computation: str, instruction: _Instruction) -> bool:
+    body = module.computations[computation]
+    if any(not body[operand].type.startswith("f32[") for operand in instruction.operands):
+        return False
+    reduction = instruction.computations("to_apply")
+    if reduction:
+        return reduction[0].endswith("_promoted")
+    return all(_widens(module, computation, operand) for operand in instruction.operands) or _narrows(
+        module, computation, instruction.name
+    )
+
+
+def _is_16_bit(type_: str) -> bool:
+    return type_.startswith(("bf16[", "f16["))
+
+
+def _widens(module: _Module, computation: str, name: str) -> bool:
+    """Whether a value is a converted 16-bit float, perhaps moved about since."""
+    body = module.computations[computation]
+    instruction = body[name]
+    if instruction.opcode == "convert":
+        return _is_16_bit(body[instruction.operands[0]].type)
+    if instruction.opcode == "fusion":
+        called = instruction.computations("calls")[0]
+        root = next(i.name for i in module.computations[called].values() if i.root)
+        return _widens(module, called, root)
+    if instruction.opcode in _LAYOUT_ONLY:
+        return all(_widens(module, computation, operand) for operand in instruction.operands)
+    return False
+
+
+def _narrows(module: _Module, computation: str, name: str) -> bool:
+    """Whether every use of a value only moves it about and then converts it to a 16-bit float."""
+    body = module.computations[computation]
+    uses = [i for i in body.values() if name in i.operands]
+
+    def narrows(use: _Instruction) -> bool:
+        if use.opcode == "convert":
+            return _is_16_bit(use.type)
+        if use.opcode == "fusion":
+            called = use.computations("calls")[0]
+            inner = module.computations[called].values()
+            numbers = [str(k) for k, operand in enumerate(use.operands) if operand == name]
+            # A parameter's "operand" is its number.
+            parameters = [i.name for i in inner if i.opcode == "parameter" and i.operands[0] in numbers]
+            return all(_narrows(module, called, parameter) for parameter in parameters)
+        moves_about = use.opcode in _LAYOUT_ONLY or use.opcode.endswith("-done")
+        return moves_about and not use.root and _narrows(module, computation, use.name)
+
+    return bool(uses) and all(narrows(use) for use in uses)
+
+
+# --- from device groups to mesh axes ----------------------------------------------------------------------------
+
+
+def _ints(text: str) -> list[int]:
+    return [int(n) for n in re.findall(r"\d+", text)]
+
+
+def _group_axes(attributes: str, mesh: Mesh) -> tuple[str, ...]:
+    """The mesh axes whose groups of positions are the replica groups of an instruction."""
+    explicit = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes)
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if iota:
+        shape, source, order = _ints(iota[1]), _ints(iota[2]), _ints(iota[3] or "")
+        numbers = np.arange(math.prod(source)).reshape(source)
+        groups = np.transpose(numbers, order or None).reshape(shape).tolist()
+    elif explicit:
+        # No groups at all: one group of everybody.
+        groups = [_ints(group) for group in re.findall(r"\{([\d,]*)\}", explicit[1])] or [list(range(mesh.size))]
+    else:
+        raise InternalError(f"cannot read the replica groups in {attributes[:200]!r}")
+    axes = _differing_axes(((group[0], member) for group in groups for member in group), mesh)
+    size = math.prod(mesh.axis_size(axis) for axis in axes)
+    if any(len(set(group)) != size for group in groups) or size * len(groups) != mesh.size:
+        raise InternalError(f"replica groups {groups} are no axes of mesh {mesh.axes}={mesh.shape}")
+    return axes
+
+
+def _permute_axes(attributes: str, mesh: Mesh) -> tuple[str, ...]:
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
+    if pairs is None:
+        raise InternalError(f"cannot read the source-target pairs in {attributes[:200]!r}")
+    numbers = _ints(pairs[1])
+    return _differing_axes(zip(numbers[::2], numbers[1::2], strict=True), mesh)
+
+
+def _differing_axes(pairs: Iterable[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:
+    """The axes along which the positions of some pair differ, in mesh order."""
+    differ: set[str] = set()
+    for one, other in pairs:
+        at_one, at_other = np.unravel_index(one, mesh.shape), np.unravel_index(other, mesh.shape)
+        differ.update(axis for axis, i, j in zip(mesh.axes, at_one, at_other, strict=True) if i != j)
+    return tuple(axis for axis in mesh.axes if axis in differ)
+
+
+# --- the text ---------------------------------------------------------------------------------------------------
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0}
+
+
+def _sizes(type_: str) -> list[int]:
+    """Bytes of each array in a printed type."""
+    sizes = []
+    for element, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_):
+        width = re.match(r"[a-z]+(\d+)", element)
+        bits = _BITS[element] if element in _BITS else int(width[1]) if width else 0
+        sizes.append(math.prod(_ints(dims)) * bits // 8)
+    return sizes
+
+
+def _parse(text: str) -> _Module:
+    computations: dict[str, dict[str, _Instruction]] = {}
+    current: dict[str, _Instruction] = {}
+    entry = ""
+    for line in text.splitlines():
+        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$", line)
+        if header:
+            current = computations.setdefault(header[2], {})
+            entry = header[2] if header[1] else entry
+        elif instruction := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$", line):
+            parsed = _instruction(instruction[2], instruction[3], root=bool(instruction[1]))
+            current[parsed.name] = parsed
+    if not entry:
+        raise InternalError("this is no HLO text: it has no ENTRY computation")
+    return _Module(computations, entry)
+
+
+def _instruction(name: str, text: str, *, root: bool) -> _Instruction:
+    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
+    type_, rest = text[:end], text[end:].lstrip()
+    opening = rest.index("(")
+    closing = _closing(rest, opening)
+    inside, opcode = rest[opening + 1 : closing - 1], rest[:opening]
+    names = re.findall(r"%([\w.\-]+)", inside) or re.findall(r"[\w.\-]+", inside)
+    return _Instruction(name, type_, opcode, tuple(names), rest[closing:], root)
+
+
+def _closing(text: str, opening: int) -> int:
+    """One past the parenthesis that closes the one at `opening`."""
+    depth = 0
+    for i in range(opening, len(text)):
+        depth += {"(": 1, ")": -1}.get(text[i], 0)
+        if depth == 0:
+            return i + 1
+    raise InternalError(f"unbalanced parentheses in HLO: {text[:200]!r}")

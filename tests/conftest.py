@@ -1,0 +1,24 @@
+"""Eight virtual CPU devices for every test, set before JAX starts."""
+
+import os
+
+# GPUs that happen to be there are left alone unless someone asks for them.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax
+import pytest
+from hypothesis import settings
+
+jax.config.update("jax_num_cpu_devices", 8)
+# A program from an earlier run's cache would hide what the compiler does now.
+jax.config.update("jax_enable_compilation_cache", False)
+
+# Compiling inside an example takes long without being slow; the same examples on every run.
+settings.register_profile("autopar", deadline=None, derandomize=True)
+settings.load_profile("autopar")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _eight_devices() -> None:
+    if jax.device_count() < 8:
+        pytest.exit(f"the tests need 8 devices, there are {jax.device_count()}: {jax.devices()}", returncode=1)

@@ -1,0 +1,70 @@
+"""The roofline, by hand."""
+
+import pytest
+
+from autopar.cost_model.compute import compute_time, peak_flops
+from autopar.cost_model.hardware import load_preset
+from autopar.ir.mesh import DeviceKind
+
+TOY = DeviceKind(
+    name="toy",
+    memory=1 << 30,
+    memory_bandwidth=1e12,
+    peak_flops={"float32": 1e13},
+    matmul_efficiency=0.5,
+    memory_efficiency=0.8,
+    launch_overhead=1.0,  # must not show up
+    dispatch_overhead=1.0,
+)
+
+
+def test_matmul_bound_by_arithmetic() -> None:
+    # 1e12 FLOP / (0.5 * 1e13 FLOP/s) = 0.2 s; 8e9 bytes / (0.8 * 1e12 bytes/s) = 0.01 s.
+    assert compute_time(TOY, flops=1e12, bytes_moved=8e9, dtype="float32", matmul=True) == pytest.approx(0.2)
+
+
+def test_matmul_bound_by_memory() -> None:
+    # A thin product: 1e9 FLOP take 0.2 ms, 8e9 bytes 10 ms.
+    assert compute_time(TOY, flops=1e9, bytes_moved=8e9, dtype="float32", matmul=True) == pytest.approx(0.01)
+
+
+def test_elementwise_runs_at_the_full_vector_peak() -> None:
+    # 1e12 FLOP / 1e13 FLOP/s = 0.1 s: the matmul efficiency is not for it.
+    assert compute_time(TOY, flops=1e12, bytes_moved=0.0, dtype="float32", matmul=False) == pytest.approx(0.1)
+
+
+def test_nothing_takes_no_time() -> None:
+    assert compute_time(TOY, flops=0.0, bytes_moved=0.0, dtype="float32", matmul=True) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype", "matmul", "vector"),
+    [
+        ("dgx-a100", "float32", 156e12, 19.5e12),  # products in TF32
+        ("dgx-a100", "bfloat16", 312e12, 19.5e12),
+        ("dgx-a100", "float64", 19.5e12, 9.75e12),  # the tensor cores' figure is not the vector units'
+        ("dgx-a100", "float8_e4m3fn", 312e12, 19.5e12),  # no float8 in hardware: as bfloat16
+        ("dgx-a100", "complex64", 39e12, 4.875e12),  # 156 / 4, 19.5 / 4
+        ("dgx-a100", "int32", 19.5e12, 19.5e12),
+        ("dgx-a100", "bool", 19.5e12, 19.5e12),
+        ("dgx-a100", "key<fry>", 19.5e12, 19.5e12),
+        ("dgx-h100", "float8_e5m2", 1978.9e12, 67e12),
+        ("p3.16xlarge", "float32", 15.7e12, 15.7e12),  # no TF32
+        ("p3.16xlarge", "float16", 125e12, 15.7e12),
+        ("p3.16xlarge", "bfloat16", 15.7e12, 15.7e12),  # no bfloat16 in hardware: as float32
+        ("p3.16xlarge", "float8_e5m2", 125e12, 15.7e12),  # as float16
+        ("p3.16xlarge", "float64", 7.8e12, 7.8e12),
+        ("p3.16xlarge", "complex128", 1.95e12, 1.9625e12),  # 7.8 / 4, 15.7 / 8
+        ("cpu", "float16", 128e9, 128e9),
+    ],
+)
+def test_peaks(preset: str, dtype: str, matmul: float, vector: float) -> None:
+    kind = load_preset(preset).hosts[0].kind
+    assert peak_flops(kind, dtype, matmul=True) == pytest.approx(matmul)
+    assert peak_flops(kind, dtype, matmul=False) == pytest.approx(vector)
+
+
+def test_float64_without_a_figure_is_half_of_float32() -> None:
+    assert peak_flops(TOY, "float64", matmul=True) == 5e12
+    assert peak_flops(TOY, "float64", matmul=False) == 5e12
+    assert peak_flops(TOY, "complex128", matmul=True) == 1.25e12

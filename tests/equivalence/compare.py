@@ -1,0 +1,206 @@
+"""Runs one case and the same step under `jax.jit` on one device, and says how far apart they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+import autopar
+from benchmarks.models import gpt
+from tests.equivalence.cases import NUM_HEADS, Case
+
+ADAMW_STEPS = 5
+LOSS_LIMIT = 1e-5  # relative, after the AdamW steps
+TREE_LIMIT = 1e-4  # relative, norm of the whole parameter tree after the AdamW steps
+LEAF_LIMIT = 1e-4  # of a leaf's change in one SGD step, relative to the reference's change of that leaf ...
+LEAF_FLOOR = 1e-7  # ... plus this much of the reference's change of the whole tree
+
+Run = Callable[[optax.GradientTransformation, list[gpt.Batch]], tuple[Any, Any, float]]  # params before, after, loss
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What one device gives: the trees as numpy, computed once for all cases."""
+
+    adamw_params: Any
+    adamw_loss: float  # of the last step
+    sgd_change: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Deviation:
+    loss: float  # relative
+    tree: float  # relative
+    leaf: float  # largest over the leaves: ‖Δ−Δref‖ / (1e-4·‖Δref‖ + 1e-7·‖Δref of the whole tree‖)
+    worst_leaf: str
+    stages: int  # of the plan that ran
+
+    @property
+    def within(self) -> bool:
+        """The bar; False if anything is NaN."""
+        return self.loss <= LOSS_LIMIT and self.tree <= TREE_LIMIT and self.leaf <= 1.0
+
+
+def config(num_layers: int) -> gpt.GPTConfig:
+    """A tiny GPT whose heads can be cut over eight devices; dropout is on."""
+    return gpt.GPTConfig(64, sequence_length=16, num_layers=num_layers, width=32, num_heads=NUM_HEADS, dropout=0.1)
+
+
+def adamw() -> optax.GradientTransformation:
+    """As in real training; the schedule does not start at zero for long: step 2 of 5 has the full rate."""
+    return gpt.make_optimizer(1e-3, warmup_steps=1, decay_steps=10)
+
+
+def sgd() -> optax.GradientTransformation:
+    """A large rate, so that rounding the new parameters does not hide what is compared: their change."""
+    return optax.sgd(100.0)
+
+
+def batches(count: int, batch_size: int) -> list[gpt.Batch]:
+    """Random tokens; the targets follow from the inputs, so that there is something to learn."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 64, (count, batch_size, 16)).astype(np.int32)
+    return [{"inputs": inputs, "targets": (inputs * 5 + 1) % 64} for inputs in tokens]
+
+
+def norm(tree: Any) -> float:
+    """Euclidean norm over all leaves, in float64."""
+    squares = [np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree)]
+    return float(np.sqrt(sum(squares)))
+
+
+def _difference(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: np.asarray(x, np.float64) - np.asarray(y, np.float64), a, b)
+
+
+def _on_host(tree: Any) -> Any:
+    return jax.tree.map(np.array, tree)  # copies: the originals are donated to the next step
+
+
+def measure(run: Run, batch_size: int) -> Reference:
+    """The two experiments of the bar: five AdamW steps, and one SGD step from the same start."""
+    _, adamw_params, loss = run(adamw(), batches(ADAMW_STEPS, batch_size))
+    before, after, _ = run(sgd(), batches(1, batch_size))
+    return Reference(adamw_params, loss, _difference(after, before))
+
+
+def run_on_one_device(
+    num_layers: int, optimizer: optax.GradientTransformation, data: list[gpt.Batch]
+) -> tuple[Any, Any, float]:
+    """Under `jax.jit`."""
+    step = jax.jit(gpt.make_train_step(config(num_layers), optimizer), donate_argnums=0)
+    state = jax.jit(gpt.make_init(config(num_layers), optimizer))(jax.random.key(0))
+    before = _on_host(state["params"])
+    for batch in data:
+        state, metrics = step(state, batch)
+    return before, _on_host(state["params"]), float(metrics["loss"])
+
+
+@functools.cache
+def reference(num_layers: int, batch_size: int) -> Reference:
+    """Computed once per process."""
+    return measure(functools.partial(run_on_one_device, num_layers), batch_size)
+
+
+def deviation(measured: Reference, expected: Reference, stages: int) -> Deviation:
+    """How far `measured` is from `expected`, in the bar's terms."""
+    whole = norm(expected.sgd_change)
+    leaves = {}
+    expected_leaves = jax.tree_util.tree_leaves_with_path(expected.sgd_change)
+    for (path, wanted), got in zip(expected_leaves, jax.tree.leaves(measured.sgd_change), strict=True):
+        leaves[jax.tree_util.keystr(path)] = norm(got - wanted) / (LEAF_LIMIT * norm(wanted) + LEAF_FLOOR * whole)
+    # NaN must win: max() alone would depend on where it stands.
+    worst = max(leaves, key=lambda name: np.inf if np.isnan(leaves[name]) else leaves[name])
+    return Deviation(
+        loss=abs(measured.adamw_loss - expected.adamw_loss) / abs(expected.adamw_loss),
+        tree=norm(_difference(measured.adamw_params, expected.adamw_params)) / norm(expected.adamw_params),
+        leaf=leaves[worst],
+        worst_leaf=worst,
+        stages=stages,
+    )
+
+
+def _cluster(case: Case) -> autopar.Cluster:
+    """Planned cases get hosts with a slow network between them, one per stage asked for; the others this machine.
+
+    At 10 MFLOP/s all eight devices take about 0.3 s (two layers) for the 20 MFLOP of a step. Over the network,
+    activations of 16 kB go each way, where data parallelism across the hosts would send 100 kB of gradients.
+    """
+    if case.method != "planned":
+        return autopar.cluster_from_devices(jax.devices()[: case.num_devices])
+    kind = autopar.DeviceKind(
+        name="slow",
+        memory=10**9,
+        memory_bandwidth=1e9,
+        peak_flops={"float32": 1e7},
+        matmul_efficiency=1.0,
+        memory_efficiency=1.0,
+        launch_overhead=1e-8,
+        dispatch_overhead=1e-8,
+    )
+    link = autopar.Link("inside a host", latency=1e-8, bandwidth=1e10)
+    network = autopar.Link("between hosts", latency=1e-5, bandwidth=2e5)
+    return autopar.make_cluster(
+        str(case),
+        num_hosts=case.stages,
+        devices_per_host=case.num_devices // case.stages,
+        kind=kind,
+        link=link,
+        network=network,
+    )
+
+
+def _method(case: Case) -> Any:
+    recipes = autopar.recipes
+    match case.method:
+        case "planned":
+            return "auto"
+        case "data_parallel":
+            return recipes.data_parallel()
+        case "zero":
+            return recipes.zero(stage=int(case.variant.removeprefix("stage")))
+        case "megatron":
+            return recipes.megatron(
+                dp=case.data_parallel, tp=case.tensor_parallel, pp=case.stages, num_microbatches=case.microbatches
+            )
+        case "gpipe":
+            return recipes.gpipe(num_stages=case.stages, num_microbatches=case.microbatches)
+        case "intra_op_only":
+            return recipes.intra_op_only()
+        case "inter_op_only":
+            return recipes.inter_op_only()
+    raise ValueError(case.method)
+
+
+def run_case(case: Case) -> Deviation:
+    """Plan, run and compare; raises what autopar raises."""
+    stages: set[int] = set()
+
+    def run(optimizer: optax.GradientTransformation, data: list[gpt.Batch]) -> tuple[Any, Any, float]:
+        model = config(case.num_layers)
+        init_state = gpt.make_init(model, optimizer)
+        key = jax.random.key(0)
+        step = autopar.parallelize(
+            gpt.make_train_step(model, optimizer),
+            cluster=_cluster(case),
+            method=_method(case),
+            num_microbatches=case.microbatches,
+        )
+        executable = step.compile(jax.eval_shape(init_state, key), gpt.abstract_batch(model, case.batch_size))
+        if executable.plan.num_microbatches != case.microbatches:
+            raise AssertionError(f"{case}: the plan has {executable.plan.num_microbatches} microbatches")
+        stages.add(len(executable.plan.stages))
+        state = step.init(init_state, key)
+        before = _on_host(autopar.gather(state)["params"])
+        for batch in data:
+            state, metrics = step(state, batch)
+        return before, _on_host(autopar.gather(state)["params"]), float(metrics["loss"])
+
+    measured = measure(run, case.batch_size)
+    return deviation(measured, reference(case.num_layers, case.batch_size), min(stages))

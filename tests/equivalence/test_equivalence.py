@@ -1,0 +1,42 @@
+"""The same numbers as one device: GPT under every recipe and under planned plans, dropout on, float32.
+
+The covering set always; the whole product with `-m slow`, which leaves out what has passed for the same sources before.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.equivalence import cases, compare, results
+from tests.equivalence.cases import Case
+
+PRODUCT = cases.full_product()
+
+
+def _check(case: Case, found: compare.Deviation) -> None:
+    assert found.loss <= compare.LOSS_LIMIT, found
+    assert found.tree <= compare.TREE_LIMIT, found
+    assert found.leaf <= 1.0, found
+    if case.stages_known:
+        assert found.stages == case.stages
+
+
+@pytest.mark.parametrize("case", cases.covering(PRODUCT), ids=str)
+def test_covering_set(case: Case) -> None:
+    _check(case, compare.run_case(case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", PRODUCT, ids=str)
+def test_full_product(case: Case) -> None:
+    before = results.latest().get(str(case))
+    if before is not None and before["passed"]:
+        pytest.skip("passed before for the same sources and versions")
+    found = None
+    try:
+        found = compare.run_case(case)
+        _check(case, found)
+    except Exception as error:
+        results.append(case, found, f"{type(error).__name__}: {error}".splitlines()[0])
+        raise
+    results.append(case, found)
