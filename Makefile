@@ -86,7 +86,7 @@ test-matrix-%:
 		if $(call usable,$$candidate); then python=$$candidate; break; fi; \
 	done; \
 	if [ -z "$$python" ]; then echo "Skipped: no usable Python $$version on this machine"; exit 0; fi; \
-	requirement=jax; if [ $$jax != newest ]; then requirement="jax==$$jax jaxlib==$$jax"; fi; \
+	requirement="--upgrade jax"; if [ $$jax != newest ]; then requirement="jax==$$jax jaxlib==$$jax"; fi; \
 	if [ ! $$venv/.installed -nt pyproject.toml ]; then \
 		echo "Installing Python $$version with $$requirement into $$venv ..."; \
 		$$python -m venv $$venv; \

@@ -165,19 +165,19 @@ def comparisons() -> list[Comparison]:
     ]
 
 
-def host_microseconds_per_instruction(program: Program, executable: Any, batch: gpt.Batch, steps: int = 10) -> float:
+def host_microseconds_per_instruction(
+    executable: autopar.Executable, program: Program, batch: gpt.Batch, steps: int = 10
+) -> float:
     """What the worker takes on the host to issue one instruction, the median over some steps.
 
-    It is the time until the call returns, before its outputs are there. Where a backend computes small programs in
-    the calling thread, that is in it too.
+    Where a backend computes small programs in the calling thread, that is in it too.
     """
     times = []
     for _ in range(steps):
-        started = time.perf_counter()
-        program.state, metrics = program.step(program.state, batch)
-        times.append(time.perf_counter() - started)
+        program.state, metrics = executable(program.state, batch)
+        times.append(executable.dispatch_seconds)
         jax.block_until_ready((program.state, metrics))
-    return float(np.median(times)) / int(executable.instruction_count) * 1e6
+    return float(np.median(times)) / executable.instruction_count * 1e6
 
 
 def compare(comparison: Comparison, rounds: int, seed: int) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def compare(comparison: Comparison, rounds: int, seed: int) -> dict[str, Any]:
         "median_seconds": float(np.median(ours)),
         "median_seconds_by_hand": float(np.median(hand)),
         "long_enough": bool(np.median(hand) >= SHORTEST_STEP),
-        "host_microseconds_per_instruction": host_microseconds_per_instruction(programs[0], executable, batch),
+        "host_microseconds_per_instruction": host_microseconds_per_instruction(executable, programs[0], batch),
     }
     for name, statistic in (("median_of_ratios", median_of_ratios), ("ratio_of_medians", ratio_of_medians)):
         row[name] = dataclasses.asdict(statistic(ours, hand, seed))

@@ -214,7 +214,8 @@ def main() -> None:
     stages, cut = len(plan.stages), len(tensor_sharded(plan.leaves))
     as_expected = stages >= 2 and cut > 0
     out.print(
-        f"check: {stages} pipeline stages (at least 2), {cut} weight matrices cut over tensor-parallel axes (at least 1): "
+        f"check: {stages} pipeline stages (at least 2), "
+        f"{cut} weight matrices cut over tensor-parallel axes (at least 1): "
         f"{'as expected' if as_expected else 'NOT AS EXPECTED'}",
         highlight=False,
     )

@@ -349,7 +349,6 @@ class _Splitter:
         self.keep: dict[Value, tuple[Value, ...]] = {}
         self.backward: set[Operand] = set()  # loop values that depend on the backward pass
         self.replicable: set[int] = set()
-        self.batched: set[Value] = set()
         self.partial: set[Value] = set()
 
     def _all_values(self) -> list[Value]:
@@ -375,12 +374,16 @@ class _Splitter:
         outputs = tuple(self._after(v, None) for v in self.graph.outputs)
         equations = _in_phase_order(live_equations(builder.equations, self._wanted(outputs)), outputs, self)
         live = {v for eqn in equations for v in (*eqn.values, *eqn.outputs)} | set(outputs)
+        batched: set[Value] = set(self.feeds)
+        for eqn in equations:
+            if eqn.phase.in_loop and any(v in batched or v is self.microbatch for v in eqn.values):
+                batched.update(eqn.outputs)
         return StepGraph(
             self.graph, self.m, tuple(equations), {**self.graph.constants, **builder.constants}, self.microbatch,
             {k: v for k, v in self.feeds.items() if k in live},
             {k: v for k, v in self.accumulate.items() if v in live},
             {k: v for k, v in self.keep.items() if v[0] in live},
-            outputs, frozenset(self.replicable), frozenset(self.batched), frozenset(self.partial),
+            outputs, frozenset(self.replicable), frozenset(batched), frozenset(self.partial),
         )  # fmt: skip
 
     def _wanted(self, outputs: Sequence[Operand]) -> list[Operand]:
@@ -452,7 +455,6 @@ class _Splitter:
                 assert state.batch is not None
                 value = self._value(v, state.batch)
                 self.feeds[value] = (v, state.batch)
-                self.batched.add(value)
                 self.loop[(v, state.batch)] = self.loop[(v, None)] = value
                 return value
             return self.loop[(v, None)]
@@ -514,10 +516,8 @@ class _Splitter:
         for old, new in zip(eqn.outputs, outputs, strict=True):
             state = self.analysis.states[old]
             self.loop[(old, None)] = self.loop[(old, state.batch)] = new
-            if isinstance(new, Value):
-                self.batched.add(new)
-                if state.kind is Kind.PARTIAL:
-                    self.partial.add(new)
+            if isinstance(new, Value) and state.kind is Kind.PARTIAL:
+                self.partial.add(new)
 
     def _emit(self, eqn: Equation, rule: Rule, split: Split) -> list[Operand]:
         moved = self.analysis.before[eqn.id]

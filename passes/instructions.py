@@ -60,7 +60,7 @@ class _Writer:
             self.ready.add(register)
         else:
             varies = value in step.batched
-            register = self._number((stage, value, sharding, microbatch if varies else None))
+            register = self._number((stage, value, sharding, (microbatch or 0) if varies else None))
         return register
 
     def run(self) -> InstructionList:
@@ -169,7 +169,7 @@ class _Writer:
         if source not in self.ready:
             raise InternalError(f"{port} is sent before it is made")
         varies = port.value in self.step.batched
-        key = (crossing.target, port.value, crossing.plan.received, microbatch if varies else None)
+        key = (crossing.target, port.value, crossing.plan.received, (microbatch or 0) if varies else None)
         target = self._number(key)
         if port.value in self.kept:
             value, piece = self.kept[port.value]

@@ -52,6 +52,8 @@ def climb(network: Network, oracle: Oracle, master: Master, start: Array) -> Ite
     best = evaluate(network, oracle, start)
     cuts = [best]
     yield best
+    if np.isinf(best.value):
+        return
     if start.any():
         radius = float(start.max()) / 8
     elif (best.slope > 0).any():
@@ -91,6 +93,7 @@ def climb(network: Network, oracle: Oracle, master: Master, start: Array) -> Ite
 
 
 def evaluate(network: Network, oracle: Oracle, prices: Array) -> Cut:
+    """The bound at some prices, in seconds per byte at each point in time."""
     value, choice = oracle(priced(network, prices))
     value += network.offset - float(prices @ network.slack)
     return Cut(prices, value, network.load(choice) - network.slack, choice)

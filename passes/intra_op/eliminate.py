@@ -15,6 +15,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +40,6 @@ class Bucket:
     children: tuple[int, ...]  # earlier nodes whose tables are summed here
     shapes: tuple[tuple[int, ...], ...]  # of partners' and children's tables, spread over (node, *scope)
     table: tuple[int, ...]  # shape over scope
-
-    @property
-    def entries(self) -> int:
-        return math.prod(self.table)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +105,8 @@ class Elimination:
             for partner in bucket.partners:
                 total = total + adjacent[bucket.node][partner][:, choice[partner]]
             for child in bucket.children:
-                total = total + tables[child][(slice(None), *(choice[node] for node in scopes[child][1:]))]
+                where: tuple[Any, ...] = (slice(None), *(choice[node] for node in scopes[child][1:]))
+                total = total + tables[child][where]
             choice[bucket.node] = int(total.argmin())
         return choice
 

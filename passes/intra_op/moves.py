@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array
+from autopar.passes.intra_op.problem import Array, Integers
 
 
 class Moves:
@@ -53,7 +53,7 @@ class Moves:
             parts.append(total)
         return np.concatenate(parts or [np.zeros(0)])
 
-    def _current(self, choice: Mapping[int, int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    def _current(self, choice: Mapping[int, int]) -> Integers:
         return np.array([self._start[node] + choice[node] for node in self._nodes], dtype=np.int64)
 
     def _change(self, values: Array, choice: Mapping[int, int]) -> Array:
@@ -89,7 +89,8 @@ class Moves:
         while (load > slack).any():
             violated = np.concatenate(([0], np.cumsum(load > slack)))
             weight = self._bytes * (violated[self._last] - violated[self._first])
-            relief = -self._change(np.bincount(self._moved, weight, minlength=local.size), choice)
+            held = np.bincount(self._moved, weight, minlength=local.size).astype(np.float64)
+            relief = -self._change(held, choice)
             useful = np.flatnonzero((relief > 0) & np.isfinite(local))
             cost = self._change(local, choice)[useful]
             # a move that is free or better is taken first; those that save more come first among them

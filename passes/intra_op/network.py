@@ -1,6 +1,6 @@
 """The solver's working graph, and the reductions that keep its optimum exactly, memory included.
 
-1. Strategies with infinite cost, or without a finite partner across some edge, go (arc consistency).
+1. Integers with infinite cost, or without a finite partner across some edge, go (arc consistency).
 2. A node whose strategy follows from a neighbour's is merged into it (followers).
 3. Nodes of degree 0, 1 or 2 that use no memory of their own become costs of their neighbours (Scholz & Eckstein,
    "Register allocation for irregular architectures", LCTES 2002).
@@ -15,13 +15,13 @@ Every reduction pushes a lift that extends a choice of the rest to the removed n
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Array, Problem, Usage
+from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
 
-Strategies = np.ndarray[tuple[int], np.dtype[np.int64]]
 Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
 Span = tuple[int, int, Array]  # first point in time, one past the last, bytes per strategy
 
@@ -36,10 +36,10 @@ class Network:
 
     unary: dict[int, Array]  # seconds per strategy of each node that is left
     adjacent: dict[int, dict[int, Array]]  # seconds [K_u, K_v] at [u][v]; [v][u] holds the transpose
-    labels: dict[int, Strategies]  # the problem's numbers of the strategies that are left, ascending
+    labels: dict[int, Integers]  # the problem's numbers of the strategies that are left, ascending
     usages: dict[int, list[Span]]  # what each node uses beyond the least of its strategies
     slack: Array  # bytes that are left at each point in time when every node uses its least
-    times: Strategies  # number of each point in time, the same in all copies
+    times: Integers  # number of each point in time, the same in all copies
     offset: float  # seconds that every choice pays
     lifts: list[Lift]
 
@@ -60,7 +60,7 @@ class Network:
         for u, v, matrix in problem.edges:
             network.add_edge(u, v, matrix)
         if problem.limit is not None:
-            network._set_usages(problem.usages, np.floor(problem.limit))
+            network._set_usages(problem.usages, float(np.floor(problem.limit)))
         network.make_consistent(range(count))
         return network
 
@@ -125,7 +125,7 @@ class Network:
         self.adjacent[u][v] = matrix
         self.adjacent[v][u] = matrix.T
 
-    def keep(self, node: int, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+    def keep(self, node: int, kept: Mask) -> None:
         """Restrict a node to some of its strategies."""
         if not kept.any():
             raise Contradiction
@@ -160,7 +160,7 @@ class Network:
                 self.unary[neighbour] = self.unary[neighbour] + matrix[0]
             self.offset += float(self.unary[node][0])
             strategy = int(self.labels[node][0])
-            self._remove(node, lambda choice, node=node, strategy=strategy: _assign(choice, node, strategy))
+            self._remove(node, _constant(node, strategy))
 
     def merge_followers(self) -> None:
         """Step 2."""
@@ -199,14 +199,12 @@ class Network:
                 for matrix in self.adjacent[node].values():
                     # inf - inf: the partner excludes both, it does not count
                     worst = worst + np.fmax.reduce(matrix[:, None, :] - matrix[None, :, :], axis=2)
-            dominates = worst <= 0
+            dominates: Mask = worst <= 0
             for _, _, amount in self.usages[node]:
                 dominates &= amount[:, None] <= amount[None, :]
             tie = dominates & dominates.T
             dominates &= ~tie | np.tri(cost.size, k=-1, dtype=bool).T
-            kept = ~dominates.any(axis=0)
-            if not kept.all():
-                self.keep(node, kept)
+            self.keep(node, np.logical_not(np.any(dominates, axis=0)))
 
     def reduce(self, *, dominated: bool) -> None:
         """All reductions until no strategy goes any more; raises Contradiction."""
@@ -234,7 +232,7 @@ class Network:
         if not neighbours:
             self.offset += float(unary.min())
         elif len(neighbours) == 1:
-            (u, to_u), = neighbours
+            ((u, to_u),) = neighbours
             self.unary[u] = self.unary[u] + (unary[:, None] + to_u).min(axis=0)
         else:
             (u, to_u), (v, to_v) = neighbours
@@ -250,7 +248,7 @@ class Network:
 
         self._remove(node, lift)
 
-    def _follow(self, node: int, leader: int, follows: Strategies) -> None:
+    def _follow(self, node: int, leader: int, follows: Integers) -> None:
         """Merge `node`, whose strategy is follows[strategy of leader], into `leader`."""
         matrix = self.adjacent[leader][node]
         self.unary[leader] = self.unary[leader] + self.unary[node][follows] + matrix[np.arange(follows.size), follows]
@@ -263,15 +261,17 @@ class Network:
         self.usages[leader] = [(start, end, amount) for (start, end), amount in merged.items()]
         self._take_least(leader)
         labels, own = self.labels[leader], self.labels[node][follows]
-        self._remove(
-            node, lambda choice: _assign(choice, node, int(own[np.searchsorted(labels, choice[leader])]))
-        )
+
+        def lift(choice: list[int]) -> None:
+            choice[node] = int(own[np.searchsorted(labels, choice[leader])])
+
+        self._remove(node, lift)
 
     def _drop_pairs(self, node: int) -> None:
         """Step 4 at a leaf: forbid its strategies that are dominated given the neighbour's."""
         if len(self.adjacent[node]) != 1:
             return
-        (neighbour, matrix), = self.adjacent[node].items()
+        ((neighbour, matrix),) = self.adjacent[node].items()
         total = self.unary[node][:, None] + matrix
         lighter = np.ones((total.shape[0],) * 2, dtype=bool)
         for _, _, amount in self.usages[node]:
@@ -297,7 +297,7 @@ class Network:
         live = [u for node_usages in usages for u in node_usages if u.end > u.start]
         starts, ends = {u.start for u in live}, {u.end for u in live}
         events = sorted(starts | ends)
-        points = [now for now, then in zip(events, events[1:], strict=False) if now in starts and then in ends]
+        points = [now for now, then in itertools.pairwise(events) if now in starts and then in ends]
         self.slack = np.full(len(points), limit)
         self.times = np.arange(len(points))
         times = np.array(points)
@@ -350,7 +350,7 @@ class Network:
             self._renumber(kept)
         self._round_slack()
 
-    def _renumber(self, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> None:
+    def _renumber(self, kept: Mask) -> None:
         renumbered = np.concatenate(([0], np.cumsum(kept)))
         self.slack, self.times = self.slack[kept], self.times[kept]
         for node, spans in self.usages.items():
@@ -372,5 +372,8 @@ class Network:
         self.slack = np.floor(self.slack / units) * units
 
 
-def _assign(choice: list[int], node: int, strategy: int) -> None:
-    choice[node] = strategy
+def _constant(node: int, strategy: int) -> Lift:
+    def lift(choice: list[int]) -> None:
+        choice[node] = strategy
+
+    return lift

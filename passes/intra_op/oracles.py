@@ -121,6 +121,7 @@ def _margin(cost: Array) -> float:
 
 
 def oracle_for(network: Network, random: np.random.Generator) -> Oracle:
+    """The exact one if its tables stay within the limits of `eliminate.py`."""
     sizes = {node: cost.size for node, cost in network.unary.items()}
     plan = plan_elimination(sizes, network.adjacent)
     return Wide(network, random) if plan is None else Exact(network, plan)

@@ -16,6 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 
 class MalformedProblem(ValueError):
@@ -85,7 +87,9 @@ class Problem:
                 raise MalformedProblem(f"node {node} has a cost that is NaN or -inf: {cost}")
         for index, (u, v, matrix) in enumerate(self.edges):
             if not (0 <= u < len(self.costs) and 0 <= v < len(self.costs)) or u == v:
-                raise MalformedProblem(f"edge {index} joins {u} and {v}: two different nodes of {len(self.costs)} needed")
+                raise MalformedProblem(
+                    f"edge {index} joins {u} and {v}: two different nodes of {len(self.costs)} needed"
+                )
             if matrix.shape != (self.costs[u].size, self.costs[v].size):
                 raise MalformedProblem(
                     f"edge {index} from {u} to {v} has shape {matrix.shape}, its nodes have "
@@ -167,6 +171,7 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
 
 
 def fits(problem: Problem, peak: float) -> bool:
+    """Whether a peak, in bytes, keeps to the problem's limit."""
     return problem.limit is None or peak <= problem.limit
 
 

@@ -5,9 +5,10 @@
 3. If the memory binds: climb with prices on bytes (`dual.py`), one elimination per evaluation; repair and improve
    what the evaluations choose (`moves.py`); forbid every strategy whose least cost is above the best choice's; reduce
    again and repeat with what is left.
-4. Where elimination is too wide, messages (`messages.py`) give the bounds instead.
-5. What is left goes to CP-SAT: all of it if it is small enough, else, and if that takes too long, neighbourhoods of the best
-   choice.
+4. Branch on what is left: halve the strategies of the node about which the best prices are most of two minds, and
+   treat each half as in 3 (branch and bound, least bound first).
+5. Where elimination is too wide (`oracles.py`), messages (`messages.py`) give weaker bounds instead. Branching would
+   not end; CP-SAT gets all that is left if it is small enough, then neighbourhoods of the best choice.
 
 Work is counted, not timed, and every step is deterministic: if the work limit is reached before the time limit, equal
 input gives equal output.
@@ -32,7 +33,7 @@ from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.moves import Moves
 from autopar.passes.intra_op.network import Contradiction, Network
 from autopar.passes.intra_op.oracles import STEP, Oracle, oracle_for
-from autopar.passes.intra_op.problem import Array, Infeasible, Problem, Solution, evaluate, fits
+from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
 
 _RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
 _TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
@@ -138,6 +139,8 @@ class _Search:
                 if len(cuts) >= evaluations or self._spent() or (self.best and cut.value >= self._worth(self.best)):
                     break
             self.exact = oracle.exact
+            if math.isinf(cuts[0].value):
+                raise Contradiction  # infinite costs exclude every choice, whatever the memory
             cuts.sort(key=lambda cut: -cut.value)
             bound = max(bound, cuts[0].value)
             if self.best is None and network.slack.size:
@@ -146,6 +149,8 @@ class _Search:
                 self._lightest(network)
             if self.best is None:
                 break
+            if oracle.exact and not network.slack.size:
+                return self.best.cost, cuts  # the choice that was offered is the minimum, whatever the rounding
             if bound >= self._worth(self.best):
                 return self._worth(self.best), cuts
             if self._spent() or index == len(climbs) - 1:
@@ -164,7 +169,7 @@ class _Search:
             self.bound = max(self.bound, parts[0][0])
             if self._closed():
                 return
-            _, _, network, cuts = heapq.heappop(parts)
+            least, _, network, cuts = heapq.heappop(parts)
             node, kept = _split(network, cuts)
             for side in (kept, ~kept):
                 part = network.copy()
@@ -177,7 +182,7 @@ class _Search:
                     continue
                 if self.best is None or bound < self._worth(self.best):
                     count += 1
-                    heapq.heappush(parts, (bound, count, part, found))
+                    heapq.heappush(parts, (max(bound, least), count, part, found))
         if not parts:
             raise Contradiction
 
@@ -190,6 +195,7 @@ class _Search:
         network.reduce(dominated=True)
 
     def _neighbourhoods(self, network: Network, prices: Array) -> None:
+        """Improve the best choice block by block until that stalls."""
         stalled = 0
         while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
             before = self.best
@@ -238,14 +244,6 @@ class _Search:
     def _worth(self, solution: Solution) -> float:
         """What a choice must cost less than to be looked for."""
         return solution.cost - _TOLERANCE * abs(solution.cost)
-
-    def _raise_bound(self, network: Network, value: float) -> None:
-        """Take note of a bound on the network, from which only choices that are not worth finding are missing."""
-        if self.best is not None:
-            value = min(value, self._worth(self.best))
-        elif value > (most := network.most()) + _TOLERANCE * abs(most):
-            raise Contradiction  # no choice of finite cost fits
-        self.bound = max(self.bound, value)
 
     def _offer(self, network: Network, positions: dict[int, int]) -> None:
         choice = network.lift(positions, self.problem.num_nodes)
@@ -299,9 +297,13 @@ class _Search:
         self.work -= _SWEEPS * messages.work
         base, nodes, edges = messages.reduced(costs)
         base += network.offset - float(prices @ network.slack)
-        room = (self._worth(self.best) if self.best else network.most()) - base
-        if room <= 0:
-            return base + room
+        if self.best is not None:
+            room = self._worth(self.best) - base
+            if room <= 0:
+                return base + room
+        else:
+            most = network.most()
+            room = 1.001 * (most - base) + 1e-6 * abs(most) + 1e-300  # above every choice of finite cost
         program = _Program(network, nodes, edges, prices, room)
         if self.best is not None:
             program.hint(network, self.best.choice)
@@ -319,7 +321,7 @@ class _Search:
         return base + max(solver.best_objective_bound, 0.0) * room / _RESOLUTION
 
 
-def _split(network: Network, cuts: list[Cut]) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.bool_]]]:
+def _split(network: Network, cuts: list[Cut]) -> tuple[int, Mask]:
     """A node and a half of its strategies, such that the best cuts' choices, whose mixture the bound is, fall apart."""
     unpriced = dataclasses.replace(network, unary={node: np.zeros(cost.size) for node, cost in network.unary.items()})
     weights = priced(unpriced, cuts[0].prices)
@@ -361,8 +363,8 @@ class _Program:
                 self._add_cost(variable, amount)
         for (u, v), pair in edges.items():
             self._add_edge(u, v, self._whole(pair))
-        for time_index, (slack, price) in enumerate(zip(network.slack, prices, strict=True)):
-            self._add_limit(network, time_index, int(slack), float(price))
+        for point, (slack, price) in enumerate(zip(network.slack, prices, strict=True)):
+            self._add_limit(network, point, int(slack), float(price))
         objective = cp_model.LinearExpr.weighted_sum(self._variables, self._coefficients)
         self.model.minimize(objective)
 
@@ -377,7 +379,7 @@ class _Program:
             for node, variables in self._chosen.items()
         }
 
-    def _whole(self, cost: Array) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    def _whole(self, cost: Array) -> Integers:
         """Costs as whole numbers, rounded down; -1 = forbidden."""
         inside = cost < self._room
         return np.where(inside, np.floor(np.where(inside, cost, 0.0) * (_RESOLUTION / self._room)), -1).astype(np.int64)
@@ -389,7 +391,7 @@ class _Program:
             self._variables.append(variable)
             self._coefficients.append(int(amount))
 
-    def _add_edge(self, u: int, v: int, pair: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> None:
+    def _add_edge(self, u: int, v: int, pair: Integers) -> None:
         if not pair.any():
             return
         rows, row_of = np.unique(pair, axis=0, return_inverse=True)
@@ -404,12 +406,12 @@ class _Program:
                 members = [self._chosen[node][strategy] for strategy in np.flatnonzero(classes.reshape(-1) == index)]
                 self.model.add(sum(link for link in line if link is not None) == sum(members))
 
-    def _add_limit(self, network: Network, time_index: int, slack: int, price: float) -> None:
+    def _add_limit(self, network: Network, point: int, slack: int, price: float) -> None:
         terms = [
             (variable, int(amount))
             for node, spans in network.usages.items()
             for start, end, amounts in spans
-            if start <= time_index < end
+            if start <= point < end
             for variable, amount in zip(self._chosen[node], amounts, strict=True)
             if amount
         ]
@@ -433,21 +435,21 @@ def highest(cuts: Sequence[Cut], lower: Array, upper: Array) -> tuple[float, Arr
     best = max(cut.value for cut in cuts)
     scale = max(abs(best), 1e-300)
     moving = np.flatnonzero(upper > lower)
-    prices = {int(time): solver.NumVar(lower[time] / unit, upper[time] / unit, "") for time in moving}
+    prices = {int(index): solver.NumVar(lower[index] / unit, upper[index] / unit, "") for index in moving}
     value = solver.NumVar(-solver.infinity(), solver.infinity(), "")
     for cut in cuts:
         # value <= cut.value + slope·(prices - cut.prices), relative to the best
         slope = cut.slope * (unit / scale)
         constant = (cut.value - best) / scale + float(cut.slope @ (lower - cut.prices)) / scale
-        constant -= sum(float(slope[time]) * float(lower[time]) / unit for time in prices)
+        constant -= sum(float(slope[index]) * float(lower[index]) / unit for index in prices)
         row = solver.Constraint(-solver.infinity(), constant)
         row.SetCoefficient(value, 1.0)
-        for time, variable in prices.items():
-            row.SetCoefficient(variable, -float(slope[time]))
+        for index, variable in prices.items():
+            row.SetCoefficient(variable, -float(slope[index]))
     solver.Maximize(value)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return best, lower
     found = lower.copy()
-    for time, variable in prices.items():
-        found[time] = min(max(variable.solution_value() * unit, lower[time]), upper[time])
+    for index, variable in prices.items():
+        found[index] = min(max(variable.solution_value() * unit, lower[index]), upper[index])
     return best + value.solution_value() * scale, found

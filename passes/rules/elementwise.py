@@ -94,12 +94,13 @@ def _constraint(eqn: Equation) -> Rule:
     return factors.rule([dims], [dims], linear=linear_sets(eqn, {0}), emit=emit, flops=0.0, unit="none")
 
 
-_SIMPLE = """abs and bessel_i0e ceil clamp clz eq eq_to floor ge gt is_finite le le_to lt lt_to max min mulhi ne
-    not or population_count rem round shift_left shift_right_arithmetic shift_right_logical sign square xor
-    nextafter"""
-_TRANSCENDENTAL = """acos acosh asin asinh atan atan2 atanh bessel_i1e cbrt cos cosh digamma erf erf_inv erfc exp exp2
-    expm1 igamma igamma_grad_a igammac lgamma log log1p logistic polygamma pow regularized_incomplete_beta rsqrt sin
-    sinh sqrt tan tanh zeta"""
+# Names that only some of the supported versions of JAX know are no burden to the others.
+_SIMPLE = """abs and ceil clamp clz eq eq_to floor ge gt is_finite le le_to lt lt_to max min mulhi ne nextafter not
+    one_minus_square or population_count rem round shift_left shift_right_arithmetic shift_right_logical sign square
+    xor"""
+_TRANSCENDENTAL = """acos acosh asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt cos cosh digamma erf erf_inv erfc
+    exp exp2 expm1 igamma igamma_grad_a igammac lgamma log log1p log2 logistic polygamma pow
+    regularized_incomplete_beta rsqrt sin sinh sqrt tan tanh zeta"""
 
 THREEFRY_FLOPS = 115.0  # 20 rounds of add, rotate (3) and xor, and five key injections of 3
 
@@ -120,6 +121,7 @@ RULES: dict[str, RuleBuilder] = {
     "mul": elementwise(_in_each, 1.0),
     "name": elementwise(_in_first, 0.0, "none"),
     "neg": elementwise(_in_first, 1.0),
+    "polynomial": elementwise(_in_cases, 4.0),  # of the first operand; the others are its coefficients
     "random_clone": elementwise(_nowhere, 0.0, "none"),
     "random_fold_in": elementwise(_nowhere, THREEFRY_FLOPS),
     "random_seed": elementwise(_nowhere, 1.0),
@@ -127,6 +129,7 @@ RULES: dict[str, RuleBuilder] = {
     "reduce_precision": elementwise(_in_first, 1.0),
     "select_n": elementwise(_in_cases, 1.0),
     "sharding_constraint": _constraint,
+    "stage": elementwise(_in_first, 0.0, "none"),
     "stop_gradient": elementwise(_in_first, 0.0, "none"),
     "sub": elementwise(_in_all_at_once, 1.0),
     "threefry2x32": elementwise(_nowhere, THREEFRY_FLOPS),

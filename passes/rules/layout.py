@@ -154,7 +154,7 @@ def _optimization_barrier(eqn: Equation) -> Rule:
     dims = [factors.dims(operand.shape) for operand in eqn.inputs]
     summable = all(is_number(operand) for operand in eqn.inputs)
     every = (frozenset(range(len(eqn.inputs))),) if summable and eqn.inputs else ()
-    return factors.rule(dims, dims, linear=every, flops=0.0, unit="none")
+    return factors.rule(dims, dims, linear=every, separable=True, flops=0.0, unit="none")
 
 
 def _device_put(eqn: Equation) -> Rule:

@@ -26,7 +26,9 @@ def _params(config: gpt.GPTConfig = TINY) -> gpt.Params:
 
 
 def _state(config: gpt.GPTConfig = TINY, optimizer: Any = None) -> gpt.State:
-    return jax.jit(gpt.make_init(config, optimizer or gpt.make_optimizer(1e-2, 1, 10)))(jax.random.key(0))
+    init_state = gpt.make_init(config, optimizer or gpt.make_optimizer(1e-2, 1, 10))
+    state: gpt.State = jax.jit(init_state)(jax.random.key(0))
+    return state
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,16 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        """GPipe and "inter-op only" give each stage one device; the others use all."""
-        return self.stages if self.method in ("gpipe", "inter_op_only") else DEVICES
+        """ "Inter-op only" gives each stage one device; the others use all."""
+        return self.stages if self.method == "inter_op_only" else DEVICES
 
     @property
     def data_parallel(self) -> int:
         """Data shards that the method asks for; 1 where it is free to choose."""
         if self.method in ("data_parallel", "zero"):
             return DEVICES
+        if self.method == "gpipe":  # data parallel within a stage
+            return DEVICES // self.stages
         return int(self.variant.removeprefix("dp")) if self.method == "megatron" else 1
 
     @property
@@ -68,12 +70,10 @@ class Case:
     def stages_known(self) -> bool:
         """Whether the plan must have exactly these stages.
 
-        A planner is free to find something better. But eight microbatches over hosts with a slow network between them
+        The planner is free to find something better. But eight microbatches over hosts with a slow network between them
         are worth a stage a host, or the planned pipelines would be no pipelines.
         """
-        if self.method == "planned":
-            return self.microbatches == 8
-        return self.method != "inter_op_only"
+        return self.method != "planned" or self.microbatches == 8
 
 
 def senseless(case: Case) -> str | None:

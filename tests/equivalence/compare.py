@@ -174,7 +174,7 @@ def _method(case: Case) -> Any:
         case "intra_op_only":
             return recipes.intra_op_only()
         case "inter_op_only":
-            return recipes.inter_op_only()
+            return recipes.inter_op_only(num_stages=case.stages, num_microbatches=case.microbatches)
     raise ValueError(case.method)
 
 

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import numpy as np
 
-from autopar.passes.intra_op.problem import Problem, Usage
+from autopar.passes.intra_op.problem import Array, Integers, Problem, Usage
+
+
+def problem_of(costs: Any, edges: Any = (), usages: Any = None, limit: float | None = None) -> Problem:
+    """A problem from nested lists."""
+    return Problem(tuple(costs), tuple(edges), tuple(usages or [()] * len(costs)), limit)
+
+
+def use(start: int, end: int, amounts: Iterable[float]) -> Usage:
+    return Usage(start, end, np.array(list(amounts)))
 
 
 def tiny_problem(seed: int, *, memory: bool, forbidden: bool) -> Problem:
@@ -13,7 +25,7 @@ def tiny_problem(seed: int, *, memory: bool, forbidden: bool) -> Problem:
     count = int(rng.integers(1, 7))
     sizes = rng.integers(1, 5, count)
 
-    def costs(*shape: int) -> np.ndarray:
+    def costs(*shape: int) -> Array:
         values = rng.integers(0, 8, shape).astype(float)
         return np.where(rng.random(shape) < 0.25, np.inf, values) if forbidden else values
 
@@ -41,16 +53,16 @@ class _Step:
     def __init__(self, seed: int, largest: int) -> None:
         self.rng = np.random.default_rng(seed)
         self.largest = largest
-        self.costs: list[np.ndarray] = []
-        self.results: list[np.ndarray] = []
-        self.edges: list[tuple[int, int, np.ndarray]] = []
+        self.costs: list[Array] = []
+        self.results: list[Integers] = []
+        self.edges: list[tuple[int, int, Array]] = []
         self.sizes: list[float] = []
         self.last_use: list[int] = []
 
-    def add(self, operands: list[int], flops: float, size: float) -> int:
+    def add(self, operands: Sequence[int], flops: float, size: float) -> int:
         """An operator; elementwise (flops == 0) ones pass the layout on, others change it."""
         node = len(self.costs)
-        count = 9 if flops == 0 else int(self.rng.integers(12, self.largest + 1))
+        count = 9 if flops == 0 else int(self.rng.integers(min(12, self.largest), self.largest + 1))
         result = np.arange(9) if flops == 0 else self.rng.integers(0, 9, count)
         cut = np.array([1, 2, 2, 4, 8, 8, 4, 8, 8])
         self.costs.append(flops / cut[self.rng.integers(0, 9, count)] if flops else size / 100 / cut[result])
@@ -63,10 +75,10 @@ class _Step:
         self.last_use.append(node)
         return node
 
-    def _reshard(self, source: np.ndarray, target: np.ndarray, size: float) -> np.ndarray:
+    def _reshard(self, source: Integers, target: Integers, size: float) -> Array:
         first = (source[:, None] // 3 != target[None, :] // 3) & (source[:, None] // 3 != 0)
         second = (source[:, None] % 3 != target[None, :] % 3) & (source[:, None] % 3 != 0)
-        return size * (first + 3.0 * second)
+        return np.asarray(size * (first + 3.0 * second))
 
 
 def train_step_problem(layers: int, seed: int, *, largest: int = 32, tightness: float | None = None) -> Problem:

@@ -1,0 +1,218 @@
+"""The solver against brute force, and against itself where one of its ways is closed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from autopar.passes.intra_op import eliminate
+from autopar.passes.intra_op.dual import Cut
+from autopar.passes.intra_op.network import Contradiction, Network
+from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, brute_force, evaluate, fits
+from autopar.passes.intra_op.solve import highest, solve
+from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use
+
+INF = math.inf
+
+# The example of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism (google/iopddl, Apache-2.0).
+EXAMPLE = problem_of(
+    costs=([15], [55, 65], [25, 45, 35], [85, 75], [95]),
+    edges=(
+        (0, 1, [[30, 40]]),
+        (0, 2, [[50, 10, 40]]),
+        (1, 3, [[90, 10], [20, 80]]),
+        (2, 4, [[60], [20], [30]]),
+        (3, 4, [[70], [60]]),
+    ),
+    usages=(
+        (use(30, 70, [10]),),
+        (use(40, 70, [25, 25]),),
+        (use(50, 120, [15, 20, 15]),),
+        (use(110, 140, [10, 10]),),
+        (use(110, 150, [15]),),
+    ),
+    limit=50,
+)
+
+
+def check_against_brute_force(problem: Problem) -> None:
+    expected = brute_force(problem)
+    if expected is None:
+        with pytest.raises(Infeasible) as caught:
+            solve(problem)
+        assert caught.value.proved
+        if math.isfinite(caught.value.smallest_peak):
+            assert problem.limit is not None and caught.value.smallest_peak > problem.limit
+        return
+    found = solve(problem)
+    assert found.cost == pytest.approx(expected.cost, rel=1e-12, abs=1e-12)
+    assert found.lower_bound <= expected.cost * (1 + 1e-12)
+    assert found.optimal
+    assert (found.cost, found.peak) == evaluate(problem, found.choice)
+    assert fits(problem, found.peak)
+
+
+def tiny(seed: int) -> Problem:
+    return tiny_problem(seed, memory=seed % 2 == 0, forbidden=seed % 3 == 0)
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_equals_brute_force(seed: int) -> None:
+    check_against_brute_force(tiny(seed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(150, 1150))
+def test_equals_brute_force_many(seed: int) -> None:
+    check_against_brute_force(tiny(seed))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_equals_brute_force_where_elimination_is_too_wide(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # with tables of at most 2 entries nearly all goes to messages, CP-SAT and neighbourhoods
+    monkeypatch.setattr(eliminate, "MAX_TABLE", 2)
+    check_against_brute_force(tiny(seed))
+
+
+def test_contest_example() -> None:
+    # (0, 0, 0, 0, 0) costs 15+55+25+85+95 + 30+50+90+60+70 = 575; at time 50 it uses 10 + 25 + 15 = 50
+    assert evaluate(EXAMPLE, (0, 0, 0, 0, 0)) == (575, 50)
+    # nodes 15+55+35+75+95 = 275, edges 30+40+10+30+60 = 170
+    assert evaluate(EXAMPLE, (0, 0, 2, 1, 0)) == (445, 50)
+    assert evaluate(EXAMPLE, (0, 0, 1, 1, 0)) == (415, 55)  # nodes 285, edges 30+10+10+20+60 = 130
+    assert evaluate(EXAMPLE, (0, 1, 2, 0, 0)) == (495, 50)  # nodes 295, edges 40+40+20+30+70 = 200
+    found = solve(EXAMPLE)
+    assert (found.choice, found.cost, found.peak, found.optimal) == ((0, 0, 2, 1, 0), 445, 50, True)
+    assert solve(dataclasses.replace(EXAMPLE, limit=None)).cost == 415
+
+
+def test_empty_problem_and_single_strategies() -> None:
+    assert solve(problem_of((), (), (), 0.0)) == Solution((), 0.0, 0.0, 0.0)
+    alone = problem_of(([2.0], [3.0]), ((0, 1, [[5.0]]),), ((use(0, 1, [4]),), ()), 4.0)
+    assert solve(alone) == Solution((0, 0), 10.0, 10.0, 4.0)
+
+
+def test_infeasible_says_how_small_a_peak_can_be() -> None:
+    usages = tuple((use(0, 2, [4, 3]),) for _ in range(3))
+    with pytest.raises(Infeasible) as caught:
+        solve(problem_of(([0, 1],) * 3, (), usages, 8.0))
+    assert (caught.value.smallest_peak, caught.value.limit, caught.value.proved) == (9.0, 8.0, True)
+
+
+def test_infeasible_only_because_whole_strategies_do_not_mix() -> None:
+    # each strategy overloads one of two times by 1, half of each would fit: prices alone prove nothing
+    usages = ((use(0, 1, [4, 2]), use(1, 2, [2, 4])),)
+    with pytest.raises(Infeasible) as caught:
+        solve(problem_of(([0, 0],), (), usages, 3.0))
+    assert (caught.value.smallest_peak, caught.value.proved) == (4.0, True)
+
+
+def test_infinite_costs_alone_exclude_every_choice() -> None:
+    # an odd cycle that cannot be coloured with two colours: every pair is fine for itself
+    unequal = [[INF, 0], [0, INF]]
+    cycle = problem_of(([0, 0],) * 3, ((0, 1, unequal), (1, 2, unequal), (2, 0, unequal)), ((),) * 3, None)
+    with pytest.raises(Infeasible, match="every choice has an infinite cost"):
+        solve(cycle)
+
+
+def test_large_and_small_costs_keep_their_precision() -> None:
+    # the optimum differs from the next choice by one part in 1e8, and all costs by a constant of 1e6
+    rng = np.random.default_rng(0)
+    costs = tuple(1e6 + 1e-2 * rng.random(4) for _ in range(5))
+    usages = tuple((use(0, 1, rng.integers(1, 10, 4)),) for _ in range(5))
+    check_against_brute_force(problem_of(costs, (), usages, 14.0))
+    tiny_costs = tuple(1e-12 * rng.random(4) for _ in range(5))
+    found = solve(problem_of(tiny_costs, (), usages, 14.0))
+    expected = brute_force(problem_of(tiny_costs, (), usages, 14.0))
+    assert expected is not None
+    assert found.cost == pytest.approx(expected.cost, rel=1e-9)
+
+
+def test_train_step_is_solved_to_optimality_and_equals_cp_sat(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = train_step_problem(1, 0, largest=12)
+    exact = solve(problem)
+    assert exact.optimal
+    monkeypatch.setattr(eliminate, "MAX_TABLE", 2)
+    found = solve(problem, seconds=60.0)
+    assert found.optimal
+    assert found.cost == pytest.approx(exact.cost, rel=1e-9)
+
+
+@pytest.mark.parametrize("tightness", [0.5, 0.3, 0.15])
+def test_memory_that_binds_is_solved_to_optimality(tightness: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = train_step_problem(1, 3, largest=10, tightness=tightness)
+    found = solve(problem, seconds=60.0)
+    free = solve(dataclasses.replace(problem, limit=None))
+    assert found.optimal
+    assert free.cost <= found.cost and fits(problem, found.peak)
+    monkeypatch.setattr(eliminate, "MAX_TABLE", 2)
+    by_cp_sat = solve(problem, seconds=3.0)
+    assert by_cp_sat.lower_bound <= found.cost * (1 + 1e-9)
+    assert by_cp_sat.cost >= found.lower_bound * (1 - 1e-9)
+
+
+def test_the_time_limit_leaves_a_choice_and_an_honest_bound() -> None:
+    problem = train_step_problem(2, 0, largest=16, tightness=0.3)
+    hasty, thorough = solve(problem, seconds=0.0), solve(problem, seconds=60.0)
+    assert fits(problem, hasty.peak)
+    assert hasty.lower_bound <= thorough.cost * (1 + 1e-9) and thorough.lower_bound <= hasty.cost * (1 + 1e-9)
+    assert thorough.optimal
+
+
+@pytest.mark.parametrize("tightness", [None, 0.3])
+def test_equal_input_gives_equal_output(tightness: float | None) -> None:
+    problem = train_step_problem(1, 1, largest=12, tightness=tightness)
+    assert solve(problem, seconds=60.0, seed=3) == solve(problem, seconds=60.0, seed=3)
+
+
+@pytest.mark.parametrize("seed", range(0, 60, 2))
+def test_reductions_keep_the_optimum(seed: int) -> None:
+    """Brute force on what the reductions leave, lifted, equals brute force on the problem."""
+    problem = tiny_problem(seed, memory=True, forbidden=False)
+    expected = brute_force(problem)
+    network = Network.of(problem)
+    try:
+        network.reduce(dominated=True)
+    except Contradiction:
+        assert expected is None
+        return
+    nodes = list(network.unary)
+    best = INF
+    for flat in np.ndindex(*(network.unary[node].size for node in nodes)):
+        positions = dict(zip(nodes, flat, strict=True))
+        if (network.load(positions) <= network.slack).all():
+            cost, peak = evaluate(problem, network.lift(positions, problem.num_nodes))
+            assert fits(problem, peak)
+            best = min(best, cost)
+    assert best == (INF if expected is None else expected.cost)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_marginals_are_the_least_costs_with_each_strategy(seed: int) -> None:
+    problem = tiny_problem(seed, memory=False, forbidden=False)
+    network = Network.of(problem)
+    sizes = {node: cost.size for node, cost in network.unary.items()}
+    plan = eliminate.plan_elimination(sizes, network.adjacent)
+    assert plan is not None
+    value, _, marginals = plan.marginals(network.unary, network.adjacent)
+    least = {node: np.full(size, INF) for node, size in sizes.items()}
+    for choice in np.ndindex(*sizes.values()):
+        cost, _ = evaluate(problem, choice)
+        for node, strategy in enumerate(choice):
+            least[node][strategy] = min(least[node][strategy], cost)
+    for node in sizes:
+        np.testing.assert_allclose(marginals[node], least[node], rtol=1e-12, atol=1e-12)
+    assert value == pytest.approx(min(least[0]))
+
+
+def test_prices_at_which_the_least_cut_is_greatest() -> None:
+    # cuts 0 + 2 p and 3 - 1 p: equal at p = 1, value 2; with p <= 0.5: 1
+    zero = np.zeros(1)
+    cuts = [Cut(zero, 0.0, np.array([2.0]), {}), Cut(zero, 3.0, np.array([-1.0]), {})]
+    value, prices = highest(cuts, zero, np.array([10.0]))
+    assert [value, *prices] == pytest.approx([2.0, 1.0])
+    value, prices = highest(cuts, zero, np.array([0.5]))
+    assert [value, *prices] == pytest.approx([1.0, 0.5])
