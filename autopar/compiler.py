@@ -49,7 +49,9 @@ from autopar.runtime.executable import Array, Executable, Source, Wiring
 from autopar.runtime.transfer import TileTransfer
 
 _MAX_LAYERS = 16
-_SOLVER_SECONDS = 10.0  # per stage problem
+# Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
+_SEARCH_SECONDS = 0.3
+_FINAL_SECONDS = 3.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -214,7 +216,7 @@ class Planner:
         self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, span: tuple[int, int]
     ) -> StageCost | None:
         try:
-            problem, solution = self.solve_stage(layered, placed, stage, mesh, in_flight)
+            problem, solution = self.solve_stage(layered, placed, stage, mesh, in_flight, _SEARCH_SECONDS)
         except Infeasible as error:
             where = f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
             self._note_infeasible(error, where)
@@ -241,7 +243,7 @@ class Planner:
         return self._signatures[key]
 
     def solve_stage(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, seconds: float
     ) -> tuple[StageProblem, Solution]:
         """The sharding problem of one stage on a mesh, solved. Raises Infeasible if it does not fit."""
         kind = self._kind(mesh)
@@ -253,7 +255,7 @@ class Planner:
             float(kind.memory - kind.memory_reserve),
         )  # fmt: skip
         problem = StageProblem(setting)
-        return problem, solve(problem.problem(), seconds=_SOLVER_SECONDS)
+        return problem, solve(problem.problem(), seconds=seconds)
 
     def resharder(self, mesh: Mesh) -> tuple[Resharder, StepPrice]:
         """Prices of communication on a mesh; local steps cost their memory traffic."""
@@ -300,7 +302,9 @@ class Planner:
         shardings, objective, bound = [], 0.0, 0.0
         for stage, mesh in enumerate(meshes):
             try:
-                problem, solution = self.solve_stage(layered, placed, stage, mesh, rows.in_flight(stage))
+                problem, solution = self.solve_stage(
+                    layered, placed, stage, mesh, rows.in_flight(stage), _FINAL_SECONDS
+                )
             except Infeasible as error:
                 self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return None

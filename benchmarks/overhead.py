@@ -14,11 +14,13 @@ How a bar is measured:
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import pathlib
+import re
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -142,6 +144,12 @@ def written_by_hand(optimizer: Any, state_shardings: Any, batch_sharding: Any) -
     )
 
 
+def collectives(texts: Iterable[str]) -> dict[str, int]:
+    """Collectives in compiled HLO by kind: a ratio compares like with like only where both programs have some."""
+    kinds = r"\b(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    return dict(collections.Counter(kind for text in texts for kind in re.findall(kinds, text)))
+
+
 @dataclasses.dataclass(frozen=True)
 class Comparison:
     """One bar: what autopar is told, and the same by hand."""
@@ -203,6 +211,11 @@ def compare(comparison: Comparison, rounds: int, seed: int) -> dict[str, Any]:
         by_hand = jax.jit(init_state, out_shardings=state_shardings)(key)
         programs.append(Program(written_by_hand(optimizer, state_shardings, batch_sharding), by_hand))
 
+    compiled = (
+        written_by_hand(optimizer, state_shardings, batch_sharding)
+        .lower(shapes, gpt.abstract_batch(CONFIG, BATCH_SIZE))
+        .compile()
+    )
     # Every program is given the batch as a user has it: on the host.
     batch = text.train_batch(text.standard_library(), BATCH_SIZE, CONFIG.sequence_length, seed, 0)
     interleaved(programs, batch, 3, seed)  # compile and warm up
@@ -213,6 +226,8 @@ def compare(comparison: Comparison, rounds: int, seed: int) -> dict[str, Any]:
         "median_seconds": float(np.median(ours)),
         "median_seconds_by_hand": float(np.median(hand)),
         "long_enough": bool(np.median(hand) >= SHORTEST_STEP),
+        "collectives": collectives(executable.as_text().values()),
+        "collectives_by_hand": collectives([compiled.as_text() or ""]),
         "host_microseconds_per_instruction": host_microseconds_per_instruction(executable, programs[0], batch),
     }
     for name, statistic in (("median_of_ratios", median_of_ratios), ("ratio_of_medians", ratio_of_medians)):
@@ -249,6 +264,7 @@ def main() -> None:
             f"ratio {ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}], "
             f"A/A {control['value']:.4f} [{control['low']:.4f}, {control['high']:.4f}]; "
             f"{row['host_microseconds_per_instruction']:.1f} µs of host time per instruction; "
+            f"collectives {row['collectives']}, by hand {row['collectives_by_hand']}; "
             f"upper end {bars[comparison.name]}"
         )
     if arguments.json is not None:

@@ -121,8 +121,20 @@ class StageProblem:
         self._add_memory()
 
     def problem(self) -> Problem:
+        """The problem; without a limit where even the hungriest choices would stay within it."""
         usages = tuple(tuple(u) for u in self.usages)
-        return Problem(tuple(self.costs), tuple(self.edges), usages, self.setting.memory_limit)
+        limit = self.setting.memory_limit
+        if limit is not None and self._most_bytes() <= limit:
+            limit = None
+        return Problem(tuple(self.costs), tuple(self.edges), usages, limit)
+
+    def _most_bytes(self) -> float:
+        changes: dict[int, float] = defaultdict(float)
+        for lifetimes in self.usages:
+            for usage in lifetimes:
+                changes[usage.start] += float(usage.bytes.max())
+                changes[usage.end] -= float(usage.bytes.max())
+        return max(itertools.accumulate(changes[t] for t in sorted(changes)), default=0.0)
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)

@@ -2,9 +2,9 @@
 
 1. Reduce the network exactly (`network.py`).
 2. Without memory: eliminate all nodes exactly (`eliminate.py`). If the result fits, it is the optimum.
-3. If the memory binds: climb with prices on bytes (`dual.py`), one elimination per evaluation; repair and improve
-   what the evaluations choose (`moves.py`); forbid every strategy whose least cost is above the best choice's; reduce
-   again and repeat with what is left.
+3. If the memory binds: climb with prices on bytes (`dual.py`), one elimination per evaluation, first on a few
+   strategies of each node (column generation); repair and improve what the evaluations choose (`moves.py`); forbid
+   every strategy whose least cost is above the best choice's; reduce again and repeat with what is left.
 4. Branch on what is left: halve the strategies of the node about which the best prices are most of two minds, and
    treat each half as in 3 (branch and bound, least bound first).
 5. Where elimination is too wide (`oracles.py`), messages (`messages.py`) give weaker bounds instead. Branching would
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 import math
 import time
 from collections.abc import Sequence
@@ -38,7 +39,10 @@ from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, P
 _RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
 _TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
 _WORTH_REDUCING = 1 << 26  # work of an elimination that takes longer than looking for dominated strategies
-_CLIMBS = (16, 12, 12, 12)  # evaluations of each climb; the first, on the whole network, take the longest
+_COLUMNS, _COLUMN_CLIMB = 8, 15  # evaluations of the whole network, and of a few strategies between them
+_COLUMNS_CLOSE = 2e-3  # relative distance of the few strategies' bound from the whole network's that is good enough
+_FIRST_CLIMB, _COLD_CLIMB = 4, 16  # evaluations of the whole network, from good prices and from none
+_CLIMBS = (12, 12, 12)  # of what is left then
 _BRANCH_CLIMBS = (5, 8)
 _MIXTURE = 4  # of a climb's best cuts
 _LIGHT = 60  # evaluations in search of the least memory
@@ -71,6 +75,7 @@ class _Search:
         self.best: Solution | None = None
         self.bound = -math.inf
         self.smallest_peak = math.inf
+        self.cheapest: tuple[int, ...] = ()  # choice without regard to memory
         self.exact = True  # whether the last climb's bounds were minima
 
     # The course
@@ -110,7 +115,8 @@ class _Search:
 
         relaxed: the network is without the memory, so that finding a choice that fits is not its business.
         """
-        bound, cuts = self._tighten(network, np.zeros(network.slack.size), _CLIMBS)
+        prices = self._prices_from_columns(network) if network.slack.size else np.zeros(0)
+        bound, cuts = self._tighten(network, prices, (_FIRST_CLIMB if prices.any() else _COLD_CLIMB, *_CLIMBS))
         self.bound = max(self.bound, bound)
         if self._closed() or self._spent() or (relaxed and self.best is None):
             return
@@ -121,6 +127,54 @@ class _Search:
                 found = self._cp_sat(network, cuts[0].prices, self.work / _RATE / 2)
                 self.bound = max(self.bound, found)
             self._neighbourhoods(network, cuts[0].prices)
+
+    def _prices_from_columns(self, network: Network) -> Array:
+        """Good prices for few evaluations of the whole network, by climbing on a few strategies of each node.
+
+        Those are the lightest ones, that of the cheapest choice, and what the whole network then chooses at the
+        prices found. The few strategies' optimum, which mixes them freely, says much more about prices than cuts do.
+        """
+        oracle, moves, known = oracle_for(network, self.random), Moves(network), dict(enumerate(self.cheapest))
+        columns = {
+            node: _lightest(network, node) | (labels == known.get(node, -1)) for node, labels in network.labels.items()
+        }
+        best, prices = -math.inf, np.zeros(network.slack.size)
+        for _ in range(_COLUMNS):
+            part = network.copy()
+            try:
+                for node, column in columns.items():
+                    part.keep(node, column)
+                part.reduce(dominated=True)
+            except Contradiction:
+                break  # the few do not go together, or do not fit
+            top: Cut | None = None
+            inner, part_moves = oracle_for(part, self.random), Moves(part)
+            priced_before = dict(zip(network.times, prices, strict=True))
+            start = np.array([priced_before[time] for time in part.times])
+            for cut in itertools.islice(climb(part, inner.evaluate, highest, start), _COLUMN_CLIMB):
+                self._spend(inner)
+                self._offer(part, cut.choice)
+                if part.slack.size and (improved := part_moves.improve(cut.choice)):
+                    self._offer(part, improved)
+                if top is None or cut.value > top.value:
+                    top = cut
+            assert top is not None  # a climb makes at least one evaluation
+            found = dict(zip(part.times, top.prices, strict=True))
+            whole = evaluate_prices(
+                network, oracle.evaluate, np.array([found.get(time, 0.0) for time in network.times])
+            )
+            self._spend(oracle)
+            self._offer(network, whole.choice)
+            if improved := moves.improve(whole.choice):
+                self._offer(network, improved)
+            self.bound = max(self.bound, whole.value)
+            if whole.value > best:
+                best, prices = whole.value, whole.prices
+            if top.value - whole.value <= _COLUMNS_CLOSE * abs(whole.value) or self._spent():
+                break
+            for node, position in whole.choice.items():
+                columns[node][position] = True
+        return prices
 
     def _tighten(self, network: Network, prices: Array, climbs: Sequence[int]) -> tuple[float, list[Cut]]:
         """Steps 3 and 4: a lower bound on what is worth finding in the network, and the last climb, best cut first.
@@ -249,6 +303,7 @@ class _Search:
         choice = network.lift(positions, self.problem.num_nodes)
         cost, peak = evaluate(self.problem, choice)
         if math.isfinite(cost):
+            self.cheapest = self.cheapest or choice
             self.smallest_peak = min(self.smallest_peak, peak)
             if fits(self.problem, peak) and (self.best is None or cost < self.best.cost):
                 self.best = Solution(choice, cost, -math.inf, peak)
@@ -334,6 +389,14 @@ def _split(network: Network, cuts: list[Cut]) -> tuple[int, Mask]:
         return node, weights[node] <= middle
     node = max(network.unary, key=lambda node: network.unary[node].size)
     return node, np.arange(network.unary[node].size) == cuts[0].choice[node]
+
+
+def _lightest(network: Network, node: int) -> Mask:
+    """The strategy that uses least over all points in time."""
+    used = np.zeros(network.unary[node].size)
+    for start, end, amount in network.usages[node]:
+        used += (end - start) * amount
+    return np.arange(used.size) == used.argmin()
 
 
 class _Program:

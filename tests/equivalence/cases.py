@@ -62,6 +62,14 @@ class Case:
         return DEVICES // (self.data_parallel * self.stages)
 
     @property
+    def must_reduce(self) -> bool:
+        """Whether devices hold addends of one sum, by the method's definition: of gradients or of matrix products.
+
+        Without this a recipe that computes everything on every device would pass, its numbers being right.
+        """
+        return self.data_parallel > 1 or (self.method == "megatron" and self.tensor_parallel > 1)
+
+    @property
     def batch_size(self) -> int:
         """The small batch wherever it can be cut as asked."""
         return LARGE_BATCH if SMALL_BATCH % (self.microbatches * self.data_parallel) else SMALL_BATCH

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -40,6 +41,7 @@ class Deviation:
     leaf: float  # largest over the leaves: ‖Δ−Δref‖ / (1e-4·‖Δref‖ + 1e-7·‖Δref of the whole tree‖)
     worst_leaf: str
     stages: int  # of the plan that ran
+    reductions: int  # all-reduces and reduce-scatters in the compiled programs of the SGD step
 
     @property
     def within(self) -> bool:
@@ -108,7 +110,7 @@ def reference(num_layers: int, batch_size: int) -> Reference:
     return measure(functools.partial(run_on_one_device, num_layers), batch_size)
 
 
-def deviation(measured: Reference, expected: Reference, stages: int) -> Deviation:
+def deviation(measured: Reference, expected: Reference, stages: int, reductions: int) -> Deviation:
     """How far `measured` is from `expected`, in the bar's terms."""
     whole = norm(expected.sgd_change)
     leaves = {}
@@ -123,7 +125,13 @@ def deviation(measured: Reference, expected: Reference, stages: int) -> Deviatio
         leaf=leaves[worst],
         worst_leaf=worst,
         stages=stages,
+        reductions=reductions,
     )
+
+
+def count_reductions(texts: Iterable[str]) -> int:
+    """All-reduces and reduce-scatters in compiled HLO."""
+    return sum(len(re.findall(r"\b(?:all-reduce|reduce-scatter)(?:-start)?\(", text)) for text in texts)
 
 
 def _cluster(case: Case) -> autopar.Cluster:
@@ -181,6 +189,7 @@ def _method(case: Case) -> Any:
 def run_case(case: Case) -> Deviation:
     """Plan, run and compare; raises what autopar raises."""
     stages: set[int] = set()
+    reductions: list[int] = []
 
     def run(optimizer: optax.GradientTransformation, data: list[gpt.Batch]) -> tuple[Any, Any, float]:
         model = config(case.num_layers)
@@ -196,6 +205,7 @@ def run_case(case: Case) -> Deviation:
         if executable.plan.num_microbatches != case.microbatches:
             raise AssertionError(f"{case}: the plan has {executable.plan.num_microbatches} microbatches")
         stages.add(len(executable.plan.stages))
+        reductions.append(count_reductions(executable.as_text().values()))
         state = step.init(init_state, key)
         before = _on_host(autopar.gather(state)["params"])
         for batch in data:
@@ -203,4 +213,4 @@ def run_case(case: Case) -> Deviation:
         return before, _on_host(autopar.gather(state)["params"]), float(metrics["loss"])
 
     measured = measure(run, case.batch_size)
-    return deviation(measured, reference(case.num_layers, case.batch_size), min(stages))
+    return deviation(measured, reference(case.num_layers, case.batch_size), min(stages), reductions[-1])

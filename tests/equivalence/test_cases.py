@@ -49,7 +49,7 @@ def expected() -> compare.Reference:
 
 
 def test_a_run_equals_itself(expected: compare.Reference) -> None:
-    found = compare.deviation(expected, expected, 1)
+    found = compare.deviation(expected, expected, 1, 0)
     assert (found.loss, found.tree, found.leaf) == (0, 0, 0)
     assert found.within
 
@@ -63,7 +63,7 @@ def _scaled(tree: Any, name: str, factor: float) -> Any:
 
 def test_a_wrong_gradient_of_one_leaf_is_named(expected: compare.Reference) -> None:
     wrong = dataclasses.replace(expected, sgd_change=_scaled(expected.sgd_change, "final_norm']['bias", 1.01))
-    found = compare.deviation(wrong, expected, 1)
+    found = compare.deviation(wrong, expected, 1, 0)
     # 1 % off where 0.01 % is allowed.
     assert 50 < found.leaf < 101
     assert "final_norm" in found.worst_leaf
@@ -72,7 +72,7 @@ def test_a_wrong_gradient_of_one_leaf_is_named(expected: compare.Reference) -> N
 
 def test_not_a_number_fails(expected: compare.Reference) -> None:
     wrong = dataclasses.replace(expected, sgd_change=_scaled(expected.sgd_change, "positions", np.nan))
-    found = compare.deviation(wrong, expected, 1)
+    found = compare.deviation(wrong, expected, 1, 0)
     assert "positions" in found.worst_leaf
     assert not found.within
 
@@ -80,7 +80,7 @@ def test_not_a_number_fails(expected: compare.Reference) -> None:
 @pytest.mark.parametrize("field", ["adamw_params", "adamw_loss"])
 def test_another_result_of_adamw_fails(expected: compare.Reference, field: str) -> None:
     value = jax.tree.map(lambda leaf: leaf * 1.0002, getattr(expected, field))
-    assert not compare.deviation(dataclasses.replace(expected, **{field: value}), expected, 1).within
+    assert not compare.deviation(dataclasses.replace(expected, **{field: value}), expected, 1, 0).within
 
 
 def test_the_limits_leave_room_for_another_order_of_summation(expected: compare.Reference) -> None:
@@ -97,7 +97,7 @@ def test_the_limits_leave_room_for_another_order_of_summation(expected: compare.
             state, metrics = step(state, batch)
         return before, jax.tree.map(np.array, state["params"]), float(metrics["loss"])
 
-    found = compare.deviation(compare.measure(run, 8), expected, 1)
+    found = compare.deviation(compare.measure(run, 8), expected, 1, 0)
     assert found.within, found
     assert found.tree > 0  # it is another computation
 
@@ -106,3 +106,13 @@ def test_the_reference_learns(expected: compare.Reference) -> None:
     before, _, first = functools.partial(compare.run_on_one_device, 2)(compare.adamw(), compare.batches(1, 8))
     assert compare.norm(before) > 0
     assert expected.adamw_loss < first
+
+
+def test_reductions_are_counted_in_compiled_programs() -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
+    x = jax.ShapeDtypeStruct((8, 4), np.float32, sharding=NamedSharding(mesh, P("data")))
+    everywhere = NamedSharding(mesh, P())
+    summed = jax.jit(lambda a: a.sum(0), out_shardings=everywhere).lower(x).compile().as_text()
+    gathered = jax.jit(lambda a: a * 2, out_shardings=everywhere).lower(x).compile().as_text()
+    assert compare.count_reductions([summed or ""]) == 1
+    assert compare.count_reductions([gathered or ""]) == 0

@@ -17,6 +17,8 @@ def _check(case: Case, found: compare.Deviation) -> None:
     assert found.loss <= compare.LOSS_LIMIT, found
     assert found.tree <= compare.TREE_LIMIT, found
     assert found.leaf <= 1.0, found
+    if case.must_reduce:
+        assert found.reductions > 0, f"{case} computes everything everywhere: nothing was shared out"
     if case.stages_known:
         assert found.stages == case.stages
 

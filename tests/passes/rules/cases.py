@@ -215,15 +215,16 @@ UNARY = """abs acos asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil cos co
 BINARY = "add atan2 div max min mul nextafter pow rem sub"
 
 CLOSE: dict[str, Case] = {
-    **{name: (getattr(lax, name), (positive(4),)) for name in UNARY.split()},
+    **{name: (getattr(lax, name), (positive(4),)) for name in UNARY.split() if hasattr(lax, name)},
     "acosh": (lax.acosh, (positive(4) + 1,)),
     **{name: (getattr(lax, name), (positive(4), positive(4) + 0.125)) for name in BINARY.split()},
     "integer_pow": (lambda x: lax.integer_pow(x, 3), (floats(4, 6),)),
-    **(
-        {"polynomial": (lambda x, a, b, c: lax.polynomial_p.bind(x, a, b, c), (floats(4, 6), *floats(3)))}
-        if hasattr(lax, "polynomial_p")
-        else {}
-    ),
+    # Older versions of JAX have no such primitive.
+    **{
+        name: (getattr(lax, f"{name}_p").bind, (floats(4, 6), *floats(3)))
+        for name in ("polynomial",)
+        if hasattr(lax, f"{name}_p")
+    },
     "integer_pow of one": (lambda x: lax.integer_pow(x, 1), (floats(4, 6),)),
     "add zero": (lambda x: lax.add_p.bind(x, 0.0), (floats(4, 6),)),
     "add one": (lambda x: lax.add_p.bind(x, 1.0), (floats(4, 6),)),

@@ -188,7 +188,7 @@ def test_linear_sets() -> None:
 shapes = st.lists(st.sampled_from([1, 2, 3, 4, 6]), min_size=1, max_size=3)
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(shapes, st.data())
 def test_elementwise_of_any_shapes(shape: list[int], data: st.DataObject) -> None:
     def narrowed() -> tuple[int, ...]:
@@ -201,7 +201,7 @@ def test_elementwise_of_any_shapes(shape: list[int], data: st.DataObject) -> Non
     assert check_pieces(application, exact=True) == len(list(splits(rule_of(application.equation))))
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(st.permutations(["b", "c", "i"]), st.permutations(["b", "c", "j"]), st.data())
 def test_products_of_any_shapes(left: list[str], right: list[str], data: st.DataObject) -> None:
     sizes = {name: data.draw(st.sampled_from([1, 2, 3, 4])) for name in "bcij"}
@@ -214,7 +214,7 @@ def test_products_of_any_shapes(left: list[str], right: list[str], data: st.Data
     assert rule.flops * rule.points() == 2 * math.prod(sizes.values())
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(st.lists(st.sampled_from([1, 2, 2, 3, 4, 5]), max_size=5), st.data())
 def test_reshapes_of_any_shapes(primes: list[int], data: st.DataObject) -> None:
     def grouped(order: list[int]) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ def test_reshapes_of_any_shapes(primes: list[int], data: st.DataObject) -> None:
     check_pieces(application, exact=True)
 
 
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     st.sampled_from([2, 4, 6]),
     shapes,
