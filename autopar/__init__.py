@@ -4,6 +4,7 @@ from autopar import recipes
 from autopar.api import Executable, Parallelized, gather, parallelize
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
 from autopar.errors import AutoparError, InternalError, UserError
+from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
@@ -24,6 +25,8 @@ __all__ = [
     "Plan",
     "UserError",
     "cluster_from_devices",
+    "cluster_from_json",
+    "cluster_to_json",
     "gather",
     "load_preset",
     "make_cluster",

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
+from autopar.cost_model.compute import compute_time
 from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice, tile_copies
 from autopar.cost_model.timeline import StageTimes, simulate
@@ -91,6 +92,8 @@ class Planner:
         self.nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
         self.nearest_where = ""
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
+        self._best_time = math.inf  # seconds per step of the best plan so far
+        self._products: dict[Any, dict[str, float]] = {}
         self._costs: dict[Any, StageCost | None] = {}
         self._placed: dict[Any, PlacedStep] = {}
         self._signatures: dict[Any, str] = {}
@@ -108,14 +111,18 @@ class Planner:
         best: tuple[Plan, LoweredStep] | None = None
         for m, stages in self._candidates(fixed):
             found = self._plan_for(m, stages)
-            if found is not None and (best is None or found[0].step_time < best[0].step_time):
+            if found is not None and found[0].step_time < self._best_time:
                 best = found
+                self._best_time = found[0].step_time
         if best is None:
             raise self._infeasible()
         return best
 
     def _candidates(self, fixed: int | None) -> list[tuple[int, int | None]]:
-        """Numbers of microbatches, each with a fixed number of stages or None, to search over."""
+        """Numbers of microbatches, each with a fixed number of stages or None, to search over.
+
+        What is likely to be good comes first: a stage that cannot be part of a better plan is not solved any more.
+        """
         stages = self.method.num_stages
         if fixed is not None:
             self.analysis.check(fixed)
@@ -128,7 +135,10 @@ class Planner:
             found.append((1, 1))
         if devices > 1 and stages != 1:
             powers = [m for m in divisors if m & (m - 1) == 0 and m <= 8 * devices] or divisors
-            found += [(m, stages) for m in powers[-3:]] if stages is None else [(m, stages) for m in powers]
+            hosts = len(self.cluster.hosts)
+            if stages is None and 1 < hosts <= _MAX_LAYERS:
+                found += [(m, hosts) for m in powers[-1:]]
+            found += [(m, stages) for m in powers[-2:][::-1]]
             if stages is not None:
                 found.append((1, stages))
         return found
@@ -205,12 +215,36 @@ class Planner:
     ) -> StageCost | None:
         """What a span of layers costs on a mesh, whatever the other stages are; spans that look alike are solved once."""
         start, stop = span
+        m = layered.step.num_microbatches
+        if m > 1 and span == (0, layered.num_layers) and self._best_time < math.inf:
+            return None  # one stage that fits with one microbatch gains nothing from several
         placed = self._span_placed(layered, start, stop)
         stage = 1 if start > 0 else 0
+        if self._least_seconds(layered, placed, stage, mesh) * m >= self._best_time:
+            return None  # the slowest stage alone would take longer than the best plan
         key = (self._signature(placed, stage), mesh.shape, self._surroundings(mesh), in_flight)
         if key not in self._costs:
             self._costs[key] = self._solve_cost(layered, placed, stage, mesh, in_flight, span)
         return self._costs[key]
+
+    def _least_seconds(self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh) -> float:
+        """Seconds per microbatch that no sharding can beat: the matrix products, spread evenly."""
+        key = (placed, stage)
+        if key not in self._products:
+            work: dict[str, float] = {}
+            for program in placed.programs:
+                if program.stage == stage and program.in_loop:
+                    for eqn in program.equations:
+                        rule = layered.rules[eqn.id]
+                        if rule.unit == "matmul":
+                            dtype = str(eqn.outputs[0].dtype)
+                            work[dtype] = work.get(dtype, 0.0) + rule.flops * rule.points()
+            self._products[key] = work
+        kinds = [self.cluster.kind_of(d) for d in mesh.devices]
+        return sum(
+            min(compute_time(k, flops=flops, bytes_moved=0.0, dtype=dtype, matmul=True) for k in kinds) / mesh.size
+            for dtype, flops in self._products[key].items()
+        )
 
     def _solve_cost(
         self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, span: tuple[int, int]

@@ -134,7 +134,7 @@ def megatron(mesh: Mesh, state: gpt.State) -> Any:
     return jax.tree_util.tree_map_with_path(sharding, state)
 
 
-def written_by_hand(optimizer: Any, state_shardings: Any, batch_sharding: Any) -> Step:
+def written_by_hand(optimizer: Any, state_shardings: Any, batch_sharding: Any) -> jax.stages.Wrapped:
     """`jax.jit` of the step with every sharding stated and the state donated."""
     return jax.jit(
         gpt.make_train_step(CONFIG, optimizer),

@@ -1,38 +1,26 @@
-"""Clusters as data: presets, JSON files, and the cluster that the devices at hand make up.
+"""Clusters as data: presets, and the cluster that the devices at hand make up.
 
-A preset is a cluster file of one host, which `load_preset` repeats. The format:
-
-    {"format": "autopar-cluster", "version": 1, "name": "...",
-     "hosts": [{"num_hosts": 2, "devices_per_host": 8, "device": {...}, "link": {...}}, ...],
-     "network": {...}}
-
-`device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Any object may carry a text
-under "source" that says where its numbers come from; it is not read.
+A preset is a cluster file (`autopar.ir.cluster_json`) of one host, which `load_preset` repeats.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.resources
 import itertools
-import json
-import math
 import os
-import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from autopar.errors import ClusterError
+from autopar.ir.cluster_json import parse_cluster
+from autopar.ir.json_file import nearest
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 
 if TYPE_CHECKING:
     import jax
-
-FORMAT = "autopar-cluster"
-VERSION = 1
 
 # The preset whose devices are virtual: they share one host's cores, so that more of them are slower ones.
 _VIRTUAL = "cpu"
@@ -68,9 +56,9 @@ def load_preset(name: str, *, num_hosts: int = 1, devices_per_host: int | None =
     """
     names = preset_names()
     if name not in names:
-        raise ClusterError(f"there is no preset {name!r}; {_nearest(name, names)}known presets: {', '.join(names)}")
+        raise ClusterError(f"there is no preset {name!r}; {nearest(name, names)}known presets: {', '.join(names)}")
     file = importlib.resources.files("autopar.cost_model").joinpath("data").joinpath(f"{name}.json")
-    cluster = _parse(file.read_text(encoding="utf-8"), f"preset {name!r}")
+    cluster = parse_cluster(file.read_text(encoding="utf-8"), f"preset {name!r}")
     host = cluster.hosts[0]
     if devices_per_host is None:
         devices_per_host = host.num_devices
@@ -205,221 +193,6 @@ def _preset_for(device_kind: str) -> str:
         stacklevel=3,
     )
     return preset
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Files
-
-
-def cluster_from_json(path_or_text: str | os.PathLike[str]) -> Cluster:
-    """Read a cluster from a file, or from JSON text (a `str` that begins with a brace).
-
-    Raises:
-      ClusterError: no such file, not JSON, another format or version, or a field that is missing, unknown or out
-        of range: the message says where, what was met and what is expected.
-    """
-    if isinstance(path_or_text, str) and path_or_text.lstrip().startswith("{"):
-        return _parse(path_or_text, "cluster text")
-    try:
-        text = pathlib.Path(path_or_text).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise ClusterError(f"cannot read the cluster file {os.fspath(path_or_text)!r}: {error}") from error
-    return _parse(text, f"cluster file {os.fspath(path_or_text)!r}")
-
-
-def cluster_to_json(cluster: Cluster) -> str:
-    """The text of a cluster file; `cluster_from_json` gives an equal cluster back.
-
-    Raises:
-      ClusterError: the cluster holds a number that no file may hold, such as a bandwidth of 0.
-    """
-    hosts = []
-    for host, equal in itertools.groupby(cluster.hosts):
-        device = {field.name: getattr(host.kind, field.name) for field in dataclasses.fields(DeviceKind)}
-        device["peak_flops"] = dict(host.kind.peak_flops)
-        hosts.append(
-            {
-                "num_hosts": len(tuple(equal)),
-                "devices_per_host": host.num_devices,
-                "device": device,
-                "link": dataclasses.asdict(host.link),
-            }
-        )
-    data = {
-        "format": FORMAT,
-        "version": VERSION,
-        "name": cluster.name,
-        "hosts": hosts,
-        "network": dataclasses.asdict(cluster.network),
-    }
-    text = json.dumps(data, indent=2) + "\n"
-    _parse(text, f"cluster {cluster.name!r}")
-    return text
-
-
-_Reader = Callable[[Any, str], Any]  # (value met, its path in the file) -> what it means
-
-
-def _text(value: Any, path: str) -> str:
-    if not isinstance(value, str):
-        raise _bad(path, value, "a text")
-    return value
-
-
-def _number(
-    expected: str, *, above: float | None = None, least: float | None = None, most: float = math.inf
-) -> _Reader:
-    def read(value: Any, path: str) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _bad(path, value, expected)
-        try:
-            number = float(value)
-        except OverflowError:
-            raise _bad(path, value, expected) from None
-        fits = (above is None or number > above) and (least is None or number >= least) and number <= most
-        if not fits or not math.isfinite(number):
-            raise _bad(path, value, expected)
-        return number
-
-    return read
-
-
-def _whole(expected: str, *, least: int, most: float = math.inf) -> _Reader:
-    number = _number(expected, least=least, most=most)
-
-    def read(value: Any, path: str) -> int:
-        number(value, path)
-        if isinstance(value, float) and not value.is_integer():
-            raise _bad(path, value, expected)
-        return int(value)
-
-    return read
-
-
-def _peak_flops(value: Any, path: str) -> dict[str, float]:
-    if not isinstance(value, Mapping) or "float32" not in value:
-        raise _bad(path, value, 'an object from dtype names to FLOP per second that has at least "float32"')
-    read = _number("FLOP per second above 0", above=0)
-    return {dtype: read(peak, f"{path}.{dtype}") for dtype, peak in value.items()}
-
-
-def _record(fields: Mapping[str, _Reader], optional: Mapping[str, Any] | None = None) -> _Reader:
-    """A reader of objects with exactly these fields; those in `optional` have a default."""
-    defaults = dict(optional or {})
-
-    def read(value: Any, path: str) -> dict[str, Any]:
-        if not isinstance(value, Mapping):
-            raise _bad(path, value, f"an object with the fields {', '.join(fields)}")
-        for key in value:
-            if key not in fields and key != "source":
-                raise ClusterError(
-                    f"{_join(path, key)} is no field of a cluster file (value {_show(value[key])}); "
-                    f"{_nearest(key, fields)}the fields here are {', '.join(fields)}"
-                )
-        result = dict(defaults)
-        for key, reader in fields.items():
-            if key in value:
-                result[key] = reader(value[key], _join(path, key))
-            elif key not in defaults:
-                raise ClusterError(f"{_join(path, key)} is missing; add it: the fields here are {', '.join(fields)}")
-        return result
-
-    return read
-
-
-_LINK: Mapping[str, _Reader] = {
-    "name": _text,
-    "latency": _number("seconds, 0 or more", least=0),
-    "bandwidth": _number("bytes per second above 0", above=0),
-}
-_DEVICE: Mapping[str, _Reader] = {
-    "name": _text,
-    "memory": _whole("a whole number of bytes above 0", least=1),
-    "memory_bandwidth": _number("bytes per second above 0", above=0),
-    "peak_flops": _peak_flops,
-    "matmul_efficiency": _number("a share above 0 and at most 1", above=0, most=1),
-    "memory_efficiency": _number("a share above 0 and at most 1", above=0, most=1),
-    "launch_overhead": _number("seconds, 0 or more", least=0),
-    "dispatch_overhead": _number("seconds, 0 or more", least=0),
-    "memory_reserve": _whole("a whole number of bytes, 0 or more", least=0),
-}
-_MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
-_COUNT = _whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
-_read_link = _record(_LINK)
-_read_device = _record(_DEVICE, {"memory_reserve": 0})
-_read_group = _record(
-    {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": _read_device, "link": _read_link}, {"num_hosts": 1}
-)
-
-
-def _read_hosts(value: Any, path: str) -> tuple[Host, ...]:
-    if not isinstance(value, list) or not value:
-        raise _bad(path, value, "a list of at least one group of equal hosts")
-    hosts: list[Host] = []
-    for index, item in enumerate(value):
-        group = _read_group(item, f"{path}[{index}]")
-        kind = DeviceKind(**group["device"])
-        if kind.memory_reserve >= kind.memory:
-            expected = f"less than the memory, {kind.memory} bytes"
-            raise _bad(f"{path}[{index}].device.memory_reserve", kind.memory_reserve, expected)
-        hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]))] * group["num_hosts"]
-    return tuple(hosts)
-
-
-def _kept(value: Any, path: str) -> Any:
-    return value
-
-
-_read_top = _record({"format": _kept, "version": _kept, "name": _text, "hosts": _read_hosts, "network": _read_link})
-
-
-def _read_cluster(value: Mapping[str, Any]) -> Cluster:
-    """Format and version first: a file of another version is not blamed for its fields."""
-    for key, expected in (("format", FORMAT), ("version", VERSION)):
-        met = value.get(key)
-        if met != expected or isinstance(met, bool):
-            raise _bad(key, met, f"{json.dumps(expected)}, the only one that this version of autopar reads")
-    record = _read_top(value, "")
-    return Cluster(record["name"], record["hosts"], Link(**record["network"]))
-
-
-def _parse(text: str, where: str) -> Cluster:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) < len(pairs):
-            twice = sorted(key for key in result if sum(key == other for other, _ in pairs) > 1)
-            raise ClusterError(f"{where}: an object gives the field {', '.join(twice)} twice; keep one of them")
-        return result
-
-    try:
-        data = json.loads(text, object_pairs_hook=unique)
-    except (ValueError, RecursionError) as error:
-        raise ClusterError(f"{where} is not JSON: {error}; write one with cluster_to_json") from error
-    if not isinstance(data, dict):
-        raise ClusterError(f"{where} holds {_show(data)}; it must be an object; write one with cluster_to_json")
-    try:
-        return _read_cluster(data)
-    except ClusterError as error:
-        raise ClusterError(f"{where}: {error}") from None
-
-
-def _bad(path: str, value: Any, expected: str) -> ClusterError:
-    return ClusterError(f"{path} is {_show(value)}; it must be {expected}")
-
-
-def _show(value: Any) -> str:
-    """A value as the file would write it, cut where it is long."""
-    text = repr(value) if isinstance(value, float) else json.dumps(value, default=repr)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _join(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
-
-
-def _nearest(name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), n=3, cutoff=0.4)
-    return f"did you mean {' or '.join(map(repr, near))}? " if near else ""
 
 
 def _check_counts(**counts: int) -> None:

@@ -14,8 +14,9 @@ and for every equation when it runs:
  2. An equation linear in its PARTIAL operands (the others FREE) keeps them PARTIAL.
  3. Anything else needs the whole batch. If it depends on no parameter it moves to the prologue and is FREE;
     otherwise its operands are finalised (summed, or stacked) and it runs after the loop, in the update phase.
-    That is exact, but where a forward or backward equation needs stacked examples (batch normalisation,
-    contrastive logits) it would undo the microbatching: such couplings are reported with the user's line.
+    That is exact, but where the gradient needs stacked examples (batch normalisation, contrastive logits) it would
+    undo the microbatching: such couplings are reported with the user's line.
+ 4. A separable equation (the fence around rematerialisation) passes each operand's state on to its result.
 
 `split_batch` then rewrites the graph for a number of microbatches, each loop equation by its rule's own `emit`.
 """
@@ -75,7 +76,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True)
 class Coupling:
-    """An equation of the forward or backward pass that needs several microbatches at once."""
+    """An equation on the way to a gradient that needs several microbatches at once."""
 
     equation: Equation
     reason: str
@@ -227,6 +228,12 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
         parameters = any(states[v].parameters for v in eqn.values)
         kinds = {v: states[v].kind for v in eqn.values}
         moved = frozenset[Value]()
+        if rule.separable and {Kind.BATCHED, Kind.PARTIAL} & set(kinds.values()):
+            before[eqn.id] = moved
+            when[eqn.id] = When.LOOP
+            for out, v in zip(eqn.outputs, eqn.inputs, strict=True):
+                states[out] = states[v] if isinstance(v, Value) else State(Kind.FREE)
+            continue
         partial = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and kinds[v] is Kind.PARTIAL]
         if partial and not _stays_partial(rule, partial, kinds.values()):
             # Step 3: sums that no parameter enters are taken from the prologue.
@@ -279,8 +286,19 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
         if batches and eqn.phase is not Phase.UPDATE:
             couplings.append(Coupling(eqn, reason))
     return BatchAnalysis(
-        graph, rules, batch_size, states, when, splits, before, tuple(couplings), math.gcd(units, batch_size)
-    )
+        graph, rules, batch_size, states, when, splits, before, _on_the_way_to_a_gradient(graph, couplings),
+        math.gcd(units, batch_size),
+    )  # fmt: skip
+
+
+def _on_the_way_to_a_gradient(graph: Graph, couplings: Sequence[Coupling]) -> tuple[Coupling, ...]:
+    """Without those that only results need (the largest loss of the batch): they wait for the whole batch as they may."""
+    for_gradient: set[Value] = set()
+    for eqn in reversed(graph.equations):
+        if eqn.phase is Phase.BACKWARD or any(v in for_gradient for v in eqn.outputs):
+            for_gradient.update(eqn.values)
+            for_gradient.update(eqn.outputs)
+    return tuple(c for c in couplings if any(v in for_gradient for v in c.equation.outputs))
 
 
 def _stays_partial(rule: Rule, partial: Sequence[int], kinds: Any) -> bool:
@@ -400,6 +418,7 @@ class _Splitter:
 
     def _free(self, v: Operand) -> Operand:
         """A FREE value in full size, emitted at its first use."""
+        v = self._unfenced(v)
         if isinstance(v, Literal) or v in self.full:
             return v if isinstance(v, Literal) else self.full[v]
         for eqn in self._cone(v, self.full):
@@ -416,6 +435,7 @@ class _Splitter:
 
     def _prologue_of(self, v: Operand) -> Operand:
         """A value that no parameter enters, computed over the whole batch before the loop."""
+        v = self._unfenced(v)
         if isinstance(v, Literal) or v in self.prologue:
             return v if isinstance(v, Literal) else self.prologue[v]
         for eqn in self._cone(v, self.prologue):
@@ -423,8 +443,17 @@ class _Splitter:
             self._copy(eqn, operands, Phase.PROLOGUE, self.prologue)
         return self.prologue[v]
 
-    @staticmethod
-    def _have(v: Operand, env: Mapping[Value, Operand]) -> Operand:
+    def _unfenced(self, v: Operand) -> Operand:
+        """What the loop's separable equations pass on as `v`: outside of the loop they are left out."""
+        while (eqn := self.producer.get(v)) is not None and self._is_fence(eqn):  # type: ignore[arg-type]
+            v = eqn.inputs[eqn.outputs.index(v)]  # type: ignore[arg-type]
+        return v
+
+    def _is_fence(self, eqn: Equation) -> bool:
+        return self.analysis.rules[eqn.id].separable and self.analysis.when[eqn.id] is When.LOOP
+
+    def _have(self, v: Operand, env: Mapping[Value, Operand]) -> Operand:
+        v = self._unfenced(v)
         return v if isinstance(v, Literal) else env[v]
 
     def _cone(self, v: Value, have: Mapping[Value, Operand]) -> list[Equation]:
@@ -432,8 +461,8 @@ class _Splitter:
         missing: dict[int, Equation] = {}
         stack = [v]
         while stack:
-            w = stack.pop()
-            if w in have:
+            w = self._unfenced(stack.pop())
+            if isinstance(w, Literal) or w in have:
                 continue
             eqn = self.producer[w]
             if eqn.id not in missing:
@@ -446,11 +475,14 @@ class _Splitter:
         """An operand of a loop equation; a FREE one is sliced if `batch` asks for it."""
         if isinstance(v, Literal):
             return v
+        if v in moved:  # the loop may have its addends as well
+            whole = self._prologue_of(v)
+            return whole if batch is None else self._slice(whole, batch)
         key = (v, batch)
         if key in self.loop:
             return self.loop[key]
         state = self.analysis.states[v]
-        if v not in moved and state.kind is not Kind.FREE:
+        if state.kind is not Kind.FREE:
             if v in self.graph.inputs:
                 assert state.batch is not None
                 value = self._value(v, state.batch)
@@ -458,18 +490,20 @@ class _Splitter:
                 self.loop[(v, state.batch)] = self.loop[(v, None)] = value
                 return value
             return self.loop[(v, None)]
-        whole = self._prologue_of(v) if v in moved else self._free(v)
+        whole = self._free(v)
         if batch is None:
             return whole
-        self.loop[key] = result = self._slice_by_rule(v, batch) or self._slice(whole, batch)
+        self.loop[key] = result = self._slice_by_rule(self._unfenced(v), batch) or self._slice(whole, batch)
         return result
 
     def _value(self, v: Value, batch: BatchDim) -> Value:
         shape = tuple(batch.local_size(self.m) if d == batch.dim else n for d, n in enumerate(v.shape))
         return self.builder.value(jax.ShapeDtypeStruct(shape, v.dtype, weak_type=v.weak_type))
 
-    def _slice_by_rule(self, v: Value, batch: BatchDim) -> Operand | None:
+    def _slice_by_rule(self, v: Operand, batch: BatchDim) -> Operand | None:
         """The microbatch's slice of a FREE value, computed as such by its own equation (iota, random bits, ..)."""
+        if isinstance(v, Literal):
+            return None
         eqn = self.producer.get(v)
         if eqn is None or self.analysis.when[eqn.id] is not When.FREE or self.analysis.before[eqn.id]:
             return None
@@ -495,6 +529,9 @@ class _Splitter:
         return self._trace(slice_out, [v, self.microbatch], Phase.FORWARD, "")[0]
 
     def _emit_loop(self, eqn: Equation) -> None:
+        if self._is_fence(eqn):
+            self._emit_fence(eqn)
+            return
         rule = self.analysis.rules[eqn.id]
         split = self.analysis.splits.get(eqn.id)
         moved = self.analysis.before[eqn.id]
@@ -518,6 +555,22 @@ class _Splitter:
             self.loop[(old, None)] = self.loop[(old, state.batch)] = new
             if isinstance(new, Value) and state.kind is Kind.PARTIAL:
                 self.partial.add(new)
+
+    def _emit_fence(self, eqn: Equation) -> None:
+        """A separable equation, on those of its operands that the loop has."""
+        states = self.analysis.states
+        lanes = [k for k, out in enumerate(eqn.outputs) if states[out].kind is not Kind.FINAL]
+        operands = [self._in_loop(eqn.inputs[k], None, frozenset()) for k in lanes]
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
+        phase = self._loop_phase(eqn, operands)
+        results = self.builder.add(eqn.primitive, eqn.params, operands, avals, phase, eqn.source)
+        if phase is Phase.BACKWARD:
+            self.backward.update(results)
+        for k, result in zip(lanes, results, strict=True):
+            old = eqn.outputs[k]
+            self.loop[(old, None)] = self.loop[(old, states[old].batch)] = result
+            if states[old].kind is Kind.PARTIAL:
+                self.partial.add(result)
 
     def _emit(self, eqn: Equation, rule: Rule, split: Split) -> list[Operand]:
         moved = self.analysis.before[eqn.id]
@@ -558,6 +611,8 @@ class _Splitter:
         state = self.analysis.states[v]
         if state.kind is Kind.FREE:
             return self._free(v)
+        if state.kind is Kind.FINAL:
+            return self._after(self._unfenced(v), eqn)
         local = self._in_loop(v, None, frozenset())
         if isinstance(local, Literal):
             raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank

@@ -18,6 +18,7 @@ What XLA writes is brought back to the terms of `Collective`:
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -203,22 +204,78 @@ def _ints(text: str) -> list[int]:
 
 def _group_axes(attributes: str, mesh: Mesh) -> tuple[str, ...]:
     """The mesh axes whose groups of positions are the replica groups of an instruction."""
-    explicit = re.search(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}", attributes)
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
-    if iota:
-        shape, source, order = _ints(iota[1]), _ints(iota[2]), _ints(iota[3] or "")
-        numbers = np.arange(math.prod(source)).reshape(source)
-        groups = np.transpose(numbers, order or None).reshape(shape).tolist()
-    elif explicit:
-        # No groups at all: one group of everybody.
-        groups = [_ints(group) for group in re.findall(r"\{([\d,]*)\}", explicit[1])] or [list(range(mesh.size))]
-    else:
-        raise InternalError(f"cannot read the replica groups in {attributes[:200]!r}")
+    groups = _groups(attributes, mesh)
     axes = _differing_axes(((group[0], member) for group in groups for member in group), mesh)
     size = math.prod(mesh.axis_size(axis) for axis in axes)
     if any(len(set(group)) != size for group in groups) or size * len(groups) != mesh.size:
         raise InternalError(f"replica groups {groups} are no axes of mesh {mesh.axes}={mesh.shape}")
     return axes
+
+
+# The three ways to print replica groups: "{{0,1},{2,3}}"; "[2,2]<=[2,2]T(1,0)"; and, with the names of the mesh
+# that the partitioner used, "mesh['x'=2,'y'=4], device_ids=([4,2]T(1,0)) {'y':(2)2}", where the device numbers are
+# left out if they count upwards, and ":(2)2" means the part of size 2 that has a part of size 2 before it.
+_EXPLICIT = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
+_NAMED = re.compile(
+    r"replica_groups=mesh\[(?P<sizes>[^\]]*)\]"
+    r"(?:, device_ids=\((?:\[(?P<shape>[\d,]+)\](?:T\((?P<order>[\d,]+)\))?|(?P<devices>[\d,]+))\))?"
+    r" \{(?P<axes>[^}]*)\}"
+)
+
+
+def _groups(attributes: str, mesh: Mesh) -> list[list[int]]:
+    """The replica groups of an instruction, as positions."""
+    if iota := _IOTA.search(attributes):
+        return _rows(_transposed(_ints(iota[2]), _ints(iota[3] or "")), _ints(iota[1])[-1])
+    if named := _NAMED.search(attributes):
+        return _named_groups(named)
+    if explicit := _EXPLICIT.search(attributes):
+        # No groups at all: one group of everybody.
+        return [_ints(group) for group in re.findall(r"\{([\d,]*)\}", explicit[1])] or [list(range(mesh.size))]
+    raise InternalError(f"cannot read the replica groups in {attributes[:200]!r}")
+
+
+def _transposed(shape: list[int], order: list[int]) -> np.ndarray:
+    """0, 1, 2, .. in this shape, its dimensions in another order ([]: as they are)."""
+    return np.arange(math.prod(shape)).reshape(shape).transpose(order or range(len(shape)))
+
+
+def _rows(numbers: np.ndarray, length: int) -> list[list[int]]:
+    return [[int(n) for n in row] for row in numbers.reshape(-1, length)]
+
+
+def _named_groups(named: re.Match[str]) -> list[list[int]]:
+    """The replica groups of a match of `_NAMED`.
+
+    Every axis is cut at the borders of the parts that are taken of it, so that each part is some dimensions of one
+    grid of devices; groups run along the parts.
+    """
+    sizes = {name: int(size) for name, size in re.findall(r"'?([^',=]+)'?=(\d+)", named["sizes"])}
+    parts = [
+        (name, int(before or 1), int(size or sizes.get(name, 0)))
+        for name, before, size in re.findall(r"'?([^',:]+)'?(?::\((\d+)\)(\d+))?", named["axes"])
+    ]
+    if any(name not in sizes for name, _, _ in parts):
+        raise InternalError(f"the replica groups {named[0]!r} name an axis that their mesh lacks")
+    shape: list[int] = []
+    dimension: dict[tuple[str, int], int] = {}  # (axis, product of the sizes before on this axis) -> index in `shape`
+    for name, size in sizes.items():
+        taken = {edge for axis, before, part in parts if axis == name for edge in (before, before * part)}
+        for here, after in itertools.pairwise(sorted({1, size} | taken)):
+            dimension[name, here] = len(shape)
+            shape.append(after // here)
+    inside = [
+        dim for name, before, part in parts for (axis, here), dim in dimension.items()
+        if axis == name and before <= here < before * part
+    ]  # fmt: skip
+    outside = [dim for dim in range(len(shape)) if dim not in inside]
+    if named["devices"]:
+        numbers = np.array(_ints(named["devices"]))
+    else:
+        numbers = _transposed(_ints(named["shape"] or str(math.prod(shape))), _ints(named["order"] or ""))
+    groups = numbers.reshape(shape).transpose(outside + inside)
+    return _rows(groups, math.prod(shape[dim] for dim in inside))
 
 
 def _permute_axes(attributes: str, mesh: Mesh) -> tuple[str, ...]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping
+
+from autopar.ir.units import bytes_text, count_text, metric_text, seconds_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,6 +17,9 @@ class Link:
     name: str
     latency: float  # seconds per message
     bandwidth: float  # bytes per second and direction that one device gets out of it
+
+    def __str__(self) -> str:
+        return f"{self.name}, {metric_text(self.bandwidth, 'B/s')}, {seconds_text(self.latency)}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +71,20 @@ class Cluster:
 
     def kind_of(self, device: int) -> DeviceKind:
         return self.hosts[self.host_of(device)].kind
+
+    def __str__(self) -> str:
+        lines = [f"Cluster {self.name} ({count_text(self.num_devices, 'device')})"]
+        for host, equal in itertools.groupby(self.hosts):
+            kind, number = host.kind, len(tuple(equal))
+            peaks = ", ".join(f"{dtype} {metric_text(peak, 'FLOP/s')}" for dtype, peak in kind.peak_flops.items())
+            lines += [
+                f"{count_text(number, 'host')} × {count_text(host.num_devices, 'device')}: {kind.name}",
+                f"  memory   {bytes_text(kind.memory)}, of which {bytes_text(kind.memory_reserve)} are kept free, "
+                f"{metric_text(kind.memory_bandwidth, 'B/s')}",
+                f"  peak     {peaks}",
+                f"  link     {host.link}",
+            ]
+        return "\n".join([*lines, f"network    {self.network}"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,85 +1,71 @@
-"""The plan: everything that was decided about a step, with what it is predicted to cost."""
+"""The plan: a step's stages, meshes, shardings, schedule and microbatches, to be printed, saved and loaded."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+import os
+from typing import TYPE_CHECKING
 
-from autopar.ir.mesh import Cluster, Mesh
-from autopar.ir.schedule import ScheduleName
-from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import Strategy
+from autopar.errors import PlanError
+from autopar.ir.json_file import read_path, write_path
+from autopar.ir.plan_json import parse_plan, plan_to_json
+from autopar.ir.plan_record import LeafPlan, PlanRecord, StageMemory, StagePlan
+from autopar.ir.plan_text import plan_parts, render
 
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
-@dataclasses.dataclass(frozen=True)
-class StageMemory:
-    """Predicted bytes on one device of a stage at its peak, by kind."""
-
-    state: int  # parameters, optimizer state and other leaves that lie here
-    gradients: int  # running sums over microbatches
-    activations: int  # held between programs, for all microbatches in flight
-    temporaries: int  # inside the hungriest program
-    capacity: int  # bytes that one device offers to arrays
-
-    @property
-    def total(self) -> int:
-        return self.state + self.gradients + self.activations + self.temporaries
+__all__ = ["LeafPlan", "Plan", "StageMemory", "StagePlan"]
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePlan:
-    """One pipeline stage."""
+class Plan(PlanRecord):
+    """A step's stages, meshes, shardings, schedule and microbatches, with predicted costs.
 
-    mesh: Mesh
-    layers: tuple[int, int]  # [start, stop) of the layers that the forward pass was clustered into
-    equations: tuple[int, int]  # [start, stop) among the forward equations, in program order
-    strategies: Mapping[tuple[int, int], Strategy]  # (program, equation id) -> strategy
-    layouts: Mapping[tuple[int | None, int], Sharding]  # (program or None, value id) -> sharding
-    forward: float  # predicted seconds per microbatch; of the last stage with its backward pass
-    backward: float  # predicted seconds per microbatch
-    once: float  # predicted seconds per step: prologue, gradient synchronisation and update
-    compute: float  # predicted seconds per step of these that compute
-    communication: float  # predicted seconds per step of these in collectives
-    memory: StageMemory
+    `print(plan)` shows it as tables. Two plans are equal if all that they hold is.
+    """
 
+    def to_json(self) -> str:
+        """The text of a plan file; `from_json` gives an equal plan back.
 
-@dataclasses.dataclass(frozen=True)
-class LeafPlan:
-    """Where one argument leaf lies between steps."""
+        Raises:
+          PlanError: the plan holds what no plan file may hold, such as a sharding over an axis that its mesh lacks.
+        """
+        return plan_to_json(self)
 
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    stage: int
-    sharding: Sharding
-    state: bool  # carried from step to step
-    batch_axis: int | None
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan from the text of a plan file.
 
+        Raises:
+          PlanError: not JSON, another format or version, or a field that is missing, unknown or does not fit the
+            others: the message says where, what was met and what is expected.
+        """
+        return cls(**parse_plan(text, "plan text"))
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """A step's stages, meshes, shardings, schedule and microbatches, with predicted costs."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a file, whole or not at all.
 
-    function: str  # name of the step
-    fingerprint: str  # of the traced graph
-    method: str  # how it was found
-    cluster: Cluster
-    num_microbatches: int
-    batch_size: int
-    schedule: ScheduleName
-    stages: tuple[StagePlan, ...]
-    leaves: tuple[LeafPlan, ...]  # one per argument leaf
-    step_time: float  # predicted seconds per step
-    bubble: float  # predicted share of the stages' time that is idle
-    flops: float  # of one step, whole cluster, as computed (rematerialisation and replication included)
-    lower_bound: float  # seconds; of the sum of the stages' solver objectives
-    gap: float  # (objective - lower bound) / objective of the stages' solvers
+        Raises:
+          PlanError: the file cannot be written, or as for `to_json`.
+        """
+        write_path(path, self.to_json(), "plan file", PlanError)
 
-    @property
-    def num_devices(self) -> int:
-        return sum(stage.mesh.size for stage in self.stages)
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a file that `save` wrote, perhaps edited since.
 
-    @property
-    def peak_memory(self) -> int:
-        """Predicted bytes on the device that needs most."""
-        return max(stage.memory.total for stage in self.stages)
+        Raises:
+          PlanError: no such file, or as for `from_json`.
+        """
+        return cls(**parse_plan(read_path(path, "plan file", PlanError), f"plan file {os.fspath(path)!r}"))
+
+    def to_text(self, max_rows: int | None = 40) -> str:
+        """What `print(plan)` shows, with at most `max_rows` rows of state leaves (None: all)."""
+        return render(plan_parts(self, max_rows))
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from plan_parts(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Moves:
         self._owner = np.repeat(np.arange(len(self._nodes)), sizes)  # index of the node of each move
         self._start = {node: int(starts[index]) for index, node in enumerate(self._nodes)}
         spans = [(node, span) for node in self._nodes for span in network.usages[node]]
+        self._current: Integers = np.zeros(len(self._nodes), dtype=np.int64)  # the move to each node's present strategy
         self._moved = np.concatenate(
             [self._start[node] + np.arange(amount.size) for node, (_, _, amount) in spans] or [np.zeros(0, dtype=int)]
         )
@@ -35,6 +36,7 @@ class Moves:
     def improve(self, positions: Mapping[int, int]) -> dict[int, int] | None:
         """Repair, then descend while every move keeps to the memory; None if the repair fails."""
         choice = dict(positions)
+        self._current = np.array([self._start[node] + choice[node] for node in self._nodes], dtype=np.int64)
         local = self._local_costs(choice)
         load = self._network.load(choice)
         repaired = self._repair(choice, local, load)
@@ -53,18 +55,16 @@ class Moves:
             parts.append(total)
         return np.concatenate(parts or [np.zeros(0)])
 
-    def _current(self, choice: Mapping[int, int]) -> Integers:
-        return np.array([self._start[node] + choice[node] for node in self._nodes], dtype=np.int64)
-
-    def _change(self, values: Array, choice: Mapping[int, int]) -> Array:
+    def _change(self, values: Array) -> Array:
         """By how much each move changes the values of its node's strategies."""
         with np.errstate(invalid="ignore"):
-            return np.asarray(values - values[self._current(choice)][self._owner])
+            return np.asarray(values - values[self._current][self._owner])
 
     def _apply(self, move: int, choice: dict[int, int], local: Array) -> None:
         node = self._nodes[self._owner[move]]
         old, new = choice[node], move - self._start[node]
         choice[node] = new
+        self._current[self._owner[move]] = move
         for other, matrix in self._network.adjacent[node].items():
             span = slice(self._start[other], self._start[other] + matrix.shape[1])
             with np.errstate(invalid="ignore"):
@@ -90,16 +90,16 @@ class Moves:
             violated = np.concatenate(([0], np.cumsum(load > slack)))
             weight = self._bytes * (violated[self._last] - violated[self._first])
             held = np.bincount(self._moved, weight, minlength=local.size).astype(np.float64)
-            relief = -self._change(held, choice)
+            relief = -self._change(held)
             useful = np.flatnonzero((relief > 0) & np.isfinite(local))
-            cost = self._change(local, choice)[useful]
+            cost = self._change(local)[useful]
             # a move that is free or better is taken first; those that save more come first among them
             score = np.where(cost > 0, cost / relief[useful], cost * relief[useful])
             excess = np.maximum(load - slack, 0).sum()
-            for move in useful[np.argsort(score, kind="stable")[:50]]:
-                after = self._load_after(int(move), choice, load)
+            for move in _ascending(useful, score):
+                after = self._load_after(move, choice, load)
                 if np.maximum(after - slack, 0).sum() < excess:
-                    self._apply(int(move), choice, local)
+                    self._apply(move, choice, local)
                     load = after
                     break
             else:
@@ -110,13 +110,20 @@ class Moves:
         """Make the move that saves most and keeps to the memory, until none is left."""
         scale = 1e-12 * max(1e-300, float(np.abs(local[np.isfinite(local)]).max(initial=0.0)))
         while True:
-            saving = -self._change(local, choice)
+            saving = -self._change(local)
             candidates = np.flatnonzero(saving > scale)
-            for move in candidates[np.argsort(-saving[candidates], kind="stable")]:
-                after = self._load_after(int(move), choice, load)
+            for move in _ascending(candidates, -saving[candidates]):
+                after = self._load_after(move, choice, load)
                 if (after <= self._network.slack).all():
-                    self._apply(int(move), choice, local)
+                    self._apply(move, choice, local)
                     load = after
                     break
             else:
                 return
+
+
+def _ascending(moves: Integers, scores: Array) -> Iterator[int]:
+    """Moves by score; the first mostly does, so that the rest is sorted only when asked for."""
+    if moves.size:
+        yield int(moves[scores.argmin()])
+        yield from (int(move) for move in moves[np.argsort(scores, kind="stable")][1:])

@@ -1,14 +1,10 @@
-"""Presets, cluster files and the cluster of the devices at hand."""
+"""Presets, and the cluster of the devices at hand."""
 
-import copy
 import dataclasses
 import importlib.resources
 import json
-import math
 import os
 import types
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -16,13 +12,12 @@ import pytest
 
 from autopar.cost_model.hardware import (
     cluster_from_devices,
-    cluster_from_json,
-    cluster_to_json,
     load_preset,
     make_cluster,
     preset_names,
 )
 from autopar.errors import ClusterError
+from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 
 
@@ -130,135 +125,6 @@ def test_counts_are_whole_and_positive(counts: dict[str, Any]) -> None:
 def test_make_cluster() -> None:
     cluster = make_cluster("pretend", 2, 4, _kind(), LINK, NETWORK)
     assert cluster == Cluster("pretend", (Host(_kind(), 4, LINK), Host(_kind(), 4, LINK)), NETWORK)
-
-
-# Files
-
-
-def test_round_trip_of_a_mixed_cluster_with_awkward_numbers(tmp_path: Path) -> None:
-    odd = _kind("odd", memory_bandwidth=0.1 + 0.2, launch_overhead=5e-324, memory=2**60 + 1, memory_reserve=7)
-    hosts = (Host(_kind(), 4, LINK), Host(odd, 3, LINK), Host(odd, 3, LINK), Host(_kind(), 4, LINK))
-    cluster = Cluster("mixed \u00e9", hosts, Link("net", 0.0, 1 / 3))
-    text = cluster_to_json(cluster)
-    assert cluster_from_json(text) == cluster
-    assert cluster_to_json(cluster_from_json(text)) == text
-    path = tmp_path / "cluster.json"
-    path.write_text(text, encoding="utf-8")
-    assert cluster_from_json(path) == cluster_from_json(str(path)) == cluster
-
-
-def test_memory_reserve_and_num_hosts_may_be_left_out() -> None:
-    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, _kind(), LINK, NETWORK)))
-    del data["hosts"][0]["num_hosts"], data["hosts"][0]["device"]["memory_reserve"]
-    assert cluster_from_json(json.dumps(data)) == make_cluster("c", 1, 2, _kind(), LINK, NETWORK)
-
-
-_MISSING = object()
-_DEVICE = ("hosts", 0, "device")
-
-
-@pytest.mark.parametrize(
-    ("path", "value", "expected"),
-    [
-        ((*_DEVICE, "memory"), -3, "hosts[0].device.memory is -3; it must be a whole number of bytes above 0"),
-        ((*_DEVICE, "memory"), 1.5, "hosts[0].device.memory is 1.5; it must be a whole number of bytes"),
-        ((*_DEVICE, "memory"), "80 GB", 'hosts[0].device.memory is "80 GB"; it must be a whole number'),
-        ((*_DEVICE, "memory"), _MISSING, "hosts[0].device.memory is missing; add it"),
-        ((*_DEVICE, "memory_reserve"), 1 << 30, "memory_reserve is 1073741824; it must be less than"),
-        ((*_DEVICE, "memory_bandwidth"), math.nan, "hosts[0].device.memory_bandwidth is nan; it must be bytes"),
-        ((*_DEVICE, "memory_bandwidth"), True, "hosts[0].device.memory_bandwidth is true; it must be bytes"),
-        ((*_DEVICE, "memory_bandwidth"), 10**400, "memory_bandwidth is 1000"),
-        ((*_DEVICE, "matmul_efficiency"), 1.01, "matmul_efficiency is 1.01; it must be a share above 0"),
-        ((*_DEVICE, "launch_overhead"), -1e-9, "launch_overhead is -1e-09; it must be seconds, 0 or more"),
-        ((*_DEVICE, "peak_flops"), {"bfloat16": 1e12}, 'peak_flops is {"bfloat16": 1000000000000.0}; it must be'),
-        ((*_DEVICE, "peak_flops", "float32"), 0, "hosts[0].device.peak_flops.float32 is 0; it must be FLOP"),
-        ((*_DEVICE, "memmory"), 5, "memmory is no field of a cluster file (value 5); did you mean 'memory'"),
-        (_DEVICE, [], "hosts[0].device is []; it must be an object with the fields name, memory"),
-        ((*_DEVICE, "name"), None, "hosts[0].device.name is null; it must be a text"),
-        (("hosts", 0, "link", "bandwidth"), math.inf, "hosts[0].link.bandwidth is inf; it must be bytes per second"),
-        (("hosts", 0, "link", "latency"), _MISSING, "hosts[0].link.latency is missing"),
-        (("hosts", 0, "devices_per_host"), 0, "hosts[0].devices_per_host is 0; it must be a whole number from 1"),
-        (("hosts", 0, "num_hosts"), 10**12, "hosts[0].num_hosts is 1000000000000; it must be a whole number from 1 to"),
-        (("hosts",), [], "hosts is []; it must be a list of at least one group"),
-        (("network",), _MISSING, "network is missing"),
-        (("network", "speed"), 1, "network.speed is no field of a cluster file"),
-        (("version",), 2, "version is 2; it must be 1"),
-        (("version",), True, "version is true; it must be 1"),
-        (("format",), _MISSING, 'format is null; it must be "autopar-cluster"'),
-    ],
-)  # fmt: skip
-def test_a_bad_field_is_named_with_its_value_and_the_remedy(
-    path: tuple[str | int, ...], value: Any, expected: str
-) -> None:
-    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, _kind(), LINK, NETWORK)))
-    at = data
-    for key in path[:-1]:
-        at = at[key]
-    if value is _MISSING:
-        del at[path[-1]]
-    else:
-        at[path[-1]] = value
-    with pytest.raises(ClusterError) as error:
-        cluster_from_json(json.dumps(data))
-    assert str(error.value).startswith("cluster text: ")
-    assert expected in str(error.value)
-
-
-def test_every_number_of_a_file_is_checked() -> None:
-    """Each number of the file in turn becomes a text, -1 or infinite: always an error that names the field."""
-    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, _kind(memory_reserve=1), LINK, NETWORK)))
-
-    def numbers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        if isinstance(value, int | float):
-            yield path
-        for key, item in items:
-            yield from numbers(item, (*path, key))
-
-    paths = list(numbers(data))
-    assert len(paths) == 15  # version, 2 counts, 8 of the device, 2 of each link
-    for path in paths:
-        for bad in (-1, "1", math.inf):
-            broken = copy.deepcopy(data)
-            at = broken
-            for key in path[:-1]:
-                at = at[key]
-            at[path[-1]] = bad
-            with pytest.raises(ClusterError, match=rf"{path[-1]} is (-1|\"1\"|inf); it must be"):
-                cluster_from_json(json.dumps(broken))
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("{", "cluster text is not JSON: Expecting property name"),
-        ('{"a": ' * 100_000, "cluster text is not JSON: "),
-        ('{"format": 1, "format": 1}', "an object gives the field format twice"),
-        ("{}", "format is null"),
-    ],
-)
-def test_text_that_is_no_cluster_file(text: str, expected: str) -> None:
-    with pytest.raises(ClusterError) as error:
-        cluster_from_json(text)
-    assert expected in str(error.value)
-
-
-def test_files_that_are_no_cluster_files(tmp_path: Path) -> None:
-    with pytest.raises(ClusterError, match=r"cannot read the cluster file '.*none\.json'"):
-        cluster_from_json(tmp_path / "none.json")
-    path = tmp_path / "list.json"
-    path.write_text("[1, 2]")
-    with pytest.raises(ClusterError, match=r"cluster file '.*list.json' holds \[1, 2\]; it must be an object"):
-        cluster_from_json(path)
-    path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ClusterError, match="cannot read the cluster file"):
-        cluster_from_json(path)
-
-
-def test_a_cluster_that_no_file_may_hold_is_not_written() -> None:
-    cluster = make_cluster("broken", 1, 2, _kind(), LINK, dataclasses.replace(NETWORK, bandwidth=math.nan))
-    with pytest.raises(ClusterError, match=r"cluster 'broken': network\.bandwidth is nan"):
-        cluster_to_json(cluster)
 
 
 # The devices at hand

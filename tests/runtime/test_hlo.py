@@ -42,6 +42,21 @@ def program(*lines: str, computations: str = "") -> str:
         ("[4,2]<=[8]", CUBE, ("z",)),
         ("[4,2]<=[4,2]T(1,0)", CUBE, ("y",)),  # 0 2 4 6 1 3 5 7: 0 and 2, 4 and 6, …
         ("[2,4]<=[2,2,2]T(1,0,2)", CUBE, ("x", "z")),  # 0 1 4 5 2 3 6 7, four by four
+        ("mesh['x'=2,'y'=4] {'x'}", WIDE, ("x",)),
+        ("mesh['x'=2,'y'=4] {'y','x'}", WIDE, ("x", "y")),
+        ("mesh['x'=2,'y'=4] {}", WIDE, ()),
+        ("mesh[x=2,y=4] {y}", WIDE, ("y",)),
+        ("mesh['a'=1,'b'=8] {'a'}", WIDE, ()),
+        ("mesh['a'=1,'b'=8] {'b'}", WIDE, ("x", "y")),
+        ("mesh['b'=8] {'b':(1)2}", WIDE, ("x",)),  # 8 as 2 and 4, of which the first: 0 4, 1 5, …
+        ("mesh['b'=8] {'b':(2)4}", WIDE, ("y",)),
+        ("mesh['b'=8] {'b':(2)2}", CUBE, ("y",)),
+        ("mesh['b'=8] {'b':(4)2,'b':(1)2}", CUBE, ("x", "z")),
+        # The names stand for devices in the order 0 4 1 5 2 6 3 7.
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", WIDE, ("x",)),
+        ("mesh['a'=4,'b'=2], device_ids=(0,4,1,5,2,6,3,7) {'a'}", WIDE, ("y",)),
+        ("mesh['a'=2,'b'=4], device_ids=(0,1,2,3,4,5,7,6) {'a'}", WIDE, None),
+        ("mesh['b'=8] {'b':(4)2}", WIDE, None),  # half of y
         ("{{0,6},{1,7},{2,4},{3,5}}", WIDE, None),  # no axis
         ("{{0,1},{2,3},{4,5},{6,7}}", WIDE, None),  # half of y
         ("{{0,1,2,3}}", WIDE, None),  # the others are left out
@@ -152,6 +167,7 @@ def test_callees_are_counted_where_they_are_called(lines: list[str], times: int)
         ("ROOT %b = f32[8,4] conditional(%p), branch_computations={%inner, %silent}", "branches of b"),
         ("ROOT %s = (f32[8,4], u32[], token[]) send(%p), channel_id=1", "cannot count send"),
         ("ROOT %r = f32[8,4] all-reduce(%p), to_apply=%silent", "cannot read the replica groups"),
+        ("ROOT %r = f32[8,4] all-reduce(%p), replica_groups=mesh['x'=8] {'z'}", "name an axis that their mesh lacks"),
         ("ROOT %r = f32[8,4] collective-permute(%p)", "cannot read the source-target pairs"),
     ],
 )

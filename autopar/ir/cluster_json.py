@@ -1,0 +1,134 @@
+"""The file form of `Cluster`:
+
+    {"format": "autopar-cluster", "version": 1, "name": "...",
+     "hosts": [{"num_hosts": 2, "devices_per_host": 8, "device": {...}, "link": {...}}, ...],
+     "network": {...}}
+
+`device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Any object may carry a text
+under "source" that says where its numbers come from; it is not read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.errors import ClusterError
+from autopar.ir.json_file import Reader, bad, number, read_path, read_string, read_text, record, versioned, whole
+from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+
+FORMAT = "autopar-cluster"
+VERSION = 1
+_REMEDY = "write one with cluster_to_json"
+
+
+def cluster_from_json(path_or_text: str | os.PathLike[str]) -> Cluster:
+    """Read a cluster from a file, or from JSON text (a `str` that begins with a brace).
+
+    Raises:
+      ClusterError: no such file, not JSON, another format or version, or a field that is missing, unknown or out
+        of range: the message says where, what was met and what is expected.
+    """
+    if isinstance(path_or_text, str) and path_or_text.lstrip().startswith("{"):
+        return parse_cluster(path_or_text, "cluster text")
+    text = read_path(path_or_text, "cluster file", ClusterError)
+    return parse_cluster(text, f"cluster file {os.fspath(path_or_text)!r}")
+
+
+def cluster_to_json(cluster: Cluster) -> str:
+    """The text of a cluster file; `cluster_from_json` gives an equal cluster back.
+
+    Raises:
+      ClusterError: the cluster holds a number that no file may hold, such as a bandwidth of 0.
+    """
+    text = json.dumps(cluster_data(cluster), indent=2) + "\n"
+    parse_cluster(text, f"cluster {cluster.name!r}")
+    return text
+
+
+def parse_cluster(text: str, where: str) -> Cluster:
+    """The cluster of a file's text; `where` names the text in messages. Raises ClusterError."""
+    cluster: Cluster = read_text(text, where, read_cluster, ClusterError, _REMEDY)
+    return cluster
+
+
+def cluster_data(cluster: Cluster) -> dict[str, Any]:
+    """What the file of a cluster holds, unchecked; other files may embed it."""
+    hosts = []
+    for host, equal in itertools.groupby(cluster.hosts):
+        device = {field.name: getattr(host.kind, field.name) for field in dataclasses.fields(DeviceKind)}
+        device["peak_flops"] = dict(host.kind.peak_flops)
+        hosts.append(
+            {
+                "num_hosts": len(tuple(equal)),
+                "devices_per_host": host.num_devices,
+                "device": device,
+                "link": dataclasses.asdict(host.link),
+            }
+        )
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": cluster.name,
+        "hosts": hosts,
+        "network": dataclasses.asdict(cluster.network),
+    }
+
+
+def read_cluster(value: Any, path: str) -> Cluster:
+    """The inverse of `cluster_data`; raises FieldError."""
+    fields = _read_top(value, path)
+    return Cluster(fields["name"], fields["hosts"], Link(**fields["network"]))
+
+
+def _peak_flops(value: Any, path: str) -> dict[str, float]:
+    if not isinstance(value, Mapping) or "float32" not in value:
+        raise bad(path, value, 'an object from dtype names to FLOP per second that has at least "float32"')
+    read = number("FLOP per second above 0", above=0)
+    return {dtype: read(peak, f"{path}.{dtype}") for dtype, peak in value.items()}
+
+
+_LINK: Mapping[str, Reader] = {
+    "name": read_string,
+    "latency": number("seconds, 0 or more", least=0),
+    "bandwidth": number("bytes per second above 0", above=0),
+}
+_DEVICE: Mapping[str, Reader] = {
+    "name": read_string,
+    "memory": whole("a whole number of bytes above 0", least=1),
+    "memory_bandwidth": number("bytes per second above 0", above=0),
+    "peak_flops": _peak_flops,
+    "matmul_efficiency": number("a share above 0 and at most 1", above=0, most=1),
+    "memory_efficiency": number("a share above 0 and at most 1", above=0, most=1),
+    "launch_overhead": number("seconds, 0 or more", least=0),
+    "dispatch_overhead": number("seconds, 0 or more", least=0),
+    "memory_reserve": whole("a whole number of bytes, 0 or more", least=0),
+}
+_MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
+_COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
+_read_link = record(_LINK)
+_read_device = record(_DEVICE, {"memory_reserve": 0})
+_read_group = record(
+    {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": _read_device, "link": _read_link}, {"num_hosts": 1}
+)
+
+
+def _read_hosts(value: Any, path: str) -> tuple[Host, ...]:
+    if not isinstance(value, list) or not value:
+        raise bad(path, value, "a list of at least one group of equal hosts")
+    hosts: list[Host] = []
+    for index, item in enumerate(value):
+        group = _read_group(item, f"{path}[{index}]")
+        kind = DeviceKind(**group["device"])
+        if kind.memory_reserve >= kind.memory:
+            expected = f"less than the memory, {kind.memory} bytes"
+            raise bad(f"{path}[{index}].device.memory_reserve", kind.memory_reserve, expected)
+        hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]))] * group["num_hosts"]
+    return tuple(hosts)
+
+
+_read_top = versioned(FORMAT, VERSION, {"name": read_string, "hosts": _read_hosts, "network": _read_link}, _REMEDY)

@@ -1,0 +1,85 @@
+"""What a plan holds: everything that was decided about a step, with what it is predicted to cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar.ir.mesh import Cluster, Mesh
+from autopar.ir.schedule import ScheduleName
+from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import Strategy
+
+
+@dataclasses.dataclass(frozen=True)
+class StageMemory:
+    """Predicted bytes on one device of a stage at its peak, by kind."""
+
+    state: int  # parameters, optimizer state and other leaves that lie here
+    gradients: int  # running sums over microbatches
+    activations: int  # held between programs, for all microbatches in flight
+    temporaries: int  # inside the hungriest program
+    capacity: int  # bytes that one device offers to arrays
+
+    @property
+    def total(self) -> int:
+        return self.state + self.gradients + self.activations + self.temporaries
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage."""
+
+    mesh: Mesh
+    layers: tuple[int, int]  # [start, stop) of the layers that the forward pass was clustered into
+    equations: tuple[int, int]  # [start, stop) among the forward equations, in program order
+    strategies: Mapping[tuple[int, int], Strategy]  # (program, equation id) -> strategy
+    layouts: Mapping[tuple[int | None, int], Sharding]  # (program or None, value id) -> sharding
+    forward: float  # predicted seconds per microbatch; of the last stage with its backward pass
+    backward: float  # predicted seconds per microbatch
+    once: float  # predicted seconds per step: prologue, gradient synchronisation and update
+    compute: float  # predicted seconds per step of these that compute
+    communication: float  # predicted seconds per step of these in collectives
+    memory: StageMemory
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """Where one argument leaf lies between steps."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    stage: int
+    sharding: Sharding
+    state: bool  # carried from step to step
+    batch_axis: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRecord:
+    """The fields of a `Plan`, for those that print and store it."""
+
+    function: str  # name of the step
+    fingerprint: str  # of the traced graph
+    method: str  # how it was found
+    cluster: Cluster
+    num_microbatches: int
+    batch_size: int
+    schedule: ScheduleName
+    stages: tuple[StagePlan, ...]
+    leaves: tuple[LeafPlan, ...]  # one per argument leaf
+    step_time: float  # predicted seconds per step
+    bubble: float  # predicted share of the stages' time that is idle
+    flops: float  # of one step, whole cluster, as computed (rematerialisation and replication included)
+    lower_bound: float  # seconds; of the sum of the stages' solver objectives
+    gap: float  # (objective - lower bound) / objective of the stages' solvers
+
+    @property
+    def num_devices(self) -> int:
+        return sum(stage.mesh.size for stage in self.stages)
+
+    @property
+    def peak_memory(self) -> int:
+        """Predicted bytes on the device that needs most."""
+        return max(stage.memory.total for stage in self.stages)

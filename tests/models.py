@@ -1,0 +1,111 @@
+"""Small models and their train steps in plain JAX, for tests that need a whole step and nothing more."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = dict[str, Any]
+Loss = Callable[[Params, dict[str, Any]], Any]
+Step = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
+
+RATE = 0.1
+
+
+def sgd(loss: Loss) -> Step:
+    """`state` is the parameters."""
+
+    def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+        value, grads = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - RATE * g, state, grads), value
+
+    return train_step
+
+
+def adam(loss: Loss) -> Step:
+    """Adam (Kingma and Ba 2015); `state` is (parameters, first moments, second moments, step count)."""
+
+    def train_step(state: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+        params, first, second, count = state
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        count = count + 1
+        first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
+        second = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, second, grads)
+        rate = RATE * jnp.sqrt(1 - 0.99**count) / (1 - 0.9**count)
+        params = jax.tree.map(lambda p, m, v: p - rate * m / (jnp.sqrt(v) + 1e-8), params, first, second)
+        return (params, first, second, count), value
+
+    return train_step
+
+
+def sgd_state(params: Params) -> Any:
+    return params
+
+
+def adam_state(params: Params) -> Any:
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return (params, zeros, zeros, jnp.float32(0))
+
+
+def mlp_loss(params: Params, batch: dict[str, Any]) -> Any:
+    """Mean squared error of a chain of dense layers with tanh between them."""
+    x = batch["x"]
+    *hidden, last = params["layers"]
+    for layer in hidden:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean((x @ last["w"] + last["b"] - batch["y"]) ** 2)
+
+
+def mlp_params(widths: Sequence[int]) -> Params:
+    """`widths`: of the input, between the layers, and of the output."""
+    keys = jax.random.split(jax.random.key(0), len(widths))
+    shapes = zip(keys, widths, widths[1:], strict=False)
+    layers = [{"w": jax.random.normal(k, (n, m)) / n**0.5, "b": jnp.zeros(m)} for k, n, m in shapes]
+    return {"layers": layers}
+
+
+def mlp_batch(size: int, widths: Sequence[int]) -> dict[str, Any]:
+    x, y = jax.random.split(jax.random.key(1))
+    return {"x": jax.random.normal(x, (size, widths[0])), "y": jax.random.normal(y, (size, widths[-1]))}
+
+
+def _normalise(x: Any, scale: Any) -> Any:
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5) * scale
+
+
+def block_loss(params: Params, batch: dict[str, Any]) -> Any:
+    """Mean squared error of one transformer block: layer norm, causal attention, layer norm, two dense layers."""
+    x = batch["x"]
+    h = _normalise(x, params["norm1"])
+    q, k, v = (jnp.einsum("btd,dhe->bthe", h, params[name]) for name in ("q", "k", "v"))
+    scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / q.shape[-1] ** 0.5
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), -1)
+    x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, params["o"])
+    h = _normalise(x, params["norm2"])
+    x = x + jax.nn.gelu(h @ params["up"] + params["up_bias"]) @ params["down"]
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def block_params(width: int, heads: int) -> Params:
+    keys = iter(jax.random.split(jax.random.key(0), 6))
+
+    def weight(*shape: int) -> Any:
+        return jax.random.normal(next(keys), shape) / width**0.5
+
+    size = width // heads
+    return {
+        "norm1": jnp.ones(width), "norm2": jnp.ones(width),
+        "q": weight(width, heads, size), "k": weight(width, heads, size), "v": weight(width, heads, size),
+        "o": weight(heads, size, width),
+        "up": weight(width, 4 * width), "up_bias": jnp.zeros(4 * width), "down": weight(4 * width, width),
+    }  # fmt: skip
+
+
+def block_batch(size: int, length: int, width: int) -> dict[str, Any]:
+    x, y = jax.random.split(jax.random.key(1))
+    return {"x": jax.random.normal(x, (size, length, width)), "y": jax.random.normal(y, (size, length, width))}
