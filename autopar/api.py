@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from autopar.compiler import Planner, build
 from autopar.cost_model.hardware import cluster_from_devices
-from autopar.errors import PlanError, PlanMismatchError
+from autopar.errors import PlanError, PlanMismatchError, TraceError
 from autopar.ir.graph import Graph, Value
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
@@ -20,10 +23,11 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
+from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
-from autopar.trace import trace
+from autopar.trace import leaf_specs, matching_leaves, trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,20 +54,39 @@ class Executable:
         return {s.name: p.as_text() for s, p in zip(self._runtime.sources, self._runtime.programs, strict=True)}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; static arguments are left out, as in `jax.stages.Compiled`.
+
+        Raises:
+          PlanMismatchError: the arguments have another structure or other shapes than those compiled for.
+          StateError, StateLostError: see `autopar.errors`.
+        """
         leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self._graph.in_tree:
+        graph = self._graph
+        if tree != graph.in_tree:
             raise PlanMismatchError(
-                f"{self._graph.name} was compiled for arguments of structure {self._graph.in_tree}, called with {tree}."
+                f"{graph.name} was compiled for arguments of structure {graph.in_tree}, called with {tree}."
             )
+        for path, value, (shape, dtype) in zip(graph.input_paths, graph.inputs, leaf_specs(leaves), strict=True):
+            if (value.shape, value.dtype) != (shape, dtype):
+                raise PlanMismatchError(
+                    f"{graph.name} was compiled for {path} of {value.dtype}{list(value.shape)}, called with "
+                    f"{dtype}{list(shape)}. Compile it for these shapes, or call the parallelized function itself."
+                )
+        return self._run(leaves)
+
+    def _run(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self._graph.out_tree, self._runtime(leaves))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Planned:
-    """Everything known about the step for one set of shapes."""
+class _Call:
+    """The arguments of one call, static ones apart."""
 
-    graph: Graph
-    analysis: BatchAnalysis
+    leaves: tuple[Any, ...]
+    tree: Any  # of (args, kwargs) without the static arguments
+    positional: tuple[tuple[int, Any], ...]  # static arguments with their position
+    named: tuple[tuple[str, Any], ...]  # static keyword arguments
+    key: Any  # equal for calls that one executable serves
 
 
 class Parallelized:
@@ -85,34 +108,47 @@ class Parallelized:
         self._static_argnames = tuple(static_argnames)
         self._donate_argnums = donate_argnums
         self._executables: dict[Any, Executable] = {}
-        self._traced: dict[Any, _Planned] = {}
+        self._analyses: dict[Any, BatchAnalysis] = {}
 
     # Ahead-of-time stages.
 
     def trace(self, *args: Any, **kwargs: Any) -> Graph:
-        """The step as a graph; arguments may be `jax.ShapeDtypeStruct`s."""
-        return self._analyse(args, kwargs).graph
+        """The step as a graph; arguments may be `jax.ShapeDtypeStruct`s.
 
-    def plan(self, *args: Any, cluster: Cluster | None = None, method: str | Method | None = None, **kwargs: Any) -> Plan:
-        """The plan for arguments of these shapes on a cluster that need not be there.
+        Raises:
+          TraceError: an argument or a result is no array, or the step has side effects.
+          BatchAxisError: the examples are not found among the arguments.
+        """
+        return self._analyse(self._call(args, kwargs)).graph
+
+    def plan(
+        self, *args: Any, cluster: Cluster | None = None, method: str | Method | Plan | None = None, **kwargs: Any
+    ) -> Plan:
+        """The plan for arguments of these shapes, on a cluster that need not be there.
+
+        A given `cluster` or `method` takes the place of the step's own, whatever has been planned before.
 
         Raises:
           InfeasiblePlanError: the step fits under no plan.
         """
-        planned = self._analyse(args, kwargs)
+        call = self._call(args, kwargs)
+        analysis = self._analyse(call)
+        if cluster is None and method is None:
+            if call.key in self._executables:
+                return self._executables[call.key].plan
+            return self._planned(call, analysis)[1]
         chosen = self._method if method is None else _method(method)
-        where = cluster or self._cluster or cluster_from_devices(self._devices)
-        if isinstance(chosen, Plan):
-            return Planner(planned.analysis, chosen.cluster).restore(chosen)[0]
-        return self._planner(planned, where, chosen, args, kwargs)[1]
+        if isinstance(chosen, Plan) and cluster is None:
+            cluster = chosen.cluster
+        return self._planned_anew(analysis, cluster or self._own_cluster(), chosen)[1]
 
     def compile(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s)."""
-        return self._executable(args, kwargs)
+        return self._executable(self._call(args, kwargs))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        dynamic_args, dynamic_kwargs, _ = self._split_static(args, kwargs)
-        return self._executable(args, kwargs)(*dynamic_args, **dynamic_kwargs)
+        call = self._call(args, kwargs)
+        return self._executable(call)._run(call.leaves)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that `init_fn(*args)` makes, each leaf born where the plan keeps it.
@@ -123,147 +159,179 @@ class Parallelized:
         Raises:
           PlanError: there is no plan yet, or the result of `init_fn` is no argument of the step.
         """
-        if not self._executables:
-            raise PlanError(f"init: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do.")
-        executable = next(iter(self._executables.values()))
+        executable = self._leader()
+        if executable is None:
+            raise PlanError(
+                f"init: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do, as "
+                "jax.eval_shape gives them."
+            )
         shapes = jax.eval_shape(init_fn, *args)
-        first = _position_of(executable._graph, shapes, self._name)
         leaves, tree = jax.tree.flatten(shapes)
+        first = _position_of(executable._graph, tree, leaves)
         homes = executable._runtime.wiring.homes
-        values = executable._graph.inputs[first : first + len(leaves)]
-        placed: list[Any] = [None] * len(leaves)
+        shardings = [
+            homes[value].sharding if value in homes else None  # what no program reads lies anywhere
+            for value in executable._graph.inputs[first : first + len(leaves)]
+        ]
         by_mesh: dict[Any, list[int]] = {}
-        for i, value in enumerate(values):
-            mesh = homes[value].sharding.mesh if value in homes else None
-            by_mesh.setdefault(mesh, []).append(i)
+        for i, sharding in enumerate(shardings):
+            by_mesh.setdefault(None if sharding is None else sharding.mesh, []).append(i)
+        placed: list[Any] = [None] * len(leaves)
         for mesh, indices in by_mesh.items():
 
             def make(*xs: Any, indices: list[int] = indices) -> list[Any]:
-                made = jax.tree.leaves(init_fn(*xs))
-                return [made[i] for i in indices]
+                state = jax.tree.leaves(init_fn(*xs))
+                return [state[i] for i in indices]
 
-            shardings = None if mesh is None else [homes[values[i]].sharding for i in indices]
-            for i, x in zip(indices, jax.jit(make, out_shardings=shardings)(*_to_host(args)), strict=True):
+            wanted = None if mesh is None else [shardings[i] for i in indices]
+            made = jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args))
+            for i, x in zip(indices, made, strict=True):
                 placed[i] = x
         return jax.tree.unflatten(tree, placed)
 
     # Within.
 
-    def _split_static(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Dynamic arguments, and the static ones as a hashable key."""
+    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
+        positional, named = self._static(args, kwargs)
+        if positional or named:
+            numbers, names = dict(positional), dict(named)
+            args = tuple(a for i, a in enumerate(args) if i not in numbers)
+            kwargs = {k: v for k, v in kwargs.items() if k not in names}
+        leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+        return _Call(tuple(leaves), tree, positional, named, (tree, leaf_specs(leaves), positional, named))
+
+    def _static(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[tuple[int, Any], ...], tuple[tuple[str, Any], ...]]:
+        """The static arguments by position and by name; as in `jax.jit` either option covers both ways to pass them."""
         if not self._static_argnums and not self._static_argnames:
-            return args, dict(kwargs), ()
-        names = set(self._static_argnames)
-        numbers = {n % len(args) if n < 0 else n for n in self._static_argnums}
+            return (), ()
         parameters = list(inspect.signature(self._fun).parameters)
-        numbers |= {i for i, name in enumerate(parameters[: len(args)]) if name in names}
-        names |= {parameters[n] for n in numbers if n < len(parameters)}
-        static = (
-            tuple((i, a) for i, a in enumerate(args) if i in numbers),
-            tuple(sorted((k, v) for k, v in kwargs.items() if k in names)),
-        )
-        dynamic = tuple(a for i, a in enumerate(args) if i not in numbers)
-        return dynamic, {k: v for k, v in kwargs.items() if k not in names}, static
+        numbers = {n % len(parameters) for n in self._static_argnums}
+        numbers |= {parameters.index(name) for name in self._static_argnames if name in parameters}
+        names = {parameters[n] for n in numbers} | set(self._static_argnames)
+        positional = tuple((i, a) for i, a in enumerate(args) if i in numbers)
+        named = tuple(sorted(((k, v) for k, v in kwargs.items() if k in names), key=lambda item: item[0]))
+        for which, value in (*((parameters[i], a) for i, a in positional), *named):
+            try:
+                hash(value)
+            except TypeError as error:
+                raise TraceError(
+                    f"static argument {which} of {self._name} is {value!r} of type {type(value).__name__}, which is "
+                    "not hashable. Pass a hashable value (a tuple for a list), or leave it out of static_argnums and "
+                    "static_argnames."
+                ) from error
+        return positional, named
 
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        dynamic, named, static = self._split_static(args, kwargs)
-        leaves, tree = jax.tree.flatten((dynamic, named))
-        shapes = tuple((getattr(x, "shape", ()), getattr(x, "dtype", type(x))) for x in leaves)
-        return tree, shapes, static
-
-    def _analyse(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Planned:
-        key = self._key(args, kwargs)
-        if key not in self._traced:
-            dynamic, named, static = self._split_static(args, kwargs)
-            graph = trace(_bind_static(self._fun, static), dynamic, named, name=self._name)
+    def _analyse(self, call: _Call) -> BatchAnalysis:
+        if call.key not in self._analyses:
+            args, kwargs = jax.tree.unflatten(call.tree, call.leaves)
+            graph = trace(_bind_static(self._fun, call), args, kwargs, name=self._name)
             warn_missing(graph.equations)
-            axes = resolve_batch_axes(graph, self._batch_axes)
-            self._traced[key] = _Planned(graph, analyse_batch(graph, axes, rule_of))
-        return self._traced[key]
-
-    def _planner(
-        self, planned: _Planned, cluster: Cluster, method: Method, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Planner, Plan, Any]:
-        dynamic, named, _ = self._split_static(args, kwargs)
-        leader = self._leader()
-        pinned = {} if leader is None else self._pinned(leader, planned.graph, jax.tree.leaves((dynamic, named)))
-        if leader is not None and pinned:
-            meshes = [stage.mesh for stage in leader.plan.stages]
-            planner = Planner(planned.analysis, leader.plan.cluster, AUTO, pinned)
-            limit = 1 if planned.analysis.couplings else planned.analysis.max_microbatches
-            wanted = self._num_microbatches or (leader.plan.num_microbatches if planned.graph.carried else 1)
-            count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-            plan, lowered = planner.follow(meshes, count)
-        else:
-            planner = Planner(planned.analysis, cluster, method)
-            plan, lowered = planner.plan(self._num_microbatches)
-        return planner, plan, lowered
+            leader = self._leader()
+            lies = {} if leader is None else _lies(leader, graph, call.leaves)
+            axes = resolve_batch_axes(graph, self._batch_axes, frozenset(lies))
+            self._analyses[call.key] = analyse_batch(graph, axes, rule_of)
+        return self._analyses[call.key]
 
     def _leader(self) -> Executable | None:
         """The executable whose state placement this call must respect."""
-        if self._follow is not None:
-            return self._follow._leader() or next(iter(self._follow._executables.values()), None)
-        return next(iter(self._executables.values()), None)
+        if self._follow is None:
+            return next(iter(self._executables.values()), None)
+        leader = self._follow._leader()
+        if leader is None:
+            raise PlanError(
+                f"follow: {self._follow._name} has no plan yet, so that {self._name} cannot know where its state lies. "
+                f"Call or compile {self._follow._name} first."
+            )
+        return leader
 
-    def _pinned(self, leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[Value, tuple[int, Sharding]]:
-        """Inputs that already lie on a stage of the leader's plan."""
-        meshes = [_device_mesh_of(stage.mesh, leader._devices) for stage in leader.plan.stages]
-        found: dict[Value, tuple[int, Sharding]] = {}
-        for value, leaf in zip(graph.inputs, leaves, strict=True):
-            sharding = getattr(leaf, "sharding", None)
-            if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes:
-                found[value] = (meshes.index(sharding.mesh), _sharding_of(sharding, len(value.shape)))
-        return found
+    def _own_cluster(self) -> Cluster:
+        if isinstance(self._method, Plan):
+            return self._method.cluster
+        return self._cluster or cluster_from_devices(self._devices)
 
-    def _executable(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Executable:
-        key = self._key(args, kwargs)
-        if key in self._executables:
-            return self._executables[key]
-        planned = self._analyse(args, kwargs)
-        devices = tuple(self._devices or jax.devices())
-        method = self._method
-        if isinstance(method, Plan) and not self._executables:
-            planner = Planner(planned.analysis, method.cluster)
-            plan, lowered, layered = planner.restore(method)
-            rules = layered.rules
-        else:
-            free = AUTO if isinstance(method, Plan) else method
-            cluster = self._cluster or cluster_from_devices(devices)
-            planner, plan, lowered = self._planner(planned, cluster, free, args, kwargs)
-            rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
-        check_devices(plan.cluster.num_devices, devices)
-        donate = self._donated(planned.graph)
-        runtime = build(planner, lowered, plan.schedule, rules, devices, donate)
-        self._executables[key] = Executable(plan, runtime, planned.graph, devices)
-        return self._executables[key]
+    def _planned(self, call: _Call, analysis: BatchAnalysis) -> tuple[Planner, Plan, LoweredStep]:
+        """Where the state lies already; the first time wherever is best."""
+        leader = self._leader()
+        if leader is None:
+            return self._planned_anew(analysis, self._own_cluster(), self._method)
+        lies = _lies(leader, analysis.graph, call.leaves)
+        pinned = {v: where for v, where in lies.items() if analysis.states[v].batch is None}
+        planner = Planner(analysis, leader.plan.cluster, AUTO, pinned)
+        limit = 1 if analysis.couplings else analysis.max_microbatches
+        wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
+        count = max(m for m in range(1, wanted + 1) if limit % m == 0)
+        plan, lowered = planner.follow([stage.mesh for stage in leader.plan.stages], count)
+        return planner, plan, lowered
 
-    def _donated(self, graph: Graph) -> frozenset[int]:
-        """Argument leaves that a step may overwrite."""
+    def _planned_anew(
+        self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
+    ) -> tuple[Planner, Plan, LoweredStep]:
+        if isinstance(method, Plan):
+            if cluster != method.cluster:
+                raise PlanMismatchError(
+                    f"the plan for {method.function!r} is for cluster {method.cluster.name!r} of "
+                    f"{method.cluster.num_devices} devices, {self._name} was given cluster {cluster.name!r} of "
+                    f"{cluster.num_devices}: make a plan for this cluster, or leave out cluster."
+                )
+            planner = Planner(analysis, cluster)
+            plan, lowered, _ = planner.restore(method)
+            return planner, plan, lowered
+        number = self._num_microbatches or method.num_microbatches
+        analysis.check_shards(number or 1, _data_shards(method, cluster.num_devices), method.name)
+        planner = Planner(analysis, cluster, method)
+        plan, lowered = planner.plan(self._num_microbatches)
+        return planner, plan, lowered
+
+    def _executable(self, call: _Call) -> Executable:
+        found = self._executables.get(call.key)
+        if found is not None:
+            return found
+        analysis = self._analyse(call)
+        leader = self._leader()
+        devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
+        check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
+        planner, plan, lowered = self._planned(call, analysis)
+        rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
+        runtime = build(planner, lowered, plan.schedule, rules, devices, self._donated(call, analysis.graph))
+        self._executables[call.key] = Executable(plan, runtime, analysis.graph, devices)
+        return self._executables[call.key]
+
+    def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
+        """Argument leaves that a step may overwrite: of the asked ones those that come out again."""
         carried = frozenset(graph.carried.values())
         if self._donate_argnums == "auto":
             return carried
-        numbers = set(self._donate_argnums)
         args_tree, _ = graph.in_tree.children()
-        first, found = 0, set()
-        for i, child in enumerate(args_tree.children()):
+        static = {i for i, _ in call.positional}
+        count = len(args_tree.children()) + len(static)
+        numbers = {n % count for n in self._donate_argnums if isinstance(n, int)}
+        dynamic = [i for i in range(count) if i not in static]
+        first = 0
+        found: set[int] = set()
+        for i, child in zip(dynamic, args_tree.children(), strict=True):
             if i in numbers:
                 found.update(range(first, first + child.num_leaves))
             first += child.num_leaves
         return frozenset(found) & carried
 
 
-def _bind_static(fun: Callable[..., Any], static: Any) -> Callable[..., Any]:
-    if not static:
+def _bind_static(fun: Callable[..., Any], call: _Call) -> Callable[..., Any]:
+    """The function of the other arguments."""
+    if not call.positional and not call.named:
         return fun
-    positional, named = static
 
-    @functools.wraps(fun)
     def bound(*args: Any, **kwargs: Any) -> Any:
         full = list(args)
-        for i, value in positional:
+        for i, value in call.positional:
             full.insert(i, value)
-        return fun(*full, **kwargs, **dict(named))
+        return fun(*full, **kwargs, **dict(call.named))
 
+    taken = {i for i, _ in call.positional}
+    parameters = list(inspect.signature(fun).parameters.values())
+    kept = [p for i, p in enumerate(parameters) if i not in taken and p.name not in dict(call.named)]
+    bound.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
     return bound
 
 
@@ -283,37 +351,63 @@ def _microbatches(number: str | int) -> int | None:
     return number
 
 
-def _position_of(graph: Graph, shapes: Any, name: str) -> int:
-    """Index of the first argument leaf of the state that `init` returns: one argument, or a tuple of the first ones."""
-    leaves, tree = jax.tree.flatten(shapes)
+def _data_shards(method: Method, num_devices: int) -> int:
+    """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""
+    if method.mesh_shape is None:
+        return 1
+    shape = method.mesh_shape if method.mesh_shape != (-1,) else (num_devices // (method.num_stages or 1),)
+    return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in method.data_axes)
+
+
+def _position_of(graph: Graph, tree: Any, leaves: Sequence[Any]) -> int:
+    """Index of the first leaf of the argument that looks like the state that `init_fn` returns."""
     args_tree, _ = graph.in_tree.children()
     first = 0
     for child in args_tree.children():
         values = graph.inputs[first : first + child.num_leaves]
-        if child == tree and all(v.shape == x.shape and v.dtype == x.dtype for v, x in zip(values, leaves, strict=True)):
+        if child == tree and all((v.shape, v.dtype) == (x.shape, x.dtype) for v, x in zip(values, leaves, strict=True)):
             return first
         first += child.num_leaves
     raise PlanError(
-        f"init: what init_fn returns, {tree} with {len(leaves)} leaves, has the structure and shapes of no argument of {name}."
+        f"init: what init_fn returns, {tree} with {len(leaves)} leaves, has the structure and shapes of no argument of "
+        f"{graph.name}."
     )
 
 
-def _to_host(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments that no device is committed to, so that every stage's mesh may use them."""
-    return tuple(jax.tree.map(_uncommitted, arg) for arg in args)
-
-
 def _uncommitted(x: Any) -> Any:
-    import numpy as np
-
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(np.asarray(jax.random.key_data(x)), impl=jax.random.key_impl(x))
+    """An array that no device is committed to, so that any mesh may use it."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))  # type: ignore[arg-type]
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-def _device_mesh_of(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    import numpy as np
+def _lies(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[Value, tuple[int, Sharding]]:
+    """The inputs that are state of the leader, each with its stage and sharding.
 
+    State is what lies on a mesh of the leader's plan, and what looks like state of the leader though it lies nowhere
+    yet (shapes, numpy arrays).
+    """
+    old, new = leader._graph, [(v.shape, str(v.dtype)) for v in graph.inputs]
+    matches = matching_leaves(
+        graph.in_tree, new, old.in_tree.children()[0], [(v.shape, str(v.dtype)) for v in old.inputs]
+    )
+    alike = {mine: theirs for theirs, mine in matches.items()}
+    meshes = [_device_mesh(stage.mesh, leader._devices) for stage in leader.plan.stages]
+    found: dict[Value, tuple[int, Sharding]] = {}
+    for i, (value, leaf) in enumerate(zip(graph.inputs, leaves, strict=True)):
+        plan = leader.plan.leaves[alike[i]] if i in alike else None
+        sharding = getattr(leaf, "sharding", None)
+        if plan is not None and not plan.state:
+            continue
+        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes:
+            found[value] = (meshes.index(sharding.mesh), _sharding_of(sharding, len(value.shape)))
+        elif plan is not None:
+            found[value] = (plan.stage, plan.sharding)
+    return found
+
+
+def _device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array([devices[d] for d in mesh.devices], dtype=object).reshape(mesh.shape), mesh.axes)
 
 
@@ -329,9 +423,33 @@ def gather(tree: Any) -> Any:
 
 
 @overload
-def parallelize(fun: Callable[..., Any], **options: Any) -> Parallelized: ...
+def parallelize(
+    fun: Callable[..., Any],
+    *,
+    cluster: Cluster | None = ...,
+    method: str | Method | Plan = ...,
+    num_microbatches: str | int = ...,
+    batch_axes: Any = ...,
+    static_argnums: Sequence[int] | int = ...,
+    static_argnames: Sequence[str] | str = ...,
+    donate_argnums: str | Sequence[int] | int = ...,
+    devices: Sequence[jax.Device] | None = ...,
+    follow: Parallelized | None = ...,
+) -> Parallelized: ...
 @overload
-def parallelize(fun: None = None, **options: Any) -> Callable[[Callable[..., Any]], Parallelized]: ...
+def parallelize(
+    fun: None = None,
+    *,
+    cluster: Cluster | None = ...,
+    method: str | Method | Plan = ...,
+    num_microbatches: str | int = ...,
+    batch_axes: Any = ...,
+    static_argnums: Sequence[int] | int = ...,
+    static_argnames: Sequence[str] | str = ...,
+    donate_argnums: str | Sequence[int] | int = ...,
+    devices: Sequence[jax.Device] | None = ...,
+    follow: Parallelized | None = ...,
+) -> Callable[[Callable[..., Any]], Parallelized]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -353,11 +471,11 @@ def parallelize(
       method: "auto", a recipe of `autopar.recipes`, or a `Plan` made before.
       num_microbatches: "auto" or a number that divides the batch.
       batch_axes: "auto" or a pytree prefix of the positional arguments with an int or None per leaf, as `in_axes`
-        of `jax.vmap`.
+        of `jax.vmap`; without the static arguments. Keyword arguments hold examples only under "auto".
       static_argnums, static_argnames: as in `jax.jit`.
       donate_argnums: "auto" donates the state (the leaves that come out again); () keeps it.
       devices: default `jax.devices()`.
-      follow: another parallelized function whose state this one takes where it lies.
+      follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
 
     Raises:
       TraceError, BatchAxisError, MicrobatchError, InfeasiblePlanError, ..: see `autopar.errors`; at the first call.

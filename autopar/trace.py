@@ -10,6 +10,7 @@ the inputs that the outputs replace.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,24 @@ from jax.extend import core as jex_core
 from autopar.errors import TraceError
 from autopar.ir.build import Builder, live_equations, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
+
+LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
+
+
+def leaf_specs(leaves: Sequence[Any]) -> tuple[LeafSpec, ...]:
+    """Shape and dtype of each leaf as JAX sees it; of what is no array its type, for `trace` to complain about."""
+    return tuple(
+        (x.shape, x.dtype) if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else _spec_on_host(x) for x in leaves
+    )
+
+
+def _spec_on_host(x: Any) -> LeafSpec:
+    try:
+        aval = jax.typeof(x)
+    except TypeError:
+        return (), type(x)
+    return aval.shape, aval.dtype
+
 
 def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str) -> Graph:
     """Trace `fun(*args, **kwargs)`; leaves are arrays or `jax.ShapeDtypeStruct`s, static values are bound before.
@@ -76,7 +95,7 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     constants = {v: c for v, c in builder.constants.items() if v in used}
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
     out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
-    carried = _carried(in_tree, in_leaves, out_tree, out_leaves)
+    carried = matching_leaves(in_tree, in_leaves, out_tree, out_leaves)
     return Graph(
         name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, out_tree,
         _fingerprint(equations, inputs, outputs),
@@ -85,8 +104,6 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
 
 def _argument_path(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
     """`state['w']` for the leaf at `path` of `(args, kwargs)`."""
-    import inspect
-
     kind, which, *rest = path
     if kind.idx == 1:
         head = str(which.key)
@@ -109,9 +126,6 @@ def _effectful(jaxpr: Any) -> str | None:
     return None
 
 
-_Leaves = Sequence[tuple[tuple[int, ...], str]]
-
-
 def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, int]]:
     """Each subtree with the index of its first leaf, outer ones first."""
     level = [(tree, first)]
@@ -125,10 +139,13 @@ def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, int]]:
         level = below
 
 
-def _carried(in_tree: Any, ins: _Leaves, out_tree: Any, outs: _Leaves) -> dict[int, int]:
+def matching_leaves(
+    in_tree: Any, ins: Sequence[LeafSpec], out_tree: Any, outs: Sequence[LeafSpec]
+) -> dict[int, int]:
     """Output leaf -> input leaf it replaces: the largest argument subtrees that come out with the same structure.
 
-    A bare array is taken for state only at the top: argument i against the whole output or its i-th element.
+    `in_tree` is the structure of (args, kwargs). A bare array is taken for state only at the top: argument i against
+    the whole output or its i-th element.
     """
     matches: dict[int, int] = {}
     out_subtrees = list(_subtrees(out_tree))

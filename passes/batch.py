@@ -42,6 +42,8 @@ RuleOf = Callable[[Equation], Rule]
 
 
 class Kind(enum.Enum):
+    """How a value depends on the microbatch; see the module."""
+
     FREE = "free"
     BATCHED = "batched"
     PARTIAL = "partial"
@@ -84,6 +86,8 @@ class Coupling:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BatchAnalysis:
+    """What is known about a graph before the number of microbatches is chosen."""
+
     graph: Graph
     rules: Mapping[int, Rule]  # by equation id
     batch_size: int
@@ -118,6 +122,20 @@ class BatchAnalysis:
                 f"num_microbatches={num_microbatches} does not divide the batch of {self.batch_size}"
                 + (f" in groups of {unit} examples" if unit > 1 else "")
                 + f". Use a divisor of {self.max_microbatches}."
+            )
+
+    def check_shards(self, num_microbatches: int, data_shards: int, method: str) -> None:
+        """Raise unless every microbatch has a whole number of examples for each of a method's data shards.
+
+        Raises:
+          BatchAxisError: it has not.
+        """
+        pieces = num_microbatches * data_shards
+        if self.batch_size % pieces:
+            raise BatchAxisError(
+                f"method {method!r}: the batch of {self.batch_size} is not divisible by {num_microbatches} "
+                f"microbatches × {data_shards} data shards = {pieces}. Use a batch that is a multiple of {pieces}, "
+                "fewer microbatches, fewer devices, or method='auto'."
             )
 
 
@@ -292,7 +310,7 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
 
 
 def _on_the_way_to_a_gradient(graph: Graph, couplings: Sequence[Coupling]) -> tuple[Coupling, ...]:
-    """Without those that only results need (the largest loss of the batch): they wait for the whole batch as they may."""
+    """Without those that only results need (the largest loss of the batch): these may wait for the whole batch."""
     for_gradient: set[Value] = set()
     for eqn in reversed(graph.equations):
         if eqn.phase is Phase.BACKWARD or any(v in for_gradient for v in eqn.outputs):
@@ -446,7 +464,7 @@ class _Splitter:
     def _unfenced(self, v: Operand) -> Operand:
         """What the loop's separable equations pass on as `v`: outside of the loop they are left out."""
         while (eqn := self.producer.get(v)) is not None and self._is_fence(eqn):  # type: ignore[arg-type]
-            v = eqn.inputs[eqn.outputs.index(v)]  # type: ignore[arg-type]
+            v = eqn.inputs[eqn.outputs.index(v)]
         return v
 
     def _is_fence(self, eqn: Equation) -> bool:
@@ -674,28 +692,27 @@ def _uncut(analysis: BatchAnalysis) -> StepGraph:
     graph = analysis.graph
     builder = Builder(1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs)))
     microbatch = builder.value(jax.ShapeDtypeStruct((), jnp.int32))
+    depends = {v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED}  # on the examples
+    for eqn in graph.equations:
+        if any(v in depends for v in eqn.values):
+            depends.update(eqn.outputs)
+    in_loop: set[int] = set()
     needed: set[Value] = set()  # by the forward or backward pass
     for eqn in reversed(graph.equations):
-        if eqn.phase is not Phase.UPDATE or any(v in needed for v in eqn.outputs):
+        splits = analysis.when[eqn.id] is When.LOOP and eqn.id in analysis.splits
+        if eqn.phase is not Phase.UPDATE or splits or any(v in needed for v in eqn.outputs):
+            in_loop.add(eqn.id)
             needed.update(eqn.values)
     backward: set[Value] = set()
-    depends: set[Value] = set()  # on the examples
-    depends.update(v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED)
     replicable = set()
     equations: list[Equation] = []
     for eqn in graph.equations:
-        batched = any(v in depends for v in eqn.values)
-        loop = eqn.phase is not Phase.UPDATE or any(v in needed for v in eqn.outputs)
-        loop = loop or (batched and analysis.when[eqn.id] is When.LOOP and analysis.splits.get(eqn.id) is not None)
         rule = analysis.rules[eqn.id]
-        if batched:
-            depends.update(eqn.outputs)
-        if not loop:
+        if eqn.id not in in_loop:
             phase = Phase.UPDATE
-        elif not batched:
-            cheap = rule.unit != "matmul" and not rule.replicates
+        elif not any(v in depends for v in eqn.values):
             phase = Phase.PROLOGUE
-            if cheap:
+            if rule.unit != "matmul" and not rule.replicates:
                 replicable.add(eqn.id)
         elif eqn.phase is Phase.BACKWARD or any(v in backward for v in eqn.values):
             phase = Phase.BACKWARD

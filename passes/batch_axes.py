@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax
@@ -11,20 +12,22 @@ from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph, Value
 
 _log = logging.getLogger("autopar")
+_REMEDY = "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
 
 
-def resolve_batch_axes(graph: Graph, batch_axes: Any) -> dict[Value, int]:
+def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozenset()) -> dict[Value, int]:
     """The batch axis of each batch argument.
 
     `batch_axes` is "auto" or, like the `in_axes` of `jax.vmap`, an int, None, or a pytree prefix of the positional
-    arguments with an int or None at its leaves. "auto" takes the leaves that are not carried from inputs to
-    outputs, are no PRNG keys, and share the size of their leading axis.
+    arguments (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. "auto"
+    takes the leaves that are not state (carried from inputs to outputs, or in `state`), are no PRNG keys, and share
+    the size of their leading axis.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
     """
     if batch_axes == "auto":
-        return _find(graph)
+        return _find(graph, {*state, *(graph.inputs[i] for i in graph.carried.values())})
     args_tree, kwargs_tree = graph.in_tree.children()
     if isinstance(batch_axes, int) or batch_axes is None:
         axes: list[Any] = [batch_axes] * args_tree.num_leaves
@@ -52,27 +55,39 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any) -> dict[Value, int]:
     return found
 
 
-def _find(graph: Graph) -> dict[Value, int]:
-    carried = set(graph.carried.values())
+def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
     keys = _keys(graph)
     candidates = {
         value: path
-        for i, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True))
-        if i not in carried and value.shape and value not in keys
+        for value, path in zip(graph.inputs, graph.input_paths, strict=True)
+        if value not in state and value.shape and value not in keys
     }
     if not candidates:
         raise BatchAxisError(_none_found(graph))
+    if not state and len({_argument(path) for path in candidates.values()}) > 1:
+        raise BatchAxisError(
+            f"batch_axes='auto' is ambiguous for {graph.name}: no argument comes out again as state, so that "
+            f"parameters and examples look alike among {_listed(candidates)}. {_REMEDY}"
+        )
     leading = {value.shape[0] for value in candidates}
     if len(leading) > 1:
-        met = ", ".join(f"{path} {list(value.shape)}" for value, path in candidates.items())
-        shared = set.intersection(*({n for n in value.shape} for value in candidates))
+        shared = set.intersection(*(set(value.shape) for value in candidates))
         hint = f"; they share the size {sorted(shared)[-1]}, though not on their first axes" if shared else ""
         raise BatchAxisError(
-            f"batch_axes='auto' is ambiguous for {graph.name}: the candidates {met} have different leading sizes{hint}. "
-            "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
+            f"batch_axes='auto' is ambiguous for {graph.name}: the candidates {_listed(candidates)} have different "
+            f"leading sizes{hint}. {_REMEDY}"
         )
     _log.info("%s: batch of %d along axis 0 of %s", graph.name, leading.pop(), ", ".join(candidates.values()))
     return dict.fromkeys(candidates, 0)
+
+
+def _argument(path: str) -> str:
+    """`state` of `state['w']`."""
+    return path.split("[")[0].split(".")[0]
+
+
+def _listed(candidates: Mapping[Value, str]) -> str:
+    return ", ".join(f"{path} {list(value.shape)}" for value, path in candidates.items())
 
 
 def _keys(graph: Graph) -> set[Value]:

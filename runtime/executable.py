@@ -86,7 +86,7 @@ class Executable:
         self.wiring = wiring
         self.sources = tuple(sources)
         self.programs = _compile(sources)
-        self._calls = [p for p in self.programs]
+        self._calls = list(self.programs)
         self.dispatch_seconds = 0.0  # host time of the last step's instructions
         permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
         permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
@@ -116,11 +116,9 @@ class Executable:
             for register, total in zip(target, zeros(), strict=True):
                 registers[register] = total
         started = time.perf_counter()
-        giving = False
         try:
             for instruction in wiring.instructions.instructions:
                 if isinstance(instruction, Run):
-                    giving = giving or (bool(instruction.donated) and not instruction.phase.in_loop)
                     outputs = self._calls[instruction.program](*[registers[r] for r in instruction.inputs])
                     for register, output in zip(instruction.outputs, outputs, strict=True):
                         registers[register] = output
@@ -131,11 +129,14 @@ class Executable:
                     for register in instruction.registers:
                         registers[register] = None
         except Exception as error:
-            if not giving:
+            # Only update programs get leaves to overwrite: before the first of them all are there.
+            lost = [wiring.input_paths[i] for i in sorted(wiring.donated) if _is_deleted(leaves[i])]
+            if not lost:
                 raise
             raise StateLostError(
-                "the step failed in an update program, after the state had been donated to it: restore the state from "
-                "a checkpoint, or pass donate_argnums=() to keep it at the price of its memory"
+                f"the step failed after {lost[0]} and {len(lost) - 1} more leaves of the state had been given to "
+                "update programs, so that the state is lost: restore it from a checkpoint. With donate_argnums=() a "
+                "step keeps the old state, at the price of its memory."
             ) from error
         self.dispatch_seconds = time.perf_counter() - started
         return [
@@ -162,7 +163,8 @@ class Executable:
                 if leaf.sharding == array.sharding:
                     registers[register] = leaf
                     continue
-                if len(leaf.sharding.device_set) > 1 and not leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim):
+                elsewhere = not leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim)
+                if elsewhere and not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
                     raise StateError(
                         f"{wiring.input_paths[at]} lies on {len(leaf.sharding.device_set)} devices as {leaf.sharding}, "
                         f"but the plan keeps it as {array.sharding}. State is never moved silently: pass the state "
@@ -179,6 +181,10 @@ class Executable:
             may_alias = None if not wiring.donated else False
             for register, placed in zip(targets, jax.device_put(values, shardings, may_alias=may_alias), strict=True):
                 registers[register] = placed
+
+
+def _is_deleted(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
 def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
@@ -216,6 +222,7 @@ def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register,
 def check_devices(wanted: int, devices: Sequence[jax.Device]) -> None:
     """Raise unless there are enough devices for a plan."""
     if len(devices) < wanted:
-        raise PlanMismatchError(f"the plan is for {wanted} devices, there are {len(devices)}: plan for those there are")
-
-
+        raise PlanMismatchError(
+            f"the plan is for {wanted} devices, there are {len(devices)}: plan for those there are, or start more "
+            "(jax_num_cpu_devices makes virtual ones)."
+        )

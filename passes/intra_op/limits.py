@@ -64,11 +64,11 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
         factor = batch.get(eqn.id)
         varies = any(v in step.batched for v in (*eqn.values, *eqn.outputs))
         for axis, choice in zip(mesh.axes, lane, strict=True):
+            if axis in method.data_axes and factor is not None and choice != factor:
+                return False  # examples are split wherever they can be
             if choice < 0:
                 continue
             if axis in method.data_axes:
-                if factor is not None and choice != factor:
-                    return False
                 if factor is None and not varies and zero < (3 if eqn.phase.in_loop or eqn.id in step.replicable else 1):
                     return False
             elif axis in method.model_axes and factor is not None and choice == factor:
