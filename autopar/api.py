@@ -278,8 +278,9 @@ class Parallelized:
             planner = Planner(analysis, cluster)
             plan, lowered, _ = planner.restore(method)
             return planner, plan, lowered
-        number = self._num_microbatches or method.num_microbatches
-        analysis.check_shards(number or 1, _data_shards(method, cluster.num_devices), method.name)
+        shards = _data_shards(method, cluster.num_devices)
+        if shards > 1:
+            analysis.check_shards(self._num_microbatches or method.num_microbatches or 1, shards, method.name)
         planner = Planner(analysis, cluster, method)
         plan, lowered = planner.plan(self._num_microbatches)
         return planner, plan, lowered

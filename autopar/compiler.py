@@ -21,7 +21,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
-from autopar.cost_model.compute import compute_time
 from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice, tile_copies
 from autopar.cost_model.timeline import StageTimes, simulate
@@ -38,8 +37,8 @@ from autopar.passes.batch import BatchAnalysis, split_batch
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.instructions import write_instructions
 from autopar.passes.intra_op.limits import method_limits
-from autopar.passes.intra_op.problem import Infeasible, Solution
-from autopar.passes.intra_op.shard import StageProblem, StageSetting
+from autopar.passes.intra_op.problem import Infeasible
+from autopar.passes.intra_op.shard import OptionsCache, StageProblem, StageSetting, least_seconds
 from autopar.passes.intra_op.solve import solve
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.lower import Crossing, LoweredStep, assemble, emit, partition_spec, port_shape
@@ -93,8 +92,9 @@ class Planner:
         self.nearest_where = ""
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
         self._best_time = math.inf  # seconds per step of the best plan so far
-        self._products: dict[Any, dict[str, float]] = {}
-        self._costs: dict[Any, StageCost | None] = {}
+        self._least: dict[Any, float] = {}
+        self._options: dict[Any, OptionsCache] = {}
+        self._costs: dict[Any, tuple[StageCost | None, bool]] = {}
         self._placed: dict[Any, PlacedStep] = {}
         self._signatures: dict[Any, str] = {}
 
@@ -162,13 +162,28 @@ class Planner:
         layered = self.layered(m)
         schedule: ScheduleName = self.method.schedule or "1f1b"
         cost = functools.partial(self._stage_cost, layered, schedule)
-        found = plan_stages(
-            layered.num_layers, self.cluster, cost, m, schedule, num_stages=num_stages, meshes=self._meshes
-        )
+        search = functools.partial(plan_stages, layered.num_layers, self.cluster, cost, m, schedule)
+        if num_stages == 1 or self.method.mesh_shape is not None:
+            found = search(num_stages=num_stages, meshes=self._meshes)
+        else:
+            # Groups of devices are chosen with one-dimensional meshes, then all logical shapes of those are tried:
+            # shapes change a stage's cost far less than the number of its devices does.
+            found = search(num_stages=num_stages, meshes=self._flat_meshes)
+            if found is not None:
+                groups = {(c.mesh.devices[0], c.mesh.size) for c in found.stages}
+                found = search(
+                    num_stages=len(found.stages),
+                    meshes=lambda cluster, start, size: (
+                        self._meshes(cluster, start, size) if (start, size) in groups else ()
+                    ),
+                )
         if found is None:
             return None
         placed = layered.placed([choice.span[0] for choice in found.stages[1:]])
         return self.finish(layered, placed, [choice.mesh for choice in found.stages], schedule)
+
+    def _flat_meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
+        return tuple(mesh for mesh in self._meshes(cluster, start, size) if len(mesh.shape) == 1)
 
     def _meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
         shape = self.method.mesh_shape
@@ -222,41 +237,49 @@ class Planner:
         stage = 1 if start > 0 else 0
         if self._least_seconds(layered, placed, stage, mesh) * m >= self._best_time:
             return None  # the slowest stage alone would take longer than the best plan
-        key = (self._signature(placed, stage), mesh.shape, self._surroundings(mesh), in_flight)
-        if key not in self._costs:
-            self._costs[key] = self._solve_cost(layered, placed, stage, mesh, in_flight, span)
-        return self._costs[key]
+        place = (self._signature(placed, stage), mesh.shape, self._surroundings(mesh))
+        # Where memory binds for no number of microbatches in flight, the cost is the same for all of them.
+        most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
+        for asked in (most, in_flight):
+            key = (*place, asked)
+            if key not in self._costs:
+                self._costs[key] = self._solve_cost(layered, placed, stage, mesh, asked, span, asked == in_flight)
+            cost, binds = self._costs[key]
+            if not binds:
+                break
+        return cost
 
     def _least_seconds(self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh) -> float:
-        """Seconds per microbatch that no sharding can beat: the matrix products, spread evenly."""
-        key = (placed, stage)
-        if key not in self._products:
-            work: dict[str, float] = {}
-            for program in placed.programs:
-                if program.stage == stage and program.in_loop:
-                    for eqn in program.equations:
-                        rule = layered.rules[eqn.id]
-                        if rule.unit == "matmul":
-                            dtype = str(eqn.outputs[0].dtype)
-                            work[dtype] = work.get(dtype, 0.0) + rule.flops * rule.points()
-            self._products[key] = work
-        kinds = [self.cluster.kind_of(d) for d in mesh.devices]
-        return sum(
-            min(compute_time(k, flops=flops, bytes_moved=0.0, dtype=dtype, matmul=True) for k in kinds) / mesh.size
-            for dtype, flops in self._products[key].items()
-        )
+        """Seconds per microbatch of a stage that no sharding can beat."""
+        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
+        key = (placed, stage, mesh.size, tuple(kinds))
+        if key not in self._least:
+            self._least[key] = sum(
+                min(least_seconds(program, layered.rules, kind, mesh.size) for kind in kinds.values())
+                for program in placed.programs
+                if program.stage == stage and program.in_loop
+            )
+        return self._least[key]
 
     def _solve_cost(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, span: tuple[int, int]
-    ) -> StageCost | None:
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, span: tuple[int, int],
+        wanted: bool,
+    ) -> tuple[StageCost | None, bool]:  # fmt: skip
+        """The cost, None if it does not fit, and whether the memory limit could bind; if so, only if `wanted`."""
+        stage_problem = self._stage_problem(layered, placed, stage, mesh, in_flight)
+        problem = stage_problem.problem()
+        binds = problem.limit is not None
+        if binds and not wanted:
+            return None, True
         try:
-            problem, solution = self.solve_stage(layered, placed, stage, mesh, in_flight, _SEARCH_SECONDS)
+            solution = solve(problem, seconds=_SEARCH_SECONDS)
         except Infeasible as error:
             where = f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
             self._note_infeasible(error, where)
-            return None
-        loop = problem.loop_seconds(solution)
-        return StageCost(loop / placed.step.num_microbatches, max(0.0, solution.cost - loop), solution.peak)
+            return None, True
+        loop = stage_problem.loop_seconds(solution)
+        once = max(0.0, solution.cost - loop)
+        return StageCost(loop / placed.step.num_microbatches, once, solution.peak), binds
 
     def _note_infeasible(self, error: Infeasible, where: str) -> None:
         if self.nearest is None or error.smallest_peak < self.nearest.smallest_peak:
@@ -276,20 +299,19 @@ class Planner:
             self._signatures[key] = _digest(placed, stage, self.pinned)
         return self._signatures[key]
 
-    def solve_stage(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, seconds: float
-    ) -> tuple[StageProblem, Solution]:
-        """The sharding problem of one stage on a mesh, solved. Raises Infeasible if it does not fit."""
+    def _stage_problem(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
+    ) -> StageProblem:
+        """The sharding problem of one stage on a mesh."""
         kind = self._kind(mesh)
         resharder, price = self.resharder(mesh)
         limits = method_limits(self.method, layered.step, layered.rules, mesh)
         limits = dataclasses.replace(limits, pinned={v: s for v, (at, s) in self.pinned.items() if at == stage})
         setting = StageSetting(
             placed, stage, mesh, kind, resharder, price, self._link_bandwidth(mesh), in_flight, layered.rules, limits,
-            float(kind.memory - kind.memory_reserve),
+            float(kind.memory - kind.memory_reserve), self._options.setdefault((mesh.shape, mesh.axes), {}),
         )  # fmt: skip
-        problem = StageProblem(setting)
-        return problem, solve(problem.problem(), seconds=seconds)
+        return StageProblem(setting)
 
     def resharder(self, mesh: Mesh) -> tuple[Resharder, StepPrice]:
         """Prices of communication on a mesh; local steps cost their memory traffic."""
@@ -336,9 +358,8 @@ class Planner:
         shardings, objective, bound = [], 0.0, 0.0
         for stage, mesh in enumerate(meshes):
             try:
-                problem, solution = self.solve_stage(
-                    layered, placed, stage, mesh, rows.in_flight(stage), _FINAL_SECONDS
-                )
+                problem = self._stage_problem(layered, placed, stage, mesh, rows.in_flight(stage))
+                solution = solve(problem.problem(), seconds=_FINAL_SECONDS)
             except Infeasible as error:
                 self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return None

@@ -9,14 +9,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer
+from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer, step_result
 from autopar.errors import InternalError
 from autopar.ir.graph import Equation, Literal, Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, Reshard, StageSharding
@@ -28,7 +28,9 @@ from autopar.passes.collectives import apply_steps
 from autopar.passes.intra_op.strategies import combined_axes, lane_rules, operand_shardings, pieces, result_shardings
 from autopar.passes.rules.base import Rule, is_fusible
 
+# The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
 _COMBINE = {"max": jax.lax.pmax, "min": jax.lax.pmin}
+_COMBINE_BOOLEANS = {**_COMBINE, "and": jax.lax.pmin, "or": jax.lax.pmax}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +209,13 @@ class _Writer:
                 continue
             itemsize = value.nbytes // max(1, math.prod(value.shape))
             source = min(have, key=lambda s: self.resharder.time(value.shape, itemsize, s, goal))
-            steps = self.resharder.plan(value.shape, itemsize, source, goal)
-            self.ops.append(Reshard(value, source, goal, steps))
-            have.append(goal)
+            # Step by step, so that what lies between serves other goals too and nothing is sent twice.
+            for step in self.resharder.plan(value.shape, itemsize, source, goal):
+                reached = step_result(step, source)
+                if reached not in have:
+                    self.ops.append(Reshard(value, source, reached, (step,)))
+                    have.append(reached)
+                source = reached
 
     def compute(self, eqn: Equation) -> None:
         rule = self.rules[eqn.id]
@@ -223,9 +229,10 @@ class _Writer:
         mesh = self.sharding.mesh
         results = _results(rule, strategy, mesh)
         share = 1.0 if rule.separable else math.prod(pieces(rule, strategy[0], mesh).values())
-        payload = sum(v.nbytes // math.prod(s.tiles(mesh)) for v, s in zip(eqn.outputs, results, strict=True))
         combined = () if rule.separable else tuple(
-            Collective("all_reduce", axes, payload) for axes in combined_axes(rule, strategy[0], mesh).values()
+            _combination(operation, axes, v, s, mesh)
+            for operation, axes in combined_axes(rule, strategy[0], mesh).items()
+            for v, s in zip(eqn.outputs, results, strict=True)
         )  # fmt: skip
         self.ops.append(
             Compute(
@@ -247,9 +254,29 @@ class _Writer:
         self.outputs[Port(value, sharding)] = None
 
     def finish(self) -> LocalProgram:
-        return LocalProgram(
-            self.program, self.sharding.mesh, tuple(self.ops), tuple(self.inputs), tuple(self.outputs)
-        )
+        ops = _live_ops(self.ops, self.outputs)
+        return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(self.outputs))
+
+
+def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp, ...]:
+    """The operations that some output needs: readers may find a shorter way than by a value's layout."""
+    needed = {(port.value, port.sharding) for port in outputs}
+    kept: list[LocalOp] = []
+    for op in reversed(ops):
+        if isinstance(op, Accumulate):
+            needed.add((op.addend, op.sharding))
+        elif isinstance(op, Reshard):
+            if (op.value, op.target) not in needed:
+                continue
+            needed.add((op.value, op.source))
+        else:
+            eqn = op.equation
+            if not any(made in needed for made in zip(eqn.outputs, op.results, strict=True)):
+                continue
+            wanted = zip(eqn.inputs, op.operands, strict=True)
+            needed.update((v, s) for v, s in wanted if isinstance(v, Value) and s is not None)
+        kept.append(op)
+    return tuple(reversed(kept))
 
 
 def _bridge(
@@ -345,15 +372,21 @@ def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh)
     return results
 
 
-def _combine(kind: str, x: Any, axes: tuple[str, ...]) -> Any:
-    if kind in _COMBINE and x.dtype != jnp.bool_:
-        return _COMBINE[kind](x, axes)
-    if kind in ("and", "or") and x.dtype == jnp.bool_:
-        reduce = jax.lax.pmin if kind == "and" else jax.lax.pmax
-        return reduce(x.astype(jnp.int32), axes).astype(jnp.bool_)
-    operation = {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce,
-                 "max": jnp.max, "min": jnp.min}[kind]  # fmt: skip
-    return operation(jax.lax.all_gather(x, axes), axis=0)
+def _combination(operation: str, axes: tuple[str, ...], value: Value, sharding: Sharding, mesh: Mesh) -> Collective:
+    """The collective that `_combine` needs for one result."""
+    payload = value.nbytes // math.prod(sharding.tiles(mesh))
+    if operation in (_COMBINE_BOOLEANS if value.dtype == jnp.bool_ else _COMBINE):
+        return Collective("all_reduce", axes, payload)
+    return Collective("all_gather", axes, payload * math.prod(mesh.axis_size(axis) for axis in axes))
+
+
+def _combine(operation: str, x: Any, axes: tuple[str, ...]) -> Any:
+    if x.dtype == jnp.bool_ and operation in _COMBINE_BOOLEANS:
+        return _COMBINE_BOOLEANS[operation](x.astype(jnp.uint8), axes).astype(jnp.bool_)
+    if operation in _COMBINE:
+        return _COMBINE[operation](x, axes)
+    reduce = {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce}[operation]
+    return reduce(jax.lax.all_gather(x, axes), axis=0)
 
 
 def partition_spec(sharding: Sharding) -> jax.sharding.PartitionSpec:

@@ -68,20 +68,48 @@ class StageSetting:
     rules: Mapping[int, Rule]  # by equation id
     limits: Limits
     memory_limit: float | None  # bytes per device
+    options: OptionsCache  # shared by all problems on meshes of this shape
 
     def often(self, in_loop: bool) -> int:
         """How often something happens per step."""
         return self.placed.step.num_microbatches if in_loop else 1
 
 
+@dataclasses.dataclass(eq=False)
+class Shardings:
+    """Shardings of one value to choose from."""
+
+    each: list[Sharding]
+    share: np.ndarray[Any, Any]  # the part of the value that one device holds
+
+    @staticmethod
+    def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
+        found = list(each)
+        return Shardings(found, np.array([1 / math.prod(s.tiles(mesh)) for s in found]))
+
+    def only(self, kept: list[int]) -> Shardings:
+        return Shardings([self.each[i] for i in kept], self.share[kept])
+
+
 @dataclasses.dataclass
-class _LaneOptions:
+class LaneOptions:
     """Strategies of one lane with what they imply, by index."""
 
     lanes: list[Lane]
-    operands: list[list[Sharding]]  # [operand of the lane][strategy]
-    results: list[list[Sharding]]  # [result of the lane][strategy]
+    operands: list[Shardings]  # [operand of the lane]
+    results: list[Shardings]  # [result of the lane]
     share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
+
+    def only(self, kept: list[int]) -> LaneOptions:
+        return LaneOptions(
+            [self.lanes[i] for i in kept],
+            [column.only(kept) for column in self.operands],
+            [column.only(kept) for column in self.results],
+            self.share[kept],
+        )
+
+
+OptionsCache = dict[Any, LaneOptions]
 
 
 @dataclasses.dataclass
@@ -89,7 +117,7 @@ class _End:
     """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
 
     node: int
-    shardings: Sequence[Sharding]
+    shardings: Shardings
     in_loop: bool  # once per microbatch, not once per step
 
 
@@ -107,11 +135,12 @@ class StageProblem:
         self.node_in_loop: list[bool] = []  # what a node or an edge costs, it costs per microbatch
         self.edge_in_loop: list[bool] = []
         self.usages: list[list[Usage]] = []
-        self.lanes: dict[tuple[int, int, int], tuple[int, _LaneOptions]] = {}  # (program, equation id, lane)
-        self.layouts: dict[Slot, tuple[int, list[Sharding]]] = {}
+        self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
+        self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
         self.readers: dict[Slot, list[_End]] = defaultdict(list)
-        self._options_cache: dict[Any, _LaneOptions] = {}
+        self._peaks: dict[tuple[str, bool], float] = {}
+        self._layout_lists: dict[tuple[Sharding, ...], Shardings] = {}
         self._matrices: dict[Any, np.ndarray[Any, Any]] = {}
         self._addends = self._find_addends()
         for program in self.programs:
@@ -140,7 +169,7 @@ class StageProblem:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
         for (program, eqn_id, _), (node, options) in self.lanes.items():
             strategies[program, eqn_id].append(options.lanes[solution.choice[node]])
-        layouts = {slot: found[solution.choice[node]] for slot, (node, found) in self.layouts.items()}
+        layouts = {slot: found.each[solution.choice[node]] for slot, (node, found) in self.layouts.items()}
         return StageSharding(
             self.setting.mesh, {k: tuple(v) for k, v in strategies.items()}, layouts,
             solution.cost, solution.lower_bound,
@@ -180,17 +209,20 @@ class StageProblem:
             found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
         return found
 
-    def _options(self, rule: Rule, addends: frozenset[int]) -> _LaneOptions:
+    def _options(self, rule: Rule, addends: frozenset[int]) -> LaneOptions:
         key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
                rule.linear, addends)  # fmt: skip
-        found = self._options_cache.get(key)
+        found = self.setting.options.get(key)
         if found is None:
             mesh = self.setting.mesh
             lanes = list(enumerate_lane(rule, mesh, addends))
-            operands = [list(column) for column in zip(*(operand_shardings(rule, x, mesh) for x in lanes), strict=True)]
-            results = [list(column) for column in zip(*(result_shardings(rule, x, mesh) for x in lanes), strict=True)]
+            operands = zip(*(operand_shardings(rule, lane, mesh) for lane in lanes), strict=True)
+            results = zip(*(result_shardings(rule, lane, mesh) for lane in lanes), strict=True)
             share = np.array([1 / math.prod(pieces(rule, lane, mesh).values()) for lane in lanes])
-            found = self._options_cache[key] = _LaneOptions(lanes, operands, results, share)
+            found = LaneOptions(
+                lanes, [Shardings.of(c, mesh) for c in operands], [Shardings.of(c, mesh) for c in results], share
+            )
+            self.setting.options[key] = found
         return found
 
     def _add_equations(self, program: Program) -> None:
@@ -205,45 +237,43 @@ class StageProblem:
                 options = self._options(lane_rule, addends)
                 kept = [i for i, lane in enumerate(options.lanes)
                         if setting.limits.allow_lane(program, eqn, rule, lane)]  # fmt: skip
-                kept = kept or [0]  # replicated is always possible
                 if len(kept) < len(options.lanes):
-                    options = _LaneOptions(
-                        [options.lanes[i] for i in kept],
-                        [[column[i] for i in kept] for column in options.operands],
-                        [[column[i] for i in kept] for column in options.results],
-                        options.share[kept],
-                    )
+                    options = options.only(kept or [0])  # replicated is always possible
                 outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
                 moved = np.zeros(len(options.lanes))
                 for place, position in enumerate(positions):
                     v = eqn.inputs[position]
                     if isinstance(v, Value) and v in materialised and v not in read:
                         read.add(v)
-                        moved += _local_bytes(v, options.operands[place], setting.mesh)
+                        moved += v.nbytes * options.operands[place].share
                 for place, v in enumerate(outputs):
                     if v in materialised:
-                        moved += _local_bytes(v, options.results[place], setting.mesh)
-                flops = rule.flops * rule.points() * options.share
-                dtype = str(outputs[0].dtype)
-                seconds = np.array([
-                    compute_time(setting.kind, flops=f, bytes_moved=b, dtype=dtype, matmul=rule.unit == "matmul")
-                    for f, b in zip(flops, moved, strict=True)
-                ])  # fmt: skip
-                if moved.any():
-                    seconds += setting.kind.launch_overhead
-                for i, lane in enumerate(options.lanes):
-                    for axes in combined_axes(lane_rule, lane, setting.mesh).values():
-                        payload = sum(int(_local_bytes(v, options.results[k][i : i + 1], setting.mesh)[0])
-                                      for k, v in enumerate(outputs))  # fmt: skip
-                        seconds[i] += setting.price("all_reduce", axes, payload)
+                        moved += v.nbytes * options.results[place].share
+                seconds = self._seconds(rule, options.share, moved, str(outputs[0].dtype))
+                if lane_rule.reduced:
+                    for i, lane in enumerate(options.lanes):
+                        for axes in combined_axes(lane_rule, lane, setting.mesh).values():
+                            payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
+                            seconds[i] += setting.price("all_reduce", axes, int(payload))
                 node = self._node(seconds, program.in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 for place, position in enumerate(positions):
                     v = eqn.inputs[position]
                     if isinstance(v, Value):
-                        self.readers[self._slot(program, v)].append(_End(node, options.operands[place], program.in_loop))
+                        end = _End(node, options.operands[place], program.in_loop)
+                        self.readers[self._slot(program, v)].append(end)
                 for place, v in enumerate(outputs):
                     self.makers[self._slot(program, v)] = _End(node, options.results[place], program.in_loop)
+
+    def _seconds(self, rule: Rule, share: Any, moved: Any, dtype: str) -> Any:
+        """`compute_time` of every strategy at once."""
+        kind = self.setting.kind
+        key = (dtype, rule.unit == "matmul")
+        if key not in self._peaks:
+            self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=key[1])
+        traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
+        launch = kind.launch_overhead if moved.any() else 0.0
+        return np.maximum(rule.flops * rule.points() * share * self._peaks[key], traffic) + launch
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""
@@ -271,9 +301,9 @@ class StageProblem:
             if value in kept and (None, kept[value]) in self.makers:
                 continue  # stored as its loop value is
             may_be_partial = source is not None and value not in outputs
-            found: dict[Sharding, None] = dict.fromkeys(source.shardings if source else ())
+            found: dict[Sharding, None] = dict.fromkeys(source.shardings.each if source else ())
             for reader in readers:
-                found.update(dict.fromkeys(reader.shardings))
+                found.update(dict.fromkeys(reader.shardings.each))
             if value in inputs or value in step.constants:
                 found.update(dict.fromkeys(_simple_shardings(value, setting.mesh)))
             candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)]
@@ -289,17 +319,18 @@ class StageProblem:
                 candidates = [replicated]
             else:
                 candidates = [s for s in candidates if setting.limits.allow_layout(value, s)] or [replicated]
+            choices = self._layout_lists.setdefault(tuple(candidates), Shardings.of(candidates, setting.mesh))
             cost = np.zeros(len(candidates))
             here = value in step.constants or value in step.feeds or value is step.microbatch
             if value in inputs:
                 here = setting.placed.home[value] == setting.stage
             if source is None and not here:
-                cost += self._transfer_seconds(value, candidates)
-            self.layouts[slot] = (self._node(cost, value in step.batched), candidates)
+                cost += self._transfer_seconds(value, choices)
+            self.layouts[slot] = (self._node(cost, value in step.batched), choices)
         self._sums = sums
 
-    def _transfer_seconds(self, value: Value, candidates: Sequence[Sharding]) -> Any:
-        return _local_bytes(value, candidates, self.setting.mesh) / self.setting.link_bandwidth
+    def _transfer_seconds(self, value: Value, choices: Shardings) -> Any:
+        return value.nbytes * choices.share / self.setting.link_bandwidth
 
     # Edges.
 
@@ -317,8 +348,8 @@ class StageProblem:
                 self._edge(value, source, reader)
         for value in sent:
             source = self._source((None, value))
-            candidates = [s for s in dict.fromkeys(source.shardings) if not s.partial]
-            candidates = candidates or [Sharding.replicated(len(value.shape))]
+            full = [s for s in dict.fromkeys(source.shardings.each) if not s.partial]
+            candidates = Shardings.of(full or [Sharding.replicated(len(value.shape))], setting.mesh)
             varies = value in step.batched
             node = self._node(self._transfer_seconds(value, candidates), varies)
             self._edge(value, source, _End(node, candidates, varies))
@@ -364,7 +395,9 @@ class StageProblem:
         matrix = self._matrices.get(key)
         if matrix is None:
             itemsize = value.nbytes // max(1, math.prod(value.shape))
-            matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings, target.shardings)
+            matrix = self.setting.resharder.matrix(
+                value.shape, itemsize, source.shardings.each, target.shardings.each
+            )
             self._matrices[key] = matrix
         if matrix.any():
             self.edges.append((source.node, target.node, matrix * self.setting.often(target.in_loop)))
@@ -394,7 +427,7 @@ class StageProblem:
         for slot in dict.fromkeys([*self.layouts, *self.makers]):
             value = slot[1]
             end = self._source(slot)
-            size = _local_bytes(value, end.shardings, setting.mesh)
+            size = value.nbytes * end.shardings.share
             maker = made_in.get(slot)
             if value in stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
@@ -416,12 +449,28 @@ class StageProblem:
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in:
                     end = self._source(slot)
-                    size = _local_bytes(value, end.shardings, setting.mesh)
+                    size = value.nbytes * end.shardings.share
                     self.usages[end.node].append(Usage(live[0], live[-1] + 1, size))
 
 
-def _local_bytes(value: Value, shardings: Iterable[Sharding], mesh: Mesh) -> Any:
-    return np.array([value.nbytes / math.prod(s.tiles(mesh)) for s in shardings])
+def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind, num_devices: int) -> float:
+    """Seconds of one run that no sharding over so many devices can beat: every equation and array cut evenly."""
+    in_memory = _materialised(program, rules)
+    read: set[Value] = set()
+    total = 0.0
+    for eqn in program.equations:
+        rule = rules[eqn.id]
+        moved = sum(v.nbytes for v in eqn.outputs if v in in_memory)
+        fresh = {v for v in eqn.values if v in in_memory} - read
+        read |= fresh
+        moved += sum(v.nbytes for v in fresh)
+        flops = rule.flops * rule.points() / num_devices
+        dtype = str(eqn.outputs[0].dtype)
+        total += compute_time(
+            kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=rule.unit == "matmul"
+        )
+        total += kind.launch_overhead if moved else 0.0
+    return total
 
 
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:

@@ -119,7 +119,7 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
     """Axes over which results must be combined at once, by operation (max, min, ..): no sum can stay partial there."""
     found: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axes, lane, strict=True):
-        if choice >= 0 and (op := rule.reduced.get(choice)) not in (None, "sum"):
+        if choice >= 0 and mesh.axis_size(axis) > 1 and (op := rule.reduced.get(choice)) not in (None, "sum"):
             found[op] = (*found.get(op, ()), axis)
     return found
 

@@ -1,0 +1,86 @@
+"""A step planned, lowered and compiled, with its collectives counted in three places."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar.compiler import Planner, build
+from autopar.cost_model.program import program_cost
+from autopar.ir.local import LocalProgram
+from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+from autopar.ir.method import Method
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import Collective
+from autopar.passes.batch import BatchAnalysis, analyse_batch
+from autopar.passes.batch_axes import resolve_batch_axes
+from autopar.passes.collectives import count_collectives
+from autopar.passes.lower import LoweredStep
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.table import rule_of
+from autopar.runtime.executable import Executable, Source
+from autopar.runtime.hlo import collectives_in_hlo
+from autopar.trace import trace
+
+
+def cluster_of(
+    hosts: int, devices: int, *, memory: int = 2**34, flops: float = 1e8, memory_bandwidth: float = 1e9,
+    link: float = 1e12, network: float = 1e12, latency: float = 1e-9, launch: float = 1e-9,
+) -> Cluster:  # fmt: skip
+    """Equal hosts. By default the devices are so slow and the links so fast that splitting the work always pays.
+
+    memory: bytes. flops: FLOP/s. memory_bandwidth, link, network: bytes/s. latency, launch: s.
+    """
+    kind = DeviceKind("device", memory, memory_bandwidth, {"float32": flops}, 1.0, 1.0, launch, launch)
+    host = Host(kind, devices, Link("link", latency, link))
+    return Cluster("test", (host,) * hosts, Link("network", latency, network))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned:
+    planner: Planner
+    plan: Plan
+    lowered: LoweredStep
+    rules: dict[int, Rule]
+
+    def build(self, devices: Sequence[Any]) -> Executable:
+        return build(self.planner, self.lowered, self.plan.schedule, self.rules, devices, frozenset())
+
+    def priced(self, local: LocalProgram) -> Counter[Collective]:
+        price = self.planner.resharder(local.mesh)[1]
+        kind = self.planner.cluster.kind_of(local.mesh.devices[0])
+        return Counter(program_cost(local, kind, price).collectives)
+
+    def per_step(self, *axes: str) -> dict[str, int]:
+        """Priced payload bytes per step by kind, of the collectives over some of these axes."""
+        found: Counter[str] = Counter()
+        for local in self.lowered.programs:
+            often = self.plan.num_microbatches if local.program.in_loop else 1
+            for collective, count in self.priced(local).items():
+                if set(collective.axes) & set(axes):
+                    found[collective.kind] += collective.payload * count * often
+        return dict(found)
+
+
+def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto") -> BatchAnalysis:
+    graph = trace(step, args, {}, name="step")
+    return analyse_batch(graph, resolve_batch_axes(graph, batch_axes), rule_of)
+
+
+def plan_step(step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int) -> Planned:
+    planner = Planner(analyse(step, *args), cluster, method)
+    plan, lowered = planner.plan(m)
+    return Planned(planner, plan, lowered, {e.id: rule_of(e) for e in lowered.placed.step.equations})
+
+
+def lowered_collectives(source: Source, local: LocalProgram) -> Counter[Collective]:
+    args = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in source.inputs]
+    return Counter(count_collectives(jax.make_jaxpr(source.jitted())(*args), local.mesh))
+
+
+def compiled_collectives(program: Any, local: LocalProgram) -> Counter[Collective]:
+    return Counter(collectives_in_hlo(program.as_text(), local.mesh))

@@ -1,0 +1,163 @@
+"""What was priced is what runs: collectives priced = in the lowered jaxpr = in what XLA compiled, program by program."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import pathlib
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from autopar import compiler, recipes
+from autopar.ir.method import Method
+from autopar.ir.sharding import Collective
+from tests import models
+from tests.planned import Planned, cluster_of, compiled_collectives, lowered_collectives, plan_step
+
+WIDTHS = (32, 64, 64, 16)
+EIGHT = cluster_of(1, 8)
+
+
+def method(shape: tuple[int, ...], data: str, model: str, zero: int) -> Method:
+    """`data` and `model`: the axes, a letter each."""
+    return Method("by hand", 1, None, shape, data_axes=tuple(data), model_axes=tuple(model), zero=zero)
+
+
+METHODS = {
+    "data_parallel-8": recipes.data_parallel(),
+    "data_parallel-2x4": method((2, 4), "xy", "", 0),
+    "tensor_parallel-1x8": recipes.megatron(1, 8, 1, 1),
+    "tensor_parallel-2x4": method((2, 4), "", "xy", 0),
+    "data_and_tensor_parallel-2x4": recipes.megatron(2, 4, 1, 1),
+    "zero_2-8": recipes.zero(2),
+    "zero_3-8": recipes.zero(3),
+    "zero_2-2x4": method((2, 4), "xy", "", 2),
+    "zero_3-2x4": method((2, 4), "xy", "", 3),
+    "zero_2_and_tensor_parallel-2x4": method((2, 4), "x", "y", 2),
+    "zero_3_and_tensor_parallel-2x4": method((2, 4), "x", "y", 3),
+    "free-8": method((8,), "", "", 0),
+    "free-2x4": method((2, 4), "", "", 0),
+}
+
+
+def mlp(optimizer: str) -> tuple[models.Step, Any, Any]:
+    return _step(optimizer, models.mlp_loss, models.mlp_params(WIDTHS), models.mlp_batch(32, WIDTHS))
+
+
+def block(optimizer: str) -> tuple[models.Step, Any, Any]:
+    return _step(optimizer, models.block_loss, models.block_params(32, 8), models.block_batch(16, 8, 32))
+
+
+def _step(optimizer: str, loss: models.Loss, params: Any, batch: Any) -> tuple[models.Step, Any, Any]:
+    if optimizer == "sgd":
+        return models.sgd(loss), models.sgd_state(params), batch
+    return models.adam(loss), models.adam_state(params), batch
+
+
+MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {"mlp": mlp, "block": block}
+
+
+def plan(model: str, optimizer: str, how: Method, m: int) -> Planned:
+    step, state, batch = MODELS[model](optimizer)
+    return plan_step(step, (state, batch), EIGHT, how, m)
+
+
+def agree(planned: Planned, sources: Any, programs: Any) -> None:
+    some = 0
+    for local, source, program in zip(planned.lowered.programs, sources, programs, strict=True):
+        priced = planned.priced(local)
+        assert lowered_collectives(source, local) == priced, local.program.name
+        assert compiled_collectives(program, local) == priced, local.program.name
+        some += len(priced)
+    assert some > 0, "the plan communicates nothing, so that nothing was compared"
+
+
+# Every model and method by default, with either optimizer and either number of microbatches; the others are slow.
+CASES = [
+    pytest.param(
+        model, optimizer, name, m,
+        marks=[] if (optimizer, m) == (("sgd", 1), ("adam", 2))[(i + j) % 2] else [pytest.mark.slow],
+    )
+    for i, model in enumerate(MODELS)
+    for j, name in enumerate(METHODS)
+    for optimizer in ("sgd", "adam")
+    for m in (1, 2)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "optimizer", "name", "m"), CASES)
+def test_priced_is_lowered_is_compiled(model: str, optimizer: str, name: str, m: int) -> None:
+    planned = plan(model, optimizer, METHODS[name], m)
+    executable = planned.build(jax.devices())
+    agree(planned, executable.sources, executable.programs)
+
+
+HAS_CUDA_COMPILER = any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
+
+
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs jax's CUDA plugin (no GPU): pip install jax[cuda12]")
+@pytest.mark.parametrize("name", ["data_parallel-8", "data_and_tensor_parallel-2x4", "zero_2-2x4", "zero_3-8"])
+@pytest.mark.parametrize("model", MODELS)
+def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from jax.experimental import topologies
+
+    target = (pathlib.Path(__file__).parent / "data" / "h100.txtpb").read_text()
+    with contextlib.redirect_stderr(io.StringIO()):
+        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x8", target_config=target)
+    # These devices can be compiled for, but nothing can be put on them.
+    monkeypatch.setattr(compiler, "Executable", lambda sources, wiring: sources)
+    planned = plan(model, "adam", METHODS[name], 2)
+    sources: Any = planned.build(topology.devices)
+    agree(planned, sources, [source.lower().compile() for source in sources])
+
+
+# By hand, in bytes of float32: what is sent, not only that three counts agree.
+LEAVES = [4 * a * b for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)] + [4 * b for b in WIDTHS[1:]]
+LOSS = 4
+
+
+def test_zero_3_gathers_each_parameter_once_and_scatters_each_gradient_once() -> None:
+    planned = plan("mlp", "sgd", recipes.zero(3), 1)
+    (program,) = planned.lowered.programs
+    expected = Counter(Collective("all_gather", ("x",), nbytes) for nbytes in LEAVES)
+    expected += Counter(Collective("reduce_scatter", ("x",), nbytes) for nbytes in LEAVES)
+    expected += Counter([Collective("all_reduce", ("x",), LOSS)])
+    assert planned.priced(program) == expected
+
+
+# --- Gradient synchronisation and microbatches ------------------------------------------------------------------
+
+# Sending a byte takes 1000 times as long as adding it to a sum in memory.
+DEAR_LINKS = cluster_of(1, 8, flops=1e6, link=1e6)
+
+
+def synchronised(how: Method, m: int) -> dict[str, int]:
+    """Bytes per step that the data axis carries, by kind."""
+    step, state, batch = mlp("sgd")
+    return plan_step(step, (state, batch), DEAR_LINKS, how, m).per_step("x")
+
+
+@pytest.mark.parametrize("m", [1, 2, 4])
+def test_gradients_are_synchronised_once_a_step_where_partial_sums_are_accumulated(m: int) -> None:
+    sent = synchronised(recipes.data_parallel(), m)
+    # All-reduced, or, what sends as much, reduce-scattered, updated in pieces and gathered.
+    assert sent["all_reduce"] + sent.get("reduce_scatter", 0) == sum(LEAVES) + LOSS
+    assert sent.get("all_gather", 0) == sent.get("reduce_scatter", 0)
+
+
+def test_with_tensor_parallelism_the_data_axis_carries_as_much_for_any_number_of_microbatches() -> None:
+    once = synchronised(recipes.megatron(2, 4, 1, 1), 1)
+    assert once
+    assert synchronised(recipes.megatron(2, 4, 1, 1), 2) == once
+    assert synchronised(recipes.megatron(2, 4, 1, 1), 4) == once
+
+
+def test_zero_2_pays_for_its_sharded_sums_with_every_microbatch() -> None:
+    """The other strategy, to show that the counts above can tell the two apart."""
+    for m in (2, 4):
+        assert synchronised(recipes.zero(2), m)["reduce_scatter"] == m * sum(LEAVES)

@@ -1,0 +1,457 @@
+"""Bad input: one clear error each, with its type, the argument, the values met and the remedy."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import autopar
+from autopar import recipes
+from autopar.errors import (
+    BatchAxisError,
+    InfeasiblePlanError,
+    MicrobatchError,
+    MissingRuleWarning,
+    PlanError,
+    PlanMismatchError,
+    StateError,
+    StateLostError,
+    TraceError,
+    UserError,
+)
+from autopar.ir.graph import Equation
+from autopar.ir.instructions import Run
+from autopar.passes.rules import table
+from autopar.passes.rules.base import Rule
+
+BATCH, WIDTH = 8, 16
+
+
+def params(width: int = WIDTH) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {name: random.normal(size=(width, width)).astype(np.float32) for name in ("v", "w")}
+
+
+def examples(batch: int = BATCH) -> dict[str, np.ndarray]:
+    return {"x": np.random.default_rng(1).normal(size=(batch, WIDTH)).astype(np.float32)}
+
+
+def mean_square(p: Any, batch: Any) -> jax.Array:
+    return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"]) ** 2)
+
+
+def train_step(p: Any, batch: Any) -> Any:
+    loss, g = jax.value_and_grad(mean_square)(p, batch)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), loss
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), autopar.gather(found), wanted)
+
+
+# The batch.
+
+
+@pytest.mark.parametrize(
+    ("method", "count"),
+    [
+        (recipes.data_parallel(), "1 microbatches × 8 data shards = 8"),
+        (recipes.zero(3, 2), "2 microbatches × 8 data shards = 16"),
+        (recipes.megatron(4, 1, 2, num_microbatches=1), "1 microbatches × 4 data shards = 4"),
+        (recipes.gpipe(2, 3), "3 microbatches × 4 data shards = 12"),
+    ],
+    ids=lambda x: x.name if isinstance(x, autopar.Method) else "",
+)
+def test_batch_that_data_shards_do_not_divide(method: autopar.Method, count: str) -> None:
+    step = autopar.parallelize(train_step, method=method)
+    message = f"method {method.name!r}: the batch of 6 is not divisible by {count}. Use a batch that is a multiple of "
+    with pytest.raises(BatchAxisError, match=re.escape(message)):
+        step.plan(params(), examples(6))
+
+
+def test_batch_that_microbatches_do_not_divide() -> None:
+    step = autopar.parallelize(train_step, num_microbatches=3, devices=jax.devices()[:1])
+    with pytest.raises(
+        BatchAxisError, match=r"^num_microbatches=3 does not divide the batch of 8\. Use a divisor of 8\.$"
+    ):
+        step.plan(params(), examples())
+
+
+def test_no_batch_argument() -> None:
+    with pytest.raises(BatchAxisError) as caught:
+        autopar.parallelize(lambda p: jax.tree.map(jnp.tanh, p)).plan(params())
+    text = "<lambda> has no batch argument: every array argument comes out again as state (2 leaves). Pass batch_axes"
+    assert str(caught.value).startswith(text)
+
+
+# What fits nowhere.
+
+
+def small_cluster(mebibytes: float, devices: int = 8) -> autopar.Cluster:
+    """Devices of an A100's speed with little memory."""
+    cluster = autopar.load_preset("dgx-a100", devices_per_host=devices)
+    kind = dataclasses.replace(cluster.hosts[0].kind, memory=int(mebibytes * 2**20), memory_reserve=0)
+    return dataclasses.replace(cluster, name="small", hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
+
+
+def test_model_that_fits_under_no_plan() -> None:
+    """Two 1024 × 1024 weights are 8 MiB; their gradients another 8: not into two times 3 MiB."""
+    shapes = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("v", "w")}
+    batch = {"x": jax.ShapeDtypeStruct((8, 1024), jnp.float32)}
+    step = autopar.parallelize(train_step, cluster=small_cluster(3, devices=2))
+    with pytest.raises(InfeasiblePlanError) as caught:
+        step.plan(shapes, batch)
+    found = re.fullmatch(
+        r"train_step fits on cluster 'small' under no plan of method 'auto': a stage of layers \d+ to \d+ of \d+ on "
+        r"[12] devices needs at least ([\d.]+) MiB per device, 3\.0 MiB are there\. Use more devices, .*",
+        str(caught.value),
+    )
+    assert found is not None, caught.value
+    assert 4.0 <= float(found[1]) <= 16.0  # half of the weights at the least
+
+
+def test_recipe_that_does_not_fit_says_so() -> None:
+    """Data parallel keeps both weights, 8 MiB, on every device."""
+    shapes = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("v", "w")}
+    batch = {"x": jax.ShapeDtypeStruct((8, 1024), jnp.float32)}
+    step = autopar.parallelize(train_step, cluster=small_cluster(7), method=recipes.data_parallel())
+    with pytest.raises(InfeasiblePlanError, match="under no plan of method 'data_parallel'.* 7.0 MiB are there"):
+        step.plan(shapes, batch)
+
+
+def test_more_stages_than_layers() -> None:
+    step = autopar.parallelize(train_step, method=recipes.gpipe(4, 2), cluster=autopar.load_preset("dgx-a100"))
+    with pytest.raises(PlanError) as caught:
+        step.plan(params(), examples())
+    assert str(caught.value) == (
+        "num_stages=4: the forward pass of train_step has only 2 heavy operations to cut between. Use at most 2 stages."
+    )
+
+
+def test_mesh_that_does_not_match_the_cluster() -> None:
+    step = autopar.parallelize(train_step, method=recipes.megatron(1, 3, 1, 1))
+    with pytest.raises(InfeasiblePlanError, match=re.escape("its mesh shape (1, 3) or number of stages 1 does not")):
+        step.plan(params(), examples())
+
+
+# A plan for something else.
+
+
+@pytest.fixture(scope="module")
+def two_device_plan() -> autopar.Plan:
+    cluster = autopar.cluster_from_devices(jax.devices()[:2])
+    return autopar.parallelize(train_step, method=recipes.data_parallel(), cluster=cluster).plan(params(), examples())
+
+
+def other_step(p: Any, batch: Any) -> Any:
+    loss, g = jax.value_and_grad(lambda p: 2 * mean_square(p, batch))(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), loss
+
+
+def test_plan_for_another_function(two_device_plan: autopar.Plan) -> None:
+    with pytest.raises(PlanMismatchError, match="the plan is for 'train_step' .* but 'other_step' .*: make a plan for"):
+        autopar.parallelize(other_step, method=two_device_plan)(params(), examples())
+
+
+def test_plan_for_other_shapes(two_device_plan: autopar.Plan) -> None:
+    with pytest.raises(PlanMismatchError, match="'train_step' with these shapes has .*: make a plan for this function"):
+        autopar.parallelize(train_step, method=two_device_plan)(params(), examples(16))
+
+
+def test_plan_for_other_devices(two_device_plan: autopar.Plan) -> None:
+    step = autopar.parallelize(train_step, method=two_device_plan, devices=jax.devices()[:1])
+    with pytest.raises(PlanMismatchError, match="^the plan is for 2 devices, there are 1: plan for those there are"):
+        step(params(), examples())
+
+
+def test_plan_for_another_cluster(two_device_plan: autopar.Plan) -> None:
+    step = autopar.parallelize(train_step)
+    with pytest.raises(PlanMismatchError, match="of 2 devices, train_step was given cluster 'dgx-a100' of 8: make a"):
+        step.plan(params(), examples(), method=two_device_plan, cluster=autopar.load_preset("dgx-a100"))
+
+
+def test_cluster_larger_than_this_machine() -> None:
+    step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-a100", num_hosts=2))
+    with pytest.raises(PlanMismatchError, match="^the plan is for 16 devices, there are 8"):
+        step(params(), examples())
+
+
+@pytest.mark.parametrize("method", ["fast", None, 3])
+def test_method_that_is_none(method: Any) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"method={method!r}: pass 'auto', a recipe of autopar.recipes, or a")):
+        autopar.parallelize(train_step, method=method)
+
+
+@pytest.mark.parametrize("number", [0, -1, 1.5, True, "two"])
+def test_number_of_microbatches_that_is_none(number: Any) -> None:
+    with pytest.raises(PlanError, match=re.escape(f"num_microbatches={number!r}: pass 'auto' or an integer of 1 or")):
+        autopar.parallelize(train_step, num_microbatches=number)
+
+
+# Steps that cannot be traced.
+
+
+def printing(p: Any, batch: Any) -> Any:
+    jax.debug.print("loss {}", mean_square(p, batch))
+    return train_step(p, batch)
+
+
+def calling_back(p: Any, batch: Any) -> Any:
+    jax.experimental.io_callback(lambda x: None, None, mean_square(p, batch))
+    return train_step(p, batch)
+
+
+def printing_in_a_branch(p: Any, batch: Any) -> Any:
+    p, loss = train_step(p, batch)
+    jax.lax.cond(loss > 0, lambda: jax.debug.print("high"), lambda: None)
+    return p, loss
+
+
+@pytest.mark.parametrize(
+    ("step", "where"),
+    [(printing, "debug_"), (calling_back, "io_callback"), (printing_in_a_branch, "debug_")],
+    ids=lambda x: getattr(x, "__name__", ""),
+)
+def test_side_effects(step: Any, where: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        autopar.parallelize(step).trace(params(), examples())
+    text = str(caught.value)
+    assert text.startswith(f"{step.__name__} has side effects (")
+    assert re.search(rf"at .*test_errors\.py:\d+:\d+ \({step.__name__}.*\) \({where}\w*\)", text), text
+    assert "A parallelized step must be pure: return the values instead of printing" in text
+
+
+def test_outputs_that_are_no_arrays() -> None:
+    def step(p: Any, batch: Any) -> Any:
+        return *train_step(p, batch), {"note": "done"}
+
+    with pytest.raises(TraceError, match=re.escape("output[2]['note'] of step is 'done' of type str, which is not an")):
+        autopar.parallelize(step).trace(params(), examples())
+
+
+def test_arguments_that_are_no_arrays() -> None:
+    message = "argument batch['x'] of train_step is 'text', which is not an array. Pass arrays or jax.ShapeDtypeStruct"
+    with pytest.raises(TraceError, match=re.escape(message)):
+        autopar.parallelize(train_step)(params(), {"x": "text"})
+
+
+def test_static_argument_that_is_not_hashable() -> None:
+    step = autopar.parallelize(lambda p, batch, sizes: train_step(p, batch), static_argnums=2)
+    with pytest.raises(TraceError, match=re.escape("static argument sizes of <lambda> is [1] of type list, which is not")):
+        step.plan(params(), examples(), [1])
+
+
+# The state.
+
+
+def test_donated_state_used_again() -> None:
+    step = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:2])
+    state, _ = step(params(), examples())
+    newer, _ = step(state, examples())
+    message = "p['v'] was donated to an earlier step and is gone. Use the state that that step returned, or pass donate"
+    with pytest.raises(StateError, match=re.escape(message)):
+        step(state, examples())
+    step(newer, examples())
+
+
+def test_state_that_lies_elsewhere() -> None:
+    one = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:2])
+    two = autopar.parallelize(train_step, method=recipes.zero(3), devices=jax.devices()[:4])
+    state, _ = one(params(), examples())
+    two.compile(params(), examples())
+    with pytest.raises(StateError, match=r"^p\['v'\] lies on 2 devices as .* but the plan keeps it as .* never moved"):
+        two(state, examples())
+    _, loss = two(autopar.gather(state), examples())
+    assert float(loss) == pytest.approx(float(jax.jit(train_step)(autopar.gather(state), examples())[1]), rel=1e-5)
+
+
+class Broken(Exception):
+    """Stands for what a device may raise."""
+
+
+def broken(*args: Any) -> Any:
+    raise Broken
+
+
+@pytest.fixture
+def pipeline() -> Any:
+    """A compiled two-stage pipeline with its state on the devices: (step, executable of the runtime, state)."""
+    step = autopar.parallelize(train_step, method=recipes.gpipe(2, 2), devices=jax.devices()[:2])
+    state, _ = step(params(), examples())
+    return step, step.compile(params(), examples())._runtime, state
+
+
+def test_failure_in_the_backward_pass_leaves_the_state(pipeline: Any) -> None:
+    step, runtime, state = pipeline
+    wanted = jax.jit(train_step)(autopar.gather(state), examples())
+    # The last stage's forward and backward pass are one program, run once for each of two microbatches.
+    first, second = [
+        i.program
+        for i in runtime.wiring.instructions.instructions
+        if isinstance(i, Run) and i.stage == 1 and i.phase.in_loop
+    ]
+    assert first == second
+    runs = iter([runtime._calls[first], broken])
+    call, runtime._calls[first] = runtime._calls[first], lambda *args: next(runs)(*args)
+    with pytest.raises(Broken):
+        step(state, examples())
+    assert next(runs, None) is None
+    runtime._calls[first] = call
+    assert_close(step(state, examples()), wanted)
+
+
+def test_failure_in_the_update_loses_the_state(pipeline: Any) -> None:
+    """Both stages update; the one that comes last finds the other's leaf given away."""
+    step, runtime, state = pipeline
+    updates = [i for i in runtime.wiring.instructions.instructions if isinstance(i, Run) and not i.phase.in_loop]
+    assert {i.stage for i in updates} == {0, 1}
+    runtime._calls[updates[-1].program] = broken
+    with pytest.raises(StateLostError) as caught:
+        step(state, examples())
+    text = "the step failed after p['v'] and 0 more leaves of the state had been given to update programs, so that the"
+    assert str(caught.value).startswith(text)
+    assert "restore it from a checkpoint. With donate_argnums=() a step keeps the old state" in str(caught.value)
+    assert isinstance(caught.value.__cause__, Broken)
+
+
+def test_init_and_follow_need_a_plan() -> None:
+    step = autopar.parallelize(train_step)
+    with pytest.raises(PlanError, match=r"^init: train_step has no plan yet\. Call train_step\.compile\(state, batch\)"):
+        step.init(params)
+    follower = autopar.parallelize(mean_square, follow=step)
+    with pytest.raises(PlanError, match="^follow: train_step has no plan yet, so that mean_square cannot know where"):
+        follower(params(), examples())
+
+
+def test_init_of_something_else() -> None:
+    step = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:1])
+    step.compile(params(), examples())
+    with pytest.raises(PlanError, match="^init: what init_fn returns, .* with 2 leaves, has the structure and shapes of no"):
+        step.init(lambda: params(width=4))
+
+
+def test_executable_called_with_something_else() -> None:
+    executable = autopar.parallelize(train_step, devices=jax.devices()[:1]).compile(params(), examples())
+    with pytest.raises(PlanMismatchError, match=re.escape("compiled for batch['x'] of float32[8, 16], called with float32[4")):
+        executable(params(), examples(4))
+    with pytest.raises(PlanMismatchError, match="^train_step was compiled for arguments of structure .*, called with"):
+        executable(params(), examples()["x"])
+
+
+# Primitives without a rule.
+
+
+def with_loop(p: Any, batch: Any) -> Any:
+    """A while loop over the parameters, as for a spectral norm."""
+
+    def loss(p: Any) -> jax.Array:
+        start = (0, jax.lax.stop_gradient(p["v"]))
+        _, v = jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, c[1] * 0.5), start)
+        return mean_square({"w": p["w"], "v": p["v"] + v}, batch)
+
+    value, g = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
+
+
+@pytest.mark.parametrize(
+    "method",
+    [recipes.data_parallel(), recipes.data_parallel(2), recipes.gpipe(2, 2), recipes.megatron(2, 4, 1, 1)],
+    ids=["data_parallel", "two_microbatches", "pipeline", "megatron"],
+)
+def test_primitive_without_a_rule(method: autopar.Method) -> None:
+    """It runs whole on every device, with one warning that names it and the line."""
+    step = autopar.parallelize(with_loop, method=method)
+    batch = examples(16)
+    with pytest.warns(MissingRuleWarning) as caught:
+        found = step(params(), batch)
+    (warning,) = caught
+    text = str(warning.message)
+    assert text.startswith("no sharding rule for primitive 'while' (from ") and "test_errors.py:" in text
+    assert "its operands are gathered and it runs whole on every device" in text
+    assert "@autopar.register_sharding_rule('while')" in text
+    with warnings.catch_warnings(action="error"):  # once, not at every step
+        again = step(found[0], batch)
+    wanted = jax.jit(with_loop)(params(), batch)
+    assert_close(again, jax.jit(with_loop)(wanted[0], batch))
+
+
+def loop_over_examples(p: Any, batch: Any) -> Any:
+    def loss(p: Any) -> jax.Array:
+        h = batch["x"] @ p["w"]
+        h = jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x), h)
+        return jnp.mean((h @ p["v"]) ** 2)
+
+    value, g = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.MissingRuleWarning")
+def test_primitive_without_a_rule_on_examples() -> None:
+    """A scan forwards and one backwards: eight devices work, two microbatches are refused with the line."""
+    step = autopar.parallelize(loop_over_examples, method=recipes.data_parallel())
+    assert_close(step(params(), examples()), jax.jit(loop_over_examples)(params(), examples()))
+    with pytest.raises(MicrobatchError, match=r"at .*test_errors\.py:\d+:\d+ \(loop_over_examples.*\) \(scan: "):
+        step.plan(params(), examples(16), method=recipes.data_parallel(2))
+
+
+# Rules for users' own primitives.
+
+halve_p = Primitive("halve")
+halve_p.def_impl(lambda x: x / 2)
+halve_p.def_abstract_eval(lambda x: x)
+mlir.register_lowering(halve_p, mlir.lower_fun(lambda x: x / 2, multiple_results=False))
+ad.deflinear(halve_p, lambda t: [halve_p.bind(t)])
+batching.defvectorized(halve_p)
+
+
+def halving(p: Any, batch: Any) -> Any:
+    value, g = jax.value_and_grad(lambda p: mean_square(p, {"x": halve_p.bind(batch["x"] @ p["w"])}))(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
+
+
+@pytest.fixture
+def registered() -> Any:
+    """Takes users' rules away again."""
+    before = dict(table._REGISTERED)
+    yield
+    table._REGISTERED.clear()
+    table._REGISTERED.update(before)
+
+
+def halve_rule(eqn: Equation) -> Rule:
+    sizes = eqn.inputs[0].shape
+    dims = tuple((d,) for d in range(len(sizes)))
+    return Rule(sizes, (dims,), (dims,), linear=(frozenset({0}),))
+
+
+def test_rule_for_a_users_primitive(registered: None) -> None:
+    """Without it there is a warning and no microbatching; with it neither."""
+    with pytest.warns(MissingRuleWarning, match="'halve'"):
+        coupled = autopar.parallelize(halving).trace(params(), examples(16))
+    assert any(e.primitive is halve_p for e in coupled.equations)
+    assert autopar.register_sharding_rule("halve")(halve_rule) is halve_rule
+    step = autopar.parallelize(halving, method=recipes.data_parallel(2))
+    assert_close(step(params(), examples(16)), jax.jit(halving)(params(), examples(16)))
+
+
+def test_rule_that_does_not_fit(registered: None) -> None:
+    @autopar.register_sharding_rule("halve")
+    def too_short(eqn: Equation) -> Rule:
+        return Rule((3,), (((0,),),), (((0,),),))
+
+    with pytest.raises(UserError, match="the sharding rule registered for primitive 'halve' does not fit"):
+        autopar.parallelize(halving).trace(params(), examples())
+
+
+def test_rule_for_no_name() -> None:
+    with pytest.raises(UserError, match="register_sharding_rule takes the name of a primitive"):
+        autopar.register_sharding_rule(halve_rule)  # type: ignore[arg-type]
