@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiler import Planner, build
+from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
 from autopar.errors import PlanError, PlanMismatchError, TraceError
 from autopar.ir.graph import Graph, Value
@@ -25,6 +25,7 @@ from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of, warn_missing
+from autopar.planner import Planner
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
 from autopar.trace import leaf_specs, matching_leaves, trace
@@ -92,6 +93,8 @@ class _Call:
 class Parallelized:
     """A step function that is planned at its first call and then runs on all devices."""
 
+    __name__: str
+
     def __init__(
         self, fun: Callable[..., Any], *, cluster: Cluster | None, method: str | Method | Plan,
         num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int], static_argnames: Sequence[str],
@@ -136,11 +139,11 @@ class Parallelized:
         if cluster is None and method is None:
             if call.key in self._executables:
                 return self._executables[call.key].plan
-            return self._planned(call, analysis)[1]
+            return self._planned(call, analysis)[0]
         chosen = self._method if method is None else _method(method)
         if isinstance(chosen, Plan) and cluster is None:
             cluster = chosen.cluster
-        return self._planned_anew(analysis, cluster or self._own_cluster(), chosen)[1]
+        return self._planned_anew(analysis, cluster or self._own_cluster(), chosen)[0]
 
     def compile(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -251,7 +254,7 @@ class Parallelized:
             return self._method.cluster
         return self._cluster or cluster_from_devices(self._devices)
 
-    def _planned(self, call: _Call, analysis: BatchAnalysis) -> tuple[Planner, Plan, LoweredStep]:
+    def _planned(self, call: _Call, analysis: BatchAnalysis) -> tuple[Plan, LoweredStep]:
         """Where the state lies already; the first time wherever is best."""
         leader = self._leader()
         if leader is None:
@@ -262,12 +265,11 @@ class Parallelized:
         limit = 1 if analysis.couplings else analysis.max_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        plan, lowered = planner.follow([stage.mesh for stage in leader.plan.stages], count)
-        return planner, plan, lowered
+        return planner.follow([stage.mesh for stage in leader.plan.stages], count)
 
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
-    ) -> tuple[Planner, Plan, LoweredStep]:
+    ) -> tuple[Plan, LoweredStep]:
         if isinstance(method, Plan):
             if cluster != method.cluster:
                 raise PlanMismatchError(
@@ -275,15 +277,12 @@ class Parallelized:
                     f"{method.cluster.num_devices} devices, {self._name} was given cluster {cluster.name!r} of "
                     f"{cluster.num_devices}: make a plan for this cluster, or leave out cluster."
                 )
-            planner = Planner(analysis, cluster)
-            plan, lowered, _ = planner.restore(method)
-            return planner, plan, lowered
+            plan, lowered, _ = Planner(analysis, cluster).restore(method)
+            return plan, lowered
         shards = _data_shards(method, cluster.num_devices)
         if shards > 1:
             analysis.check_shards(self._num_microbatches or method.num_microbatches or 1, shards, method.name)
-        planner = Planner(analysis, cluster, method)
-        plan, lowered = planner.plan(self._num_microbatches)
-        return planner, plan, lowered
+        return Planner(analysis, cluster, method).plan(self._num_microbatches)
 
     def _executable(self, call: _Call) -> Executable:
         found = self._executables.get(call.key)
@@ -293,9 +292,9 @@ class Parallelized:
         leader = self._leader()
         devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
         check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
-        planner, plan, lowered = self._planned(call, analysis)
+        plan, lowered = self._planned(call, analysis)
         rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
-        runtime = build(planner, lowered, plan.schedule, rules, devices, self._donated(call, analysis.graph))
+        runtime = build(lowered, plan.schedule, rules, devices, self._donated(call, analysis.graph))
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, devices)
         return self._executables[call.key]
 
@@ -494,5 +493,3 @@ def parallelize(
         donate_argnums=(donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums,
         devices=devices, follow=follow,
     )  # fmt: skip
-
-

@@ -1,18 +1,13 @@
-"""The pipeline: from a traced graph to a plan, and from a plan to an executable; a line a pass.
+"""From a plan to what runs: every program emitted, compiled ahead of time, and wired up for the worker.
+
+The whole pipeline, a line a pass:
 
     trace -> analyse_batch -> split_batch -> cluster_layers -> plan_stages(stage_cost) -> place -> solve -> assemble
-          -> simulate = Plan      ->  emit -> compile = Executable
-
-The stage search asks what a span of layers would cost on a submesh; the answer is the intra-op problem of the
-programs of that span, solved, and remembered for all spans that look alike.
+          -> simulate = Plan      ->  write_instructions -> emit -> compile = Executable
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import hashlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,588 +15,27 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.cost_model.collective import make_collective_pricer, transfer_time
-from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
-from autopar.cost_model.reshard import Resharder, StepPrice, tile_copies
-from autopar.cost_model.timeline import StageTimes, simulate
-from autopar.errors import InfeasiblePlanError, InternalError, PlanError, PlanMismatchError
-from autopar.ir.graph import Equation, Graph, Literal, Phase, StepGraph, Value
-from autopar.ir.local import LocalProgram, Port, StageSharding
-from autopar.ir.mesh import Cluster, DeviceKind, Mesh
-from autopar.ir.method import AUTO, Method
-from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
-from autopar.ir.program import PlacedStep
+from autopar.cost_model.reshard import tile_copies
+from autopar.ir.graph import Graph, Literal, Value
+from autopar.ir.instructions import Run
+from autopar.ir.local import Port
+from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, make_schedule
-from autopar.ir.sharding import Sharding, StepKind
-from autopar.passes.batch import BatchAnalysis, split_batch
-from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
+from autopar.ir.sharding import Sharding
 from autopar.passes.instructions import write_instructions
-from autopar.passes.intra_op.limits import method_limits
-from autopar.passes.intra_op.problem import Infeasible
-from autopar.passes.intra_op.shard import OptionsCache, StageProblem, StageSetting, least_seconds
-from autopar.passes.intra_op.solve import solve
-from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
-from autopar.passes.lower import Crossing, LoweredStep, assemble, emit, partition_spec, port_shape
-from autopar.passes.pipeline import place
+from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_shape
 from autopar.passes.rules.base import Rule
-from autopar.passes.rules.table import rule_of
 from autopar.runtime.executable import Array, Executable, Source, Wiring
 from autopar.runtime.transfer import TileTransfer
 
-_MAX_LAYERS = 16
-# Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
-_SEARCH_SECONDS = 0.3
-_FINAL_SECONDS = 3.0
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layered:
-    """A step graph with its rules and the layers of its forward pass."""
-
-    step: StepGraph
-    rules: Mapping[int, Rule]
-    forward: tuple[Equation, ...]  # forward equations that are placed, in program order
-    layers: tuple[int, ...]  # by forward equation
-    num_layers: int
-
-    def placed(self, cuts: Sequence[int]) -> PlacedStep:
-        """Programs of the pipeline whose stages begin at the layers 0, *cuts."""
-        stage_of_layer = np.zeros(self.num_layers, int)
-        for cut in cuts:
-            stage_of_layer[cut:] += 1
-        stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
-        return place(self.step, stages, len(cuts) + 1, {})
-
-
-class Planner:
-    """Finds a plan for one traced step on one cluster."""
-
-    def __init__(
-        self,
-        analysis: BatchAnalysis,
-        cluster: Cluster,
-        method: Method = AUTO,
-        pinned: Mapping[Value, tuple[int, Sharding]] | None = None,
-        num_layers: int | None = None,
-    ) -> None:
-        self.analysis, self.cluster, self.method = analysis, cluster, method
-        self.graph = analysis.graph
-        self.pinned = dict(pinned or {})
-        self.num_layers = num_layers
-        self.nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
-        self.nearest_where = ""
-        self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
-        self._best_time = math.inf  # seconds per step of the best plan so far
-        self._least: dict[Any, float] = {}
-        self._options: dict[Any, OptionsCache] = {}
-        self._costs: dict[Any, tuple[StageCost | None, bool]] = {}
-        self._placed: dict[Any, PlacedStep] = {}
-        self._signatures: dict[Any, str] = {}
-
-    # The search.
-
-    def plan(self, num_microbatches: int | None = None) -> tuple[Plan, LoweredStep]:
-        """The best plan found and its programs.
-
-        Raises:
-          InfeasiblePlanError: nothing fits; says what is missing where.
-        """
-        method = self.method
-        fixed = num_microbatches if num_microbatches is not None else method.num_microbatches
-        best: tuple[Plan, LoweredStep] | None = None
-        for m, stages in self._candidates(fixed):
-            found = self._plan_for(m, stages)
-            if found is not None and found[0].step_time < self._best_time:
-                best = found
-                self._best_time = found[0].step_time
-        if best is None:
-            raise self._infeasible()
-        return best
-
-    def _candidates(self, fixed: int | None) -> list[tuple[int, int | None]]:
-        """Numbers of microbatches, each with a fixed number of stages or None, to search over.
-
-        What is likely to be good comes first: a stage that cannot be part of a better plan is not solved any more.
-        """
-        stages = self.method.num_stages
-        if fixed is not None:
-            self.analysis.check(fixed)
-            return [(fixed, stages)]
-        limit = 1 if self.analysis.couplings else self.analysis.max_microbatches
-        devices = self.cluster.num_devices
-        divisors = [m for m in range(2, limit + 1) if limit % m == 0]
-        found: list[tuple[int, int | None]] = []
-        if stages in (None, 1):
-            found.append((1, 1))
-        if devices > 1 and stages != 1:
-            powers = [m for m in divisors if m & (m - 1) == 0 and m <= 8 * devices] or divisors
-            hosts = len(self.cluster.hosts)
-            if stages is None and 1 < hosts <= _MAX_LAYERS:
-                found += [(m, hosts) for m in powers[-1:]]
-            found += [(m, stages) for m in powers[-2:][::-1]]
-            if stages is not None:
-                found.append((1, stages))
-        return found
-
-    def _infeasible(self) -> InfeasiblePlanError:
-        if self.nearest is None:
-            return InfeasiblePlanError(
-                f"method {self.method.name!r} has no plan for {self.graph.name} on cluster {self.cluster.name!r} "
-                f"({self.cluster.num_devices} devices): its mesh shape {self.method.mesh_shape} or number of stages "
-                f"{self.method.num_stages} does not match the cluster."
-            )
-        limit = self.nearest.limit or 0.0
-        return InfeasiblePlanError(
-            f"{self.graph.name} fits on cluster {self.cluster.name!r} under no plan of method {self.method.name!r}: "
-            f"{self.nearest_where} needs at least {self.nearest.smallest_peak / 2**20:.1f} MiB per device, "
-            f"{limit / 2**20:.1f} MiB are there. Use more devices, devices with more memory, a smaller batch, more "
-            "microbatches, or jax.checkpoint in the model."
-        )
-
-    def _plan_for(self, m: int, num_stages: int | None) -> tuple[Plan, LoweredStep] | None:
-        layered = self.layered(m)
-        schedule: ScheduleName = self.method.schedule or "1f1b"
-        cost = functools.partial(self._stage_cost, layered, schedule)
-        search = functools.partial(plan_stages, layered.num_layers, self.cluster, cost, m, schedule)
-        if num_stages == 1 or self.method.mesh_shape is not None:
-            found = search(num_stages=num_stages, meshes=self._meshes)
-        else:
-            # Groups of devices are chosen with one-dimensional meshes, then all logical shapes of those are tried:
-            # shapes change a stage's cost far less than the number of its devices does.
-            found = search(num_stages=num_stages, meshes=self._flat_meshes)
-            if found is not None:
-                groups = {(c.mesh.devices[0], c.mesh.size) for c in found.stages}
-                found = search(
-                    num_stages=len(found.stages),
-                    meshes=lambda cluster, start, size: (
-                        self._meshes(cluster, start, size) if (start, size) in groups else ()
-                    ),
-                )
-        if found is None:
-            return None
-        placed = layered.placed([choice.span[0] for choice in found.stages[1:]])
-        return self.finish(layered, placed, [choice.mesh for choice in found.stages], schedule)
-
-    def _flat_meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
-        return tuple(mesh for mesh in self._meshes(cluster, start, size) if len(mesh.shape) == 1)
-
-    def _meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
-        shape = self.method.mesh_shape
-        meshes = candidate_meshes(cluster, start, size)
-        if shape is None:
-            return meshes
-        if shape == (-1,):
-            shape = (size,)
-        if math.prod(shape) != size or not meshes:
-            return ()
-        return (Mesh(meshes[0].devices, shape, ("x", "y", "z")[: len(shape)]),)
-
-    @functools.cache  # noqa: B019 - a planner lives as long as one call
-    def layered(self, m: int) -> Layered:
-        """The step in microbatches, with its forward pass in layers."""
-        step = split_batch(self.analysis, m)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
-
-        def flops(eqn: Equation) -> float:
-            rule = rules[eqn.id]
-            return rule.flops * rule.points() if rule.unit == "matmul" else 0.0
-
-        wanted = self.method.num_stages or 1
-        if wanted == 1 and self.cluster.num_devices == 1 or not forward:
-            return Layered(step, rules, forward, (0,) * len(forward), 1)
-        heavy = int(heavy_equations(np.array([flops(e) for e in forward])).sum())
-        if wanted > max(1, heavy):
-            raise PlanError(
-                f"num_stages={wanted}: the forward pass of {self.graph.name} has only {heavy} heavy operations to "
-                f"cut between. Use at most {max(1, heavy)} stages."
-            )
-        number = self.num_layers or max(wanted, default_num_layers(forward, flops, _MAX_LAYERS))
-        number = min(number, max(1, heavy))
-        if number == 1:
-            return Layered(step, rules, forward, (0,) * len(forward), 1)
-        layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
-        return Layered(step, rules, forward, layers, number)
-
-    # Stages.
-
-    def _stage_cost(
-        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
-    ) -> StageCost | None:
-        """What a span of layers costs on a mesh, whatever the other stages are; spans that look alike are solved once."""
-        start, stop = span
-        m = layered.step.num_microbatches
-        if m > 1 and span == (0, layered.num_layers) and self._best_time < math.inf:
-            return None  # one stage that fits with one microbatch gains nothing from several
-        placed = self._span_placed(layered, start, stop)
-        stage = 1 if start > 0 else 0
-        if self._least_seconds(layered, placed, stage, mesh) * m >= self._best_time:
-            return None  # the slowest stage alone would take longer than the best plan
-        place = (self._signature(placed, stage), mesh.shape, self._surroundings(mesh))
-        # Where memory binds for no number of microbatches in flight, the cost is the same for all of them.
-        most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
-        for asked in (most, in_flight):
-            key = (*place, asked)
-            if key not in self._costs:
-                self._costs[key] = self._solve_cost(layered, placed, stage, mesh, asked, span, asked == in_flight)
-            cost, binds = self._costs[key]
-            if not binds:
-                break
-        return cost
-
-    def _least_seconds(self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh) -> float:
-        """Seconds per microbatch of a stage that no sharding can beat."""
-        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
-        key = (placed, stage, mesh.size, tuple(kinds))
-        if key not in self._least:
-            self._least[key] = sum(
-                min(least_seconds(program, layered.rules, kind, mesh.size) for kind in kinds.values())
-                for program in placed.programs
-                if program.stage == stage and program.in_loop
-            )
-        return self._least[key]
-
-    def _solve_cost(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, span: tuple[int, int],
-        wanted: bool,
-    ) -> tuple[StageCost | None, bool]:  # fmt: skip
-        """The cost, None if it does not fit, and whether the memory limit could bind; if so, only if `wanted`."""
-        stage_problem = self._stage_problem(layered, placed, stage, mesh, in_flight)
-        problem = stage_problem.problem()
-        binds = problem.limit is not None
-        if binds and not wanted:
-            return None, True
-        try:
-            solution = solve(problem, seconds=_SEARCH_SECONDS)
-        except Infeasible as error:
-            where = f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
-            self._note_infeasible(error, where)
-            return None, True
-        loop = stage_problem.loop_seconds(solution)
-        once = max(0.0, solution.cost - loop)
-        return StageCost(loop / placed.step.num_microbatches, once, solution.peak), binds
-
-    def _note_infeasible(self, error: Infeasible, where: str) -> None:
-        if self.nearest is None or error.smallest_peak < self.nearest.smallest_peak:
-            self.nearest, self.nearest_where = error, where
-
-    def _span_placed(self, layered: Layered, start: int, stop: int) -> PlacedStep:
-        """The pipeline of what comes before a span, the span, and what comes after it."""
-        key = (layered, start, stop)
-        if key not in self._placed:
-            self._placed[key] = layered.placed(sorted({start, stop} - {0, layered.num_layers}))
-        return self._placed[key]
-
-    def _signature(self, placed: PlacedStep, stage: int) -> str:
-        """Equal for stages whose programs are alike: equations, shapes, and what crosses their borders."""
-        key = (placed, stage)
-        if key not in self._signatures:
-            self._signatures[key] = _digest(placed, stage, self.pinned)
-        return self._signatures[key]
-
-    def _stage_problem(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
-    ) -> StageProblem:
-        """The sharding problem of one stage on a mesh."""
-        kind = self._kind(mesh)
-        resharder, price = self.resharder(mesh)
-        limits = method_limits(self.method, layered.step, layered.rules, mesh)
-        limits = dataclasses.replace(limits, pinned={v: s for v, (at, s) in self.pinned.items() if at == stage})
-        setting = StageSetting(
-            placed, stage, mesh, kind, resharder, price, self._link_bandwidth(mesh), in_flight, layered.rules, limits,
-            float(kind.memory - kind.memory_reserve), self._options.setdefault((mesh.shape, mesh.axes), {}),
-        )  # fmt: skip
-        return StageProblem(setting)
-
-    def resharder(self, mesh: Mesh) -> tuple[Resharder, StepPrice]:
-        """Prices of communication on a mesh; local steps cost their memory traffic."""
-        if mesh not in self._resharders:
-            collective = make_collective_pricer(self.cluster, mesh)
-            kind = self._kind(mesh)
-            bandwidth = kind.memory_bandwidth * kind.memory_efficiency
-
-            def price(step: StepKind, axes: tuple[str, ...], payload: int) -> float:
-                if step in ("slice", "mask"):
-                    return payload / bandwidth + kind.launch_overhead / 10
-                return collective(step, axes, payload) + kind.launch_overhead
-
-            self._resharders[mesh] = (Resharder(mesh, price), price)
-        return self._resharders[mesh]
-
-    def _kind(self, mesh: Mesh) -> DeviceKind:
-        """The slowest, smallest kind in the mesh decides."""
-        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
-        return min(kinds.values(), key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
-
-    def _link_bandwidth(self, mesh: Mesh) -> float:
-        """To the neighbouring stages: the network's where the mesh ends at a host's border."""
-        slowest = self.cluster.hosts[self.cluster.host_of(mesh.devices[0])].link.bandwidth
-        first, last = min(mesh.devices), max(mesh.devices)
-        for here, there in ((first, first - 1), (last, last + 1)):
-            if 0 <= there < self.cluster.num_devices and self.cluster.host_of(here) != self.cluster.host_of(there):
-                slowest = min(slowest, self.cluster.network.bandwidth)
-        return slowest
-
-    def _surroundings(self, mesh: Mesh) -> tuple[Any, ...]:
-        """What of a mesh's position matters: which of its devices share a host, their kind, the links outwards."""
-        hosts = [self.cluster.host_of(d) for d in mesh.devices]
-        links = tuple(self.cluster.hosts[h].link for h in dict.fromkeys(hosts))
-        return (tuple(h - hosts[0] for h in hosts), self._kind(mesh).name, links, self._link_bandwidth(mesh))
-
-    # From decisions to a plan.
-
-    def finish(
-        self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName
-    ) -> tuple[Plan, LoweredStep] | None:
-        """Solve the chosen stages as they really are, lower them and price what will run."""
-        rows = make_schedule(schedule, placed.num_stages, layered.step.num_microbatches)
-        shardings, objective, bound = [], 0.0, 0.0
-        for stage, mesh in enumerate(meshes):
-            try:
-                problem = self._stage_problem(layered, placed, stage, mesh, rows.in_flight(stage))
-                solution = solve(problem.problem(), seconds=_FINAL_SECONDS)
-            except Infeasible as error:
-                self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
-                return None
-            shardings.append(problem.read(solution))
-            objective += solution.cost
-            bound += solution.lower_bound
-        lowered = self.lower(layered, placed, shardings)
-        gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
-        return self.price(layered, lowered, schedule, bound, gap), lowered
-
-    def follow(self, meshes: Sequence[Mesh], num_microbatches: int) -> tuple[Plan, LoweredStep]:
-        """Plan where the pinned inputs lie: no stage search, an equation goes where its parameters are."""
-        self.analysis.check(num_microbatches)
-        step = split_batch(self.analysis, num_microbatches)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        homes = {v: stage for v, (stage, _) in self.pinned.items()}
-        at: dict[Value, int] = dict(homes)
-        stages: dict[int, int] = {}
-        for eqn in step.equations:
-            stage = max((at[v] for v in eqn.values if v in at), default=0)
-            if eqn.phase is Phase.FORWARD or eqn.id in step.replicable:
-                at.update(dict.fromkeys(eqn.outputs, stage))
-            if eqn.phase is Phase.FORWARD and eqn.id not in step.replicable:
-                stages[eqn.id] = stage
-        placed = place(step, stages, len(meshes), homes)
-        forward = tuple(e for e in step.equations if e.id in stages)
-        layered = Layered(step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
-        found = self.finish(layered, placed, meshes, self.method.schedule or "1f1b")
-        if found is None:
-            raise self._infeasible()
-        return found
-
-    def restore(self, plan: Plan) -> tuple[Plan, LoweredStep, Layered]:
-        """The programs of a plan that was made before, priced anew.
-
-        Raises:
-          PlanMismatchError: the plan is for another function, other shapes or another version of the rules.
-        """
-        if plan.fingerprint != self.graph.fingerprint:
-            raise PlanMismatchError(
-                f"the plan is for {plan.function!r} with fingerprint {plan.fingerprint}, but {self.graph.name!r} with "
-                f"these shapes has {self.graph.fingerprint}: make a plan for this function and these shapes."
-            )
-        step = split_batch(self.analysis, plan.num_microbatches)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
-        layers = tuple(
-            next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
-            for i in range(len(forward))
-        )
-        layered = Layered(step, rules, forward, layers, len(plan.stages))
-        placed = layered.placed(range(1, len(plan.stages)))
-        values = {v.id: v for v in _all_values(placed)}
-        try:
-            shardings = [
-                StageSharding(
-                    stage.mesh, stage.strategies, {(p, values[v]): s for (p, v), s in stage.layouts.items()},
-                    stage.forward, plan.lower_bound,
-                )
-                for stage in plan.stages
-            ]  # fmt: skip
-            lowered = self.lower(layered, placed, shardings)
-        except (KeyError, InternalError, IndexError) as error:
-            raise PlanMismatchError(
-                f"the plan for {plan.function!r} does not cover the programs of this step ({error!r}): it was edited "
-                "inconsistently, or made by another version of autopar or JAX. Make it again."
-            ) from error
-        fresh = self.price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
-        spans = [stage.layers for stage in plan.stages]
-        stages = tuple(dataclasses.replace(s, layers=span) for s, span in zip(fresh.stages, spans, strict=True))
-        return dataclasses.replace(fresh, method=plan.method, stages=stages), lowered, layered
-
-    def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
-        resharders = [self.resharder(s.mesh)[0] for s in shardings]
-        return assemble(
-            placed, shardings, layered.rules, resharders, lambda a, b, n: transfer_time(self.cluster, a, b, n)
-        )
-
-    def price(
-        self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float
-    ) -> Plan:
-        """The plan of a lowered step: every program and transfer priced, the schedule played in simulated time."""
-        placed, step = lowered.placed, layered.step
-        m = step.num_microbatches
-        rows = make_schedule(schedule, placed.num_stages, m)
-        costs = [
-            program_cost(local, self._kind(local.mesh), self.resharder(local.mesh)[1]) for local in lowered.programs
-        ]
-
-        def seconds(stage: int, *phases: Phase) -> float:
-            found = 0.0
-            for local, cost in zip(lowered.programs, costs, strict=True):
-                if local.program.stage == stage and local.program.phase in phases:
-                    found += cost.seconds + self._kind(local.mesh).dispatch_overhead
-            return found
-
-        times = [
-            StageTimes(
-                seconds(s, Phase.FORWARD), seconds(s, Phase.BACKWARD), seconds(s, Phase.PROLOGUE), seconds(s, Phase.UPDATE)
-            )
-            for s in range(placed.num_stages)
-        ]
-        transfers: dict[tuple[int, int, Phase], float] = {}
-        for crossing in lowered.crossings:
-            phase = _crossing_phase(crossing.value, placed)
-            key = (crossing.source, crossing.target, phase)
-            transfers[key] = transfers.get(key, 0.0) + crossing.plan.seconds
-        timeline = simulate(rows, times, transfers)
-        stages = []
-        placed_at = {e.id: p.stage for p in placed.programs for e in p.equations}
-        at_stage = [placed_at[e.id] for e in layered.forward]
-        for index in range(placed.num_stages):
-            mesh = lowered.shardings[index].mesh
-            mine = [(p, c) for p, c in zip(lowered.programs, costs, strict=True) if p.program.stage == index]
-            often = [m if p.program.in_loop else 1 for p, _ in mine]
-            chosen = [i for i, stage in enumerate(at_stage) if stage == index]
-            mine_layers = [layered.layers[i] for i in chosen]
-            span = (min(mine_layers), max(mine_layers) + 1) if chosen else (0, 0)
-            sharding = lowered.shardings[index]
-            stages.append(
-                StagePlan(
-                    mesh, span, (chosen[0], chosen[-1] + 1) if chosen else (0, 0), sharding.strategies,
-                    {(p, v.id): s for (p, v), s in sharding.layouts.items()},
-                    times[index].forward, times[index].backward, times[index].prologue + times[index].update,
-                    sum(c.compute * n for (_, c), n in zip(mine, often, strict=True)),
-                    sum(c.communication * n for (_, c), n in zip(mine, often, strict=True)),
-                    self._memory(lowered, index, mine, rows.in_flight(index)),
-                )  # fmt: skip
-            )
-        flops = sum(
-            c.flops * p.mesh.size * (m if p.program.in_loop else 1)
-            for p, c in zip(lowered.programs, costs, strict=True)
-        )
-        return Plan(
-            self.graph.name, self.graph.fingerprint, self.method.name, self.cluster, m, self.analysis.batch_size,
-            schedule, tuple(stages), self._leaves(lowered), timeline.makespan, timeline.bubble_fraction, flops, bound, gap,
-        )  # fmt: skip
-
-    def _memory(
-        self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]], in_flight: int
-    ) -> StageMemory:
-        step = lowered.placed.step
-        mesh = lowered.shardings[stage].mesh
-        stored = {p for v, p in lowered.homes.items() if lowered.placed.home[v] == stage and v not in step.feeds}
-        batch = {source for source, _ in step.feeds.values()}
-        sums = set(step.accumulate.values())
-        inputs = set(step.graph.inputs) | set(step.constants)
-        state = {p for p in stored if p.value not in batch}
-        gradients: set[Port] = set()
-        held: dict[Port, int] = {}
-        temporaries = 0
-        for local, cost in mine:
-            copies = in_flight if local.program.in_loop else 1
-            fresh = 0
-            renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
-            in_place = {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
-            for port in local.inputs:
-                if port.value in sums:
-                    gradients.add(port)
-                elif port.value in inputs and port.value not in step.feeds:
-                    state.add(port)
-                else:
-                    held[port] = max(held.get(port, 0), copies)
-            for port in local.outputs:
-                if port.value in sums or port in held or port.value in in_place:
-                    continue
-                fresh += port_bytes(port, mesh)
-            temporaries = max(temporaries, cost.temporaries + fresh)
-        kind = self._kind(mesh)
-        return StageMemory(
-            sum(port_bytes(p, mesh) for p in state), sum(port_bytes(p, mesh) for p in gradients),
-            sum(port_bytes(p, mesh) * n for p, n in held.items()), temporaries, kind.memory - kind.memory_reserve,
-        )  # fmt: skip
-
-    def _leaves(self, lowered: LoweredStep) -> tuple[LeafPlan, ...]:
-        graph = self.graph
-        carried = set(graph.carried.values())
-        found = []
-        for i, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
-            batch = self.analysis.states[value].batch
-            port = lowered.homes[value]
-            found.append(
-                LeafPlan(
-                    path, value.shape, str(value.dtype), lowered.placed.home[value], port.sharding, i in carried,
-                    batch.dim if batch else None,
-                )  # fmt: skip
-            )
-        return tuple(found)
-
-
-def _crossing_phase(value: Value, placed: PlacedStep) -> Phase:
-    """When a value crosses: with each microbatch, or before or after the loop."""
-    step = placed.step
-    if value in step.graph.inputs:
-        return Phase.PROLOGUE
-    if value in placed.producer and value in step.batched:
-        phase = placed.programs[placed.producer[value]].phase
-        backward = {v for e in step.equations if e.phase is Phase.BACKWARD for v in e.outputs}
-        return Phase.BACKWARD if phase is Phase.BACKWARD or value in backward else Phase.FORWARD
-    if value in placed.producer and placed.programs[placed.producer[value]].phase is Phase.PROLOGUE:
-        return Phase.PROLOGUE
-    return Phase.UPDATE
-
-
-def _digest(placed: PlacedStep, stage: int, pinned: Mapping[Value, Any]) -> str:
-    numbers: dict[Value, int] = {}
-    step = placed.step
-    outputs = {v for v in step.outputs if isinstance(v, Value)}
-    inputs = set(step.graph.inputs)
-
-    def name(v: Value | Literal) -> str:
-        if isinstance(v, Literal):
-            return "literal"
-        if v in numbers:
-            return str(numbers[v])
-        numbers[v] = len(numbers)
-        kind = "input" if v in inputs else ("sum" if v in placed.producer and v not in step.batched else "")
-        if v in inputs and placed.home[v] != stage:
-            kind = "remote input"
-        return f"{numbers[v]}:{v.shape}:{v.dtype}:{kind}:{v in outputs}:{pinned.get(v)}"
-
-    digest = hashlib.sha256(str(step.num_microbatches).encode())
-    for program in placed.programs:
-        if program.stage == stage:
-            digest.update(program.phase.value.encode())
-            for eqn in program.equations:
-                ins, outs = " ".join(map(name, eqn.inputs)), " ".join(map(name, eqn.outputs))
-                params = " ".join(f"{k}={v}" for k, v in eqn.params.items() if not callable(v) and k != "update_jaxpr")
-                digest.update(f"{eqn.primitive.name} {ins} -> {outs} {params}\n".encode())
-            digest.update(" ".join(map(name, program.inputs)).encode())
-            digest.update(" ".join(map(name, program.outputs)).encode())
-            for total_of in program.outputs:
-                if total_of in step.accumulate:
-                    digest.update(name(step.accumulate[total_of]).encode())
-    return digest.hexdigest()
-
-
-# From a plan to what runs.
-
-
-def build(planner: Planner, lowered: LoweredStep, schedule: ScheduleName, rules: Mapping[int, Rule],
-          devices: Sequence[jax.Device], donate: frozenset[int]) -> Executable:  # fmt: skip
+def build(
+    lowered: LoweredStep,
+    schedule: ScheduleName,
+    rules: Mapping[int, Rule],
+    devices: Sequence[jax.Device],
+    donate: frozenset[int],
+) -> Executable:
     """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`."""
     placed, step = lowered.placed, lowered.placed.step
     graph = step.graph
@@ -612,10 +46,8 @@ def build(planner: Planner, lowered: LoweredStep, schedule: ScheduleName, rules:
         return Array(port_shape(port, lowered.shardings[stage].mesh), port.value.dtype, sharding)
 
     given = frozenset(graph.inputs[i] for i in donate)
-    instructions = write_instructions(
-        lowered, make_schedule(schedule, placed.num_stages, step.num_microbatches), given
-    )
-    donated = {i.program: i.donated for i in instructions.instructions if hasattr(i, "donated")}
+    instructions = write_instructions(lowered, make_schedule(schedule, placed.num_stages, step.num_microbatches), given)
+    donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
     sources = [
         Source(
             local.program.name, emit(local, rules), tuple(array(local.program.stage, p) for p in local.inputs),
@@ -630,31 +62,25 @@ def build(planner: Planner, lowered: LoweredStep, schedule: ScheduleName, rules:
         feeds[register] = (index_of[source], batch, microbatch, array(stage, port))
     read = {v for p in placed.programs for v in p.inputs}
     homes = {v: array(placed.home[v], port) for v, port in lowered.homes.items() if v in read and v not in step.feeds}
-    transfers = []
-    for crossing in lowered.crossings:
-        target = array(crossing.target, Port(crossing.value, crossing.plan.received))
-        transfers.append(TileTransfer(crossing_copies(lowered, crossing), crossing.value.shape, target.sharding))
-    results: list[Callable[[Sequence[Any]], Any] | None] = []
-    for out, register in zip(step.outputs, instructions.results, strict=True):
-        results.append(None if register is not None else _passed_through(out, graph))
+    transfers = tuple(
+        TileTransfer(
+            crossing_copies(lowered, crossing), crossing.value.shape,
+            array(crossing.target, Port(crossing.value, crossing.plan.received)).sharding,
+        )
+        for crossing in lowered.crossings
+    )  # fmt: skip
+    results = tuple(
+        None if held is not None else _passed_through(out, graph)
+        for out, held in zip(step.outputs, instructions.results, strict=True)
+    )
     wiring = Wiring(
         instructions, step.num_microbatches, graph.inputs, graph.input_paths, homes, feeds,
         {r: (step.constants[v], array(s, p)) for (v, s), (r, p) in instructions.constants.items()},
         {r: (i, array(s, Port(step.microbatch, Sharding(())))) for (s, i), r in instructions.microbatch.items()},
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},
-        tuple(transfers), tuple(results), donate,
+        transfers, results, donate,
     )  # fmt: skip
     return Executable(sources, wiring)
-
-
-def _all_values(placed: PlacedStep) -> list[Value]:
-    step = placed.step
-    found = [*step.graph.inputs, *step.constants, step.microbatch, *step.accumulate.values()]
-    found += [v for pieces in step.keep.values() for v in pieces]
-    for program in placed.programs:
-        found += program.inputs
-        found += [v for e in program.equations for v in e.outputs]
-    return found
 
 
 def _device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:

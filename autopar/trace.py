@@ -139,9 +139,7 @@ def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, int]]:
         level = below
 
 
-def matching_leaves(
-    in_tree: Any, ins: Sequence[LeafSpec], out_tree: Any, outs: Sequence[LeafSpec]
-) -> dict[int, int]:
+def matching_leaves(in_tree: Any, ins: Sequence[LeafSpec], out_tree: Any, outs: Sequence[LeafSpec]) -> dict[int, int]:
     """Output leaf -> input leaf it replaces: the largest argument subtrees that come out with the same structure.
 
     `in_tree` is the structure of (args, kwargs). A bare array is taken for state only at the top: argument i against

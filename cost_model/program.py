@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 
 from autopar.cost_model.compute import compute_time
 from autopar.cost_model.reshard import StepPrice, step_axes, step_payload, step_result
@@ -35,6 +34,7 @@ def local_bytes(value: Value, sharding: Sharding, mesh: Mesh) -> int:
 
 
 def port_bytes(port: Port, mesh: Mesh) -> int:
+    """Bytes of one device's piece of what crosses a program's border."""
     return local_bytes(port.value, port.sharding, mesh)
 
 
@@ -80,7 +80,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
 
 
 def materialised(local: LocalProgram) -> set[Value]:
-    """Values that go through memory: what crosses the border, and what a kernel that cannot be fused reads or writes."""
+    """Values that go through memory: what crosses the border, and what kernels that cannot be fused read or write."""
     found = {p.value for p in (*local.inputs, *local.outputs)}
     for op in local.ops:
         if isinstance(op, Compute):
@@ -127,47 +127,3 @@ def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
         now += change
         most = max(most, now)
     return most
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryUse:
-    """Bytes on one device of a stage at its peak, by kind."""
-
-    state: int  # leaves stored here, and copies of leaves stored elsewhere
-    gradients: int  # running sums
-    activations: int  # values held between programs, times the microbatches in flight
-    temporaries: int  # inside the hungriest program
-
-    @property
-    def total(self) -> int:
-        return self.state + self.gradients + self.activations + self.temporaries
-
-
-def stage_memory(
-    programs: Mapping[int, LocalProgram], costs: Mapping[int, ProgramCost], inputs: set[Value], sums: set[Value],
-    in_flight: int, mesh: Mesh, stored: set[Port],
-) -> MemoryUse:  # fmt: skip
-    """Peak of one stage; `programs` and `costs` by position, `stored` are the leaves at home, `inputs` the graph's."""
-    state = set(stored)
-    gradients: set[Port] = set()
-    held: dict[Port, int] = {}
-    peak = 0
-    for index, local in programs.items():
-        copies = in_flight if local.program.in_loop else 1
-        fresh = 0
-        for port in (*local.inputs, *local.outputs):
-            if port.value in sums:
-                gradients.add(port)
-            elif port.value in inputs:
-                state.add(port)
-            elif port in local.inputs:
-                held[port] = max(held.get(port, 0), copies)
-            else:
-                fresh += port_bytes(port, mesh)
-        peak = max(peak, costs[index].temporaries + fresh)
-    return MemoryUse(
-        sum(port_bytes(p, mesh) for p in state),
-        sum(port_bytes(p, mesh) for p in gradients),
-        sum(port_bytes(p, mesh) * copies for p, copies in held.items()),
-        peak,
-    )

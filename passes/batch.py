@@ -603,9 +603,7 @@ class _Splitter:
 
         return self._trace(emit, [*operands, self.microbatch], self._loop_phase(eqn, operands), eqn.source)
 
-    def _trace(
-        self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str
-    ) -> list[Operand]:
+    def _trace(self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
         closed, values = trace_emission(fun, operands)
         first = len(self.builder.equations)
         results = self.builder.inline(closed.jaxpr, closed.consts, values, source=source, phase=phase)

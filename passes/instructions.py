@@ -78,9 +78,7 @@ class _Writer:
             if not moved:
                 stuck = [queue[head] for head, queue in zip(heads, queues, strict=True) if head < len(queue)]
                 raise InternalError(f"the schedule cannot go on: every stage waits ({stuck})")
-        results: list[Register | None] = []
-        for result in self.lowered.results:
-            results.append(None if result is None else self._register(result[0], result[1], None))
+        results = [None if r is None else self._register(r[0], r[1], None) for r in self.lowered.results]
         return InstructionList(
             tuple(self._with_frees({r for r in results if r is not None})), len(self.numbers), self.leaves,
             self.feeds, self.constants, self.microbatch, self.sums, tuple(results),
@@ -121,9 +119,7 @@ class _Writer:
             return False
         outputs = [self._register(stage, port, microbatch) for port in local.outputs]
         donated = self._donated(local, inputs)
-        self.instructions.append(
-            Run(stage, index, local.program.phase, tuple(inputs), tuple(outputs), donated)
-        )
+        self.instructions.append(Run(stage, index, local.program.phase, tuple(inputs), tuple(outputs), donated))
         self.ready.update(outputs)
         for number, crossing in enumerate(self.lowered.crossings):
             if crossing.source == stage and crossing.value not in self.totals and crossing.value not in self.kept:
@@ -144,11 +140,13 @@ class _Writer:
                 renewed[self.step.graph.inputs[i]] = result[1]
         found = []
         for position, port in enumerate(local.inputs):
-            if port.value in self.totals and local.program.in_loop:
+            if (port.value in self.totals and local.program.in_loop) or (
+                port.value in self.donate
+                and port == self.lowered.homes.get(port.value)
+                and renewed.get(port.value) in local.outputs
+                and not self._read_after(local, port)
+            ):
                 found.append(position)
-            elif port.value in self.donate and port == self.lowered.homes.get(port.value):
-                if renewed.get(port.value) in local.outputs and not self._read_after(local, port):
-                    found.append(position)
         return tuple(found)
 
     def _read_after(self, local: LocalProgram, port: Port) -> bool:
@@ -201,4 +199,3 @@ class _Writer:
 def write_instructions(lowered: LoweredStep, schedule: Schedule, donate: frozenset[Value]) -> InstructionList:
     """The instruction lists of one step; `donate` are the graph inputs whose buffers may be overwritten."""
     return _Writer(lowered, schedule, donate).run()
-

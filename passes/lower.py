@@ -93,7 +93,7 @@ def assemble(
             plan = plan_transfer(
                 value.shape, itemsize, held, shardings[source].mesh, layouts[program.stage][value],
                 shardings[program.stage].mesh, resharders[source], resharders[program.stage], link,
-            )  # fmt: skip
+            )
             crossings.append(Crossing(value, source, program.stage, plan))
             arrivals[program.stage][value] = plan.received
             if plan.sent == held:
@@ -236,9 +236,15 @@ class _Writer:
         )  # fmt: skip
         self.ops.append(
             Compute(
-                eqn, strategy, tuple(operands), results, rule.flops * rule.points() / share, rule.unit,
-                is_fusible(rule), combined,
-            )  # fmt: skip
+                eqn,
+                strategy,
+                tuple(operands),
+                results,
+                rule.flops * rule.points() / share,
+                rule.unit,
+                is_fusible(rule),
+                combined,
+            )
         )
         for v, sharding in zip(eqn.outputs, results, strict=True):
             self.have[v] = [sharding]

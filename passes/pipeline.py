@@ -1,15 +1,15 @@
 """Placement: each equation gets a stage, and each (phase, stage) becomes a program.
 
- 1. Forward equations come with their stage (layers are cut along the program order, so stages only rise).
- 2. A backward equation goes where its cotangents come from, but no later than where the forward values and
-    parameters that it uses were last used: that walks down the stages as the backward pass does. Any value may
-    cross stages; nothing else is assumed (tied weights and long skips are only more crossings).
- 3. A sum of addends that were made on different stages waits for the update phase: each is accumulated where it
-    was made and crosses once a step instead of once a microbatch.
- 4. Update equations go where most of their operands' bytes are; inputs live where they are used and renewed.
- 5. In the prologue and the update a stage's equations are cut into rounds so that programs never depend on one
-    another in a circle (a global gradient norm goes all ways); in the loop stages are monotone and need none.
- 6. Programs of one stage that follow one another with nothing between them are fused.
+1. Forward equations come with their stage (layers are cut along the program order, so stages only rise).
+2. A backward equation goes where its cotangents come from, but no later than where the forward values and
+   parameters that it uses were last used: that walks down the stages as the backward pass does. Any value may
+   cross stages; nothing else is assumed (tied weights and long skips are only more crossings).
+3. A sum of addends that were made on different stages waits for the update phase: each is accumulated where it
+   was made and crosses once a step instead of once a microbatch.
+4. Update equations go where most of their operands' bytes are; inputs live where they are used and renewed.
+5. In the prologue and the update a stage's equations are cut into rounds so that programs never depend on one
+   another in a circle (a global gradient norm goes all ways); in the loop stages are monotone and need none.
+6. Programs of one stage that follow one another with nothing between them are fused.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.program import PlacedStep, Program
 
 
-def place(
-    step: StepGraph, forward_stage: Mapping[int, int], num_stages: int, homes: Mapping[Value, int]
-) -> PlacedStep:
+def place(step: StepGraph, forward_stage: Mapping[int, int], num_stages: int, homes: Mapping[Value, int]) -> PlacedStep:
     """Cut a step into programs.
 
     `forward_stage` gives the stage of each FORWARD equation by id, `homes` that of inputs that lie somewhere already.
@@ -107,7 +105,7 @@ def _defer_sums(step: StepGraph, stages: dict[int, int]) -> tuple[StepGraph, dic
         if eqn.id in moved:
             inputs = tuple(whole(v) for v in eqn.inputs)
             for v in eqn.outputs:
-                summed[v] = accumulate.pop(v, None) or dataclasses.replace(v, id=next_id)
+                summed[v] = accumulate.pop(v) if v in accumulate else dataclasses.replace(v, id=next_id)
                 next_id += 1
             outputs = tuple(summed[v] for v in eqn.outputs)
             update.append(dataclasses.replace(eqn, inputs=inputs, outputs=outputs, phase=Phase.UPDATE))
@@ -152,18 +150,23 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
             where[value] = stage
     where.update(homes)
 
+    renewed = {out: step.graph.inputs[i] for k, i in step.graph.carried.items()
+               if isinstance(out := step.outputs[k], Value)}  # fmt: skip
     todo = [e for e in step.equations if e.id not in stages and e.id not in step.replicable]
+    for eqn in todo:  # a leaf that lies somewhere already is renewed there
+        kept = [homes[renewed[v]] for v in eqn.outputs if v in renewed and renewed[v] in homes]
+        if kept:
+            stages[eqn.id] = kept[0]
+            where.update(dict.fromkeys(eqn.outputs, kept[0]))
     for eqn in reversed([e for e in todo if e.phase is Phase.PROLOGUE]):
         found = [s for v in eqn.outputs if (s := first_loop_stage(v)) is not None]
         found += [stages[u.id] for v in eqn.outputs for u in users[v] if u.id in stages]
-        stages[eqn.id] = min(found, default=0)
+        stages.setdefault(eqn.id, min(found, default=0))
     for eqn in todo:
         if eqn.phase is Phase.PROLOGUE:
             where.update(dict.fromkeys(eqn.outputs, stages[eqn.id]))
 
     update = [e for e in todo if e.phase is Phase.UPDATE]
-    renewed = {out: step.graph.inputs[i] for k, i in step.graph.carried.items()
-               if isinstance(out := step.outputs[k], Value)}  # fmt: skip
     for _ in range(3):  # forwards from gradients, backwards to what they meet, forwards again
         for eqn in update:
             _vote(eqn, eqn.values, stages, where)
@@ -243,7 +246,9 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
                 rounds[v] = round_
     for v in sorted(outputs & copied.keys(), key=lambda v: v.id):  # the caller wants a batch-free value
         stage = carried_stage.get(v, 0)
-        deepest = max((rounds[w] + (key_of[w][2] != stage) for w in _through_copies([v], copied) if w in rounds), default=0)
+        deepest = max(
+            (rounds[w] + (key_of[w][2] != stage) for w in _through_copies([v], copied) if w in rounds), default=0
+        )
         where = key(Phase.UPDATE, stage, deepest)
         members[where] = members[where]
         key_of[v] = where

@@ -147,9 +147,7 @@ class Executable:
     def _place(self, leaves: Sequence[Any], registers: list[Any]) -> None:
         """Arguments to registers: state where it lies, everything else to where it is wanted."""
         wiring = self.wiring
-        values: list[Any] = []
-        shardings: list[Any] = []
-        targets: list[Register] = []
+        moves: list[tuple[Register, Any, Any]] = []
         for value, array in wiring.homes.items():
             at = self._leaf_at[value]
             leaf = leaves[at]
@@ -170,21 +168,25 @@ class Executable:
                         f"but the plan keeps it as {array.sharding}. State is never moved silently: pass the state "
                         "that this step's init or last call returned, or autopar.gather(state) to start from."
                     )
-            values.append(leaf)
-            shardings.append(array.sharding)
-            targets.append(register)
+            # What will be donated is copied first: `may_alias` does not keep device_put from reusing the array of one
+            # device as a tile, and the caller may have it elsewhere too (as the start of a moving average, say).
+            moves.append((register, _copied(leaf) if at in wiring.donated else leaf, array.sharding))
         for register, (at, batch, microbatch, array) in wiring.feeds.items():
-            values.append(_microbatch(leaves[at], batch, microbatch, wiring.num_microbatches))
-            shardings.append(array.sharding)
-            targets.append(register)
-        if values:
-            may_alias = None if not wiring.donated else False
-            for register, placed in zip(targets, jax.device_put(values, shardings, may_alias=may_alias), strict=True):
-                registers[register] = placed
+            moves.append(
+                (register, _microbatch(leaves[at], batch, microbatch, wiring.num_microbatches), array.sharding)
+            )
+        # Callers may fill their batch buffers anew while the step still runs.
+        placed = jax.device_put([x for _, x, _ in moves], [s for _, _, s in moves], may_alias=False)
+        for (register, _, _), x in zip(moves, placed, strict=True):
+            registers[register] = x
 
 
 def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
+
+
+def _copied(leaf: Any) -> Any:
+    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 
 def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:

@@ -26,7 +26,8 @@ class TileTransfer:
 def send(transfer: TileTransfer, array: jax.Array) -> jax.Array:
     """The array on the target mesh. Only issues the copies; does not wait."""
     if transfer.aligned and len(transfer.copies) == len(array.sharding.device_set):
-        return jax.device_put(array, transfer.target)
+        moved: jax.Array = jax.device_put(array, transfer.target)
+        return moved
     by_device = {shard.device: shard.data for shard in array.addressable_shards}
     sources = list(array.sharding.mesh.devices.flat)  # type: ignore[attr-defined]
     targets = list(transfer.target.mesh.devices.flat)

@@ -55,16 +55,6 @@ class Planned:
         kind = self.planner.cluster.kind_of(local.mesh.devices[0])
         return Counter(program_cost(local, kind, price).collectives)
 
-    def per_step(self, *axes: str) -> dict[str, int]:
-        """Priced payload bytes per step by kind, of the collectives over some of these axes."""
-        found: Counter[str] = Counter()
-        for local in self.lowered.programs:
-            often = self.plan.num_microbatches if local.program.in_loop else 1
-            for collective, count in self.priced(local).items():
-                if set(collective.axes) & set(axes):
-                    found[collective.kind] += collective.payload * count * often
-        return dict(found)
-
 
 def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto") -> BatchAnalysis:
     graph = trace(step, args, {}, name="step")

@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from autopar import compiler, recipes
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.sharding import Collective
 from tests import models
@@ -21,6 +22,8 @@ from tests.planned import Planned, cluster_of, compiled_collectives, lowered_col
 
 WIDTHS = (32, 64, 64, 16)
 EIGHT = cluster_of(1, 8)
+# Splitting the work still pays, but sending a byte takes 1000 times as long as adding it to a sum in memory.
+DEAR_LINKS = cluster_of(1, 8, flops=1e6, link=1e6)
 
 
 def method(shape: tuple[int, ...], data: str, model: str, zero: int) -> Method:
@@ -62,9 +65,9 @@ def _step(optimizer: str, loss: models.Loss, params: Any, batch: Any) -> tuple[m
 MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {"mlp": mlp, "block": block}
 
 
-def plan(model: str, optimizer: str, how: Method, m: int) -> Planned:
+def plan(model: str, optimizer: str, how: Method, m: int, cluster: Cluster = EIGHT) -> Planned:
     step, state, batch = MODELS[model](optimizer)
-    return plan_step(step, (state, batch), EIGHT, how, m)
+    return plan_step(step, (state, batch), cluster, how, m)
 
 
 def agree(planned: Planned, sources: Any, programs: Any) -> None:
@@ -101,7 +104,7 @@ HAS_CUDA_COMPILER = any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in
 
 
 @pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs jax's CUDA plugin (no GPU): pip install jax[cuda12]")
-@pytest.mark.parametrize("name", ["data_parallel-8", "data_and_tensor_parallel-2x4", "zero_2-2x4", "zero_3-8"])
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from jax.experimental import topologies
@@ -111,7 +114,9 @@ def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.
         topology = topologies.get_topology_desc(platform="cuda", topology="1x1x8", target_config=target)
     # These devices can be compiled for, but nothing can be put on them.
     monkeypatch.setattr(compiler, "Executable", lambda sources, wiring: sources)
-    planned = plan(model, "adam", METHODS[name], 2)
+    # XLA for GPUs makes reduce_scatter(a) + reduce_scatter(b) one reduce_scatter(a + b). A planner to whom links
+    # cost next to nothing adds the smaller pieces instead, one that knows what they cost does as XLA does.
+    planned = plan(model, "adam", METHODS[name], 2, DEAR_LINKS)
     sources: Any = planned.build(topology.devices)
     agree(planned, sources, [source.lower().compile() for source in sources])
 
@@ -132,32 +137,31 @@ def test_zero_3_gathers_each_parameter_once_and_scatters_each_gradient_once() ->
 
 # --- Gradient synchronisation and microbatches ------------------------------------------------------------------
 
-# Sending a byte takes 1000 times as long as adding it to a sum in memory.
-DEAR_LINKS = cluster_of(1, 8, flops=1e6, link=1e6)
+
+def gradient_bytes(how: Method, m: int) -> int:
+    """Payload of the reductions over the data axis, per step and device; the loss, a scalar, is left out."""
+    planned = plan("mlp", "sgd", how, m, DEAR_LINKS)
+    sent = 0
+    for local in planned.lowered.programs:
+        often = m if local.program.in_loop else 1
+        for collective, count in planned.priced(local).items():
+            if "x" in collective.axes and collective.kind in ("all_reduce", "reduce_scatter") and collective.payload > LOSS:
+                sent += collective.payload * count * often
+    return sent
 
 
-def synchronised(how: Method, m: int) -> dict[str, int]:
-    """Bytes per step that the data axis carries, by kind."""
-    step, state, batch = mlp("sgd")
-    return plan_step(step, (state, batch), DEAR_LINKS, how, m).per_step("x")
-
-
+# Four-way tensor parallelism leaves each device a quarter of every gradient: 32, 64 and 16 columns divide by 4.
 @pytest.mark.parametrize("m", [1, 2, 4])
-def test_gradients_are_synchronised_once_a_step_where_partial_sums_are_accumulated(m: int) -> None:
-    sent = synchronised(recipes.data_parallel(), m)
-    # All-reduced, or, what sends as much, reduce-scattered, updated in pieces and gathered.
-    assert sent["all_reduce"] + sent.get("reduce_scatter", 0) == sum(LEAVES) + LOSS
-    assert sent.get("all_gather", 0) == sent.get("reduce_scatter", 0)
-
-
-def test_with_tensor_parallelism_the_data_axis_carries_as_much_for_any_number_of_microbatches() -> None:
-    once = synchronised(recipes.megatron(2, 4, 1, 1), 1)
-    assert once
-    assert synchronised(recipes.megatron(2, 4, 1, 1), 2) == once
-    assert synchronised(recipes.megatron(2, 4, 1, 1), 4) == once
+@pytest.mark.parametrize(
+    ("how", "tensor_parallel"), [(recipes.data_parallel(), 1), (recipes.megatron(2, 4, 1, 1), 4)], ids=["8", "2x4"]
+)
+def test_gradients_are_synchronised_once_a_step_where_partial_sums_are_accumulated(
+    how: Method, tensor_parallel: int, m: int
+) -> None:
+    assert gradient_bytes(how, m) == sum(LEAVES) // tensor_parallel
 
 
 def test_zero_2_pays_for_its_sharded_sums_with_every_microbatch() -> None:
     """The other strategy, to show that the counts above can tell the two apart."""
     for m in (2, 4):
-        assert synchronised(recipes.zero(2), m)["reduce_scatter"] == m * sum(LEAVES)
+        assert gradient_bytes(recipes.zero(2), m) == m * sum(LEAVES)

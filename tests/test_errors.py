@@ -124,7 +124,7 @@ def test_recipe_that_does_not_fit_says_so() -> None:
     shapes = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("v", "w")}
     batch = {"x": jax.ShapeDtypeStruct((8, 1024), jnp.float32)}
     step = autopar.parallelize(train_step, cluster=small_cluster(7), method=recipes.data_parallel())
-    with pytest.raises(InfeasiblePlanError, match="under no plan of method 'data_parallel'.* 7.0 MiB are there"):
+    with pytest.raises(InfeasiblePlanError, match=r"under no plan of method 'data_parallel'.* 7.0 MiB are there"):
         step.plan(shapes, batch)
 
 
@@ -158,18 +158,18 @@ def other_step(p: Any, batch: Any) -> Any:
 
 
 def test_plan_for_another_function(two_device_plan: autopar.Plan) -> None:
-    with pytest.raises(PlanMismatchError, match="the plan is for 'train_step' .* but 'other_step' .*: make a plan for"):
+    with pytest.raises(PlanMismatchError, match=r"the plan is for 'train_step' .* but 'other_step' .*: make a plan"):
         autopar.parallelize(other_step, method=two_device_plan)(params(), examples())
 
 
 def test_plan_for_other_shapes(two_device_plan: autopar.Plan) -> None:
-    with pytest.raises(PlanMismatchError, match="'train_step' with these shapes has .*: make a plan for this function"):
+    with pytest.raises(PlanMismatchError, match=r"'train_step' with these shapes has .*: make a plan"):
         autopar.parallelize(train_step, method=two_device_plan)(params(), examples(16))
 
 
 def test_plan_for_other_devices(two_device_plan: autopar.Plan) -> None:
     step = autopar.parallelize(train_step, method=two_device_plan, devices=jax.devices()[:1])
-    with pytest.raises(PlanMismatchError, match="^the plan is for 2 devices, there are 1: plan for those there are"):
+    with pytest.raises(PlanMismatchError, match=r"^the plan is for 2 devices, there are 1: plan for those there are"):
         step(params(), examples())
 
 
@@ -181,13 +181,13 @@ def test_plan_for_another_cluster(two_device_plan: autopar.Plan) -> None:
 
 def test_cluster_larger_than_this_machine() -> None:
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-a100", num_hosts=2))
-    with pytest.raises(PlanMismatchError, match="^the plan is for 16 devices, there are 8"):
+    with pytest.raises(PlanMismatchError, match=r"^the plan is for 16 devices, there are 8"):
         step(params(), examples())
 
 
 @pytest.mark.parametrize("method", ["fast", None, 3])
 def test_method_that_is_none(method: Any) -> None:
-    with pytest.raises(PlanError, match=re.escape(f"method={method!r}: pass 'auto', a recipe of autopar.recipes, or a")):
+    with pytest.raises(PlanError, match=re.escape(f"method={method!r}: pass 'auto', a recipe of autopar")):
         autopar.parallelize(train_step, method=method)
 
 
@@ -246,7 +246,7 @@ def test_arguments_that_are_no_arrays() -> None:
 
 def test_static_argument_that_is_not_hashable() -> None:
     step = autopar.parallelize(lambda p, batch, sizes: train_step(p, batch), static_argnums=2)
-    with pytest.raises(TraceError, match=re.escape("static argument sizes of <lambda> is [1] of type list, which is not")):
+    with pytest.raises(TraceError, match=re.escape("static argument sizes of <lambda> is [1] of type list, which")):
         step.plan(params(), examples(), [1])
 
 
@@ -325,25 +325,25 @@ def test_failure_in_the_update_loses_the_state(pipeline: Any) -> None:
 
 def test_init_and_follow_need_a_plan() -> None:
     step = autopar.parallelize(train_step)
-    with pytest.raises(PlanError, match=r"^init: train_step has no plan yet\. Call train_step\.compile\(state, batch\)"):
+    with pytest.raises(PlanError, match=r"^init: train_step has no plan yet\. Call train_step\.compile\(state, "):
         step.init(params)
     follower = autopar.parallelize(mean_square, follow=step)
-    with pytest.raises(PlanError, match="^follow: train_step has no plan yet, so that mean_square cannot know where"):
+    with pytest.raises(PlanError, match=r"^follow: train_step has no plan yet, so that mean_square cannot know where"):
         follower(params(), examples())
 
 
 def test_init_of_something_else() -> None:
     step = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:1])
     step.compile(params(), examples())
-    with pytest.raises(PlanError, match="^init: what init_fn returns, .* with 2 leaves, has the structure and shapes of no"):
+    with pytest.raises(PlanError, match=r"^init: what init_fn returns, .* with 2 leaves, has the structure and"):
         step.init(lambda: params(width=4))
 
 
 def test_executable_called_with_something_else() -> None:
     executable = autopar.parallelize(train_step, devices=jax.devices()[:1]).compile(params(), examples())
-    with pytest.raises(PlanMismatchError, match=re.escape("compiled for batch['x'] of float32[8, 16], called with float32[4")):
+    with pytest.raises(PlanMismatchError, match=re.escape("compiled for batch['x'] of float32[8, 16], called with")):
         executable(params(), examples(4))
-    with pytest.raises(PlanMismatchError, match="^train_step was compiled for arguments of structure .*, called with"):
+    with pytest.raises(PlanMismatchError, match=r"^train_step was compiled for arguments of structure .*, called with"):
         executable(params(), examples()["x"])
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
@@ -40,21 +41,31 @@ class Builder:
     def value(self, aval: Any) -> Value:
         self._next += 1
         dtype = aval.dtype
-        if not jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
             dtype = np.dtype(dtype)
         return Value(self._next - 1, tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)))
 
     def add(
-        self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], avals: Sequence[Any], phase: Phase, source: str
+        self,
+        primitive: Any,
+        params: Mapping[str, Any],
+        inputs: Sequence[Operand],
+        avals: Sequence[Any],
+        phase: Phase,
+        source: str,
     ) -> tuple[Value, ...]:
         outputs = tuple(self.value(aval) for aval in avals)
-        self.equations.append(
-            Equation(len(self.equations), primitive, params, tuple(inputs), outputs, phase, source)
-        )
+        self.equations.append(Equation(len(self.equations), primitive, params, tuple(inputs), outputs, phase, source))
         return outputs
 
     def inline(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Operand], stack: str = "", source: str = "", phase: Phase | None = None
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Operand],
+        stack: str = "",
+        source: str = "",
+        phase: Phase | None = None,
     ) -> list[Operand]:
         """Append the equations of a jaxpr applied to `args`; returns its results.
 
@@ -64,7 +75,7 @@ class Builder:
 
         def read(atom: Any) -> Operand:
             if isinstance(atom, jex_core.Literal):
-                aval = atom.aval
+                aval: Any = atom.aval
                 if aval.shape:
                     return self.constant(np.asarray(atom.val), aval)
                 return Literal(atom.val, aval.dtype, bool(getattr(aval, "weak_type", False)))
@@ -106,6 +117,7 @@ class Builder:
 
 
 def source_of(eqn: Any) -> str:
+    """The user's line that a JAX equation comes from, or ""."""
     text = source_info_util.summarize(eqn.source_info)
     return "" if "unknown" in text.lower() else text
 

@@ -21,6 +21,8 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
+    """Which task each stage runs when."""
+
     name: ScheduleName
     num_stages: int
     num_microbatches: int

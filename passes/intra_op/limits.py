@@ -44,9 +44,7 @@ def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, int]:
 
 def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:
     m = step.num_microbatches
-    return {
-        v: (source, BatchDim(b.dim, b.outer, b.units // m, b.inner)) for v, (source, b) in step.feeds.items()
-    }
+    return {v: (source, BatchDim(b.dim, b.outer, b.units // m, b.inner)) for v, (source, b) in step.feeds.items()}
 
 
 def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
@@ -69,7 +67,11 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
             if choice < 0:
                 continue
             if axis in method.data_axes:
-                if factor is None and not varies and zero < (3 if eqn.phase.in_loop or eqn.id in step.replicable else 1):
+                if (
+                    factor is None
+                    and not varies
+                    and zero < (3 if eqn.phase.in_loop or eqn.id in step.replicable else 1)
+                ):
                     return False
             elif axis in method.model_axes and factor is not None and choice == factor:
                 return False

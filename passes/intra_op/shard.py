@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -285,7 +285,7 @@ class StageProblem:
         stored = [v for v in renewed if setting.placed.home[v] == setting.stage]
         for v in sorted(stored, key=lambda v: v.id):
             self.readers.setdefault((None, v), [])
-        sums = {}  # running sums of this stage's addends
+        sums: dict[Slot, _End] = {}  # running sums of this stage's addends
         for addend, total in step.accumulate.items():
             maker = self.makers.get((None, addend))
             if maker is not None:
@@ -306,7 +306,9 @@ class StageProblem:
                 found.update(dict.fromkeys(reader.shardings.each))
             if value in inputs or value in step.constants:
                 found.update(dict.fromkeys(_simple_shardings(value, setting.mesh)))
-            candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)]
+            candidates = [
+                s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)
+            ]
             replicated = Sharding.replicated(len(value.shape))
             if replicated not in candidates:
                 candidates.append(replicated)
@@ -382,9 +384,9 @@ class StageProblem:
         for program in self.setting.placed.programs:
             if program.stage != self.setting.stage:
                 for v in program.inputs:
-                    if v in here and v not in self.copied:
-                        found[v] = None
-                    elif step_values.get(v) in here and (None, v) in self.layouts:
+                    if (v in here and v not in self.copied) or (
+                        step_values.get(v) in here and (None, v) in self.layouts
+                    ):
                         found[v] = None
         return list(found)
 
@@ -395,9 +397,7 @@ class StageProblem:
         matrix = self._matrices.get(key)
         if matrix is None:
             itemsize = value.nbytes // max(1, math.prod(value.shape))
-            matrix = self.setting.resharder.matrix(
-                value.shape, itemsize, source.shardings.each, target.shardings.each
-            )
+            matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings.each, target.shardings.each)
             self._matrices[key] = matrix
         if matrix.any():
             self.edges.append((source.node, target.node, matrix * self.setting.often(target.in_loop)))

@@ -26,7 +26,7 @@ def lane_rules(rule: Rule) -> tuple[Rule, ...]:
 
 def _splittable(rule: Rule) -> Iterator[int]:
     """Factors that mesh axes may split: contiguous pieces in every operand and result."""
-    maps = [dims for dims in (*rule.inputs, *rule.outputs)]
+    maps = (*rule.inputs, *rule.outputs)
     present = {f for dims in maps for dim in dims for f in dim}
     for factor, size in enumerate(rule.factors):
         if size <= 1 or factor in rule.whole or factor not in present:

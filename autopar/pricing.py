@@ -1,0 +1,219 @@
+"""What lowered programs cost on a cluster: prices per mesh, and the plan with all its predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.cost_model.collective import make_collective_pricer, transfer_time
+from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
+from autopar.cost_model.reshard import Resharder, StepPrice
+from autopar.cost_model.timeline import StageTimes, simulate
+from autopar.ir.graph import Phase, Value
+from autopar.ir.local import LocalProgram, Port
+from autopar.ir.mesh import Cluster, DeviceKind, Mesh
+from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
+from autopar.ir.program import PlacedStep
+from autopar.ir.schedule import ScheduleName, make_schedule
+from autopar.ir.sharding import StepKind
+from autopar.passes.batch import BatchAnalysis
+from autopar.passes.lower import LoweredStep
+
+
+class Prices:
+    """Seconds and bytes on one cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
+
+    def transfer(self, source: int, target: int, nbytes: int) -> float:
+        """Seconds to copy bytes from one device to another."""
+        return transfer_time(self.cluster, source, target, nbytes)
+
+    def resharder(self, mesh: Mesh) -> tuple[Resharder, StepPrice]:
+        """Prices of communication on a mesh; local steps cost their memory traffic."""
+        if mesh not in self._resharders:
+            collective = make_collective_pricer(self.cluster, mesh)
+            kind = self.kind(mesh)
+            bandwidth = kind.memory_bandwidth * kind.memory_efficiency
+
+            def price(step: StepKind, axes: tuple[str, ...], payload: int) -> float:
+                if step in ("slice", "mask"):
+                    return payload / bandwidth + kind.launch_overhead / 10
+                return collective(step, axes, payload) + kind.launch_overhead
+
+            self._resharders[mesh] = (Resharder(mesh, price), price)
+        return self._resharders[mesh]
+
+    def kind(self, mesh: Mesh) -> DeviceKind:
+        """The slowest, smallest kind in the mesh decides."""
+        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
+        return min(kinds.values(), key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
+
+    def link_bandwidth(self, mesh: Mesh) -> float:
+        """To the neighbouring stages: the network's where the mesh ends at a host's border."""
+        slowest = self.cluster.hosts[self.cluster.host_of(mesh.devices[0])].link.bandwidth
+        first, last = min(mesh.devices), max(mesh.devices)
+        for here, there in ((first, first - 1), (last, last + 1)):
+            if 0 <= there < self.cluster.num_devices and self.cluster.host_of(here) != self.cluster.host_of(there):
+                slowest = min(slowest, self.cluster.network.bandwidth)
+        return slowest
+
+    def surroundings(self, mesh: Mesh) -> tuple[Any, ...]:
+        """What of a mesh's position matters: which of its devices share a host, their kind, the links outwards."""
+        hosts = [self.cluster.host_of(d) for d in mesh.devices]
+        links = tuple(self.cluster.hosts[h].link for h in dict.fromkeys(hosts))
+        return (tuple(h - hosts[0] for h in hosts), self.kind(mesh).name, links, self.link_bandwidth(mesh))
+
+    def price(
+        self,
+        analysis: BatchAnalysis,
+        method: str,
+        lowered: LoweredStep,
+        layer_of: Mapping[int, int],
+        schedule: ScheduleName,
+        bound: float,
+        gap: float,
+    ) -> Plan:
+        """The plan of a lowered step: every program and transfer priced, the schedule played in simulated time.
+
+        `layer_of` gives the layer of each forward equation by id, in program order.
+        """
+        graph = analysis.graph
+        placed, step = lowered.placed, lowered.placed.step
+        m = step.num_microbatches
+        rows = make_schedule(schedule, placed.num_stages, m)
+        costs = [
+            program_cost(local, self.kind(local.mesh), self.resharder(local.mesh)[1]) for local in lowered.programs
+        ]
+
+        def seconds(stage: int, *phases: Phase) -> float:
+            found = 0.0
+            for local, cost in zip(lowered.programs, costs, strict=True):
+                if local.program.stage == stage and local.program.phase in phases:
+                    found += cost.seconds + self.kind(local.mesh).dispatch_overhead
+            return found
+
+        times = [
+            StageTimes(
+                seconds(s, Phase.FORWARD),
+                seconds(s, Phase.BACKWARD),
+                seconds(s, Phase.PROLOGUE),
+                seconds(s, Phase.UPDATE),
+            )
+            for s in range(placed.num_stages)
+        ]
+        transfers: dict[tuple[int, int, Phase], float] = {}
+        for crossing in lowered.crossings:
+            phase = _crossing_phase(crossing.value, placed)
+            key = (crossing.source, crossing.target, phase)
+            transfers[key] = transfers.get(key, 0.0) + crossing.plan.seconds
+        timeline = simulate(rows, times, transfers)
+        stages = []
+        placed_at = {e.id: p.stage for p in placed.programs for e in p.equations}
+        at_stage = [placed_at[e] for e in layer_of]
+        layers = list(layer_of.values())
+        for index in range(placed.num_stages):
+            mesh = lowered.shardings[index].mesh
+            mine = [(p, c) for p, c in zip(lowered.programs, costs, strict=True) if p.program.stage == index]
+            often = [m if p.program.in_loop else 1 for p, _ in mine]
+            chosen = [i for i, stage in enumerate(at_stage) if stage == index]
+            mine_layers = [layers[i] for i in chosen]
+            span = (min(mine_layers), max(mine_layers) + 1) if chosen else (0, 0)
+            sharding = lowered.shardings[index]
+            stages.append(
+                StagePlan(
+                    mesh,
+                    span,
+                    (chosen[0], chosen[-1] + 1) if chosen else (0, 0),
+                    sharding.strategies,
+                    {(p, v.id): s for (p, v), s in sharding.layouts.items()},
+                    times[index].forward,
+                    times[index].backward,
+                    times[index].prologue + times[index].update,
+                    sum(c.compute * n for (_, c), n in zip(mine, often, strict=True)),
+                    sum(c.communication * n for (_, c), n in zip(mine, often, strict=True)),
+                    self._memory(lowered, index, mine, rows.in_flight(index)),
+                )
+            )
+        flops = sum(
+            c.flops * p.mesh.size * (m if p.program.in_loop else 1)
+            for p, c in zip(lowered.programs, costs, strict=True)
+        )
+        leaves = _leaves(analysis, lowered)
+        return Plan(
+            graph.name, graph.fingerprint, method, self.cluster, m, analysis.batch_size, schedule, tuple(stages),
+            leaves, timeline.makespan, timeline.bubble_fraction, flops, bound, gap,
+        )  # fmt: skip
+
+    def _memory(
+        self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]], in_flight: int
+    ) -> StageMemory:
+        step = lowered.placed.step
+        mesh = lowered.shardings[stage].mesh
+        stored = {p for v, p in lowered.homes.items() if lowered.placed.home[v] == stage and v not in step.feeds}
+        batch = {source for source, _ in step.feeds.values()}
+        sums = set(step.accumulate.values())
+        inputs = set(step.graph.inputs) | set(step.constants)
+        state = {p for p in stored if p.value not in batch}
+        gradients: set[Port] = set()
+        held: dict[Port, int] = {}
+        temporaries = 0
+        for local, cost in mine:
+            copies = in_flight if local.program.in_loop else 1
+            fresh = 0
+            renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
+            in_place = {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
+            for port in local.inputs:
+                if port.value in sums:
+                    gradients.add(port)
+                elif port.value in inputs and port.value not in step.feeds:
+                    state.add(port)
+                else:
+                    held[port] = max(held.get(port, 0), copies)
+            for port in local.outputs:
+                if port.value in sums or port in held or port.value in in_place:
+                    continue
+                fresh += port_bytes(port, mesh)
+            temporaries = max(temporaries, cost.temporaries + fresh)
+        kind = self.kind(mesh)
+        return StageMemory(
+            sum(port_bytes(p, mesh) for p in state), sum(port_bytes(p, mesh) for p in gradients),
+            sum(port_bytes(p, mesh) * n for p, n in held.items()), temporaries, kind.memory - kind.memory_reserve,
+        )  # fmt: skip
+
+
+def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ...]:
+    graph = analysis.graph
+    carried = set(graph.carried.values())
+    found = []
+    for i, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
+        batch = analysis.states[value].batch
+        port = lowered.homes[value]
+        found.append(
+            LeafPlan(
+                path,
+                value.shape,
+                str(value.dtype),
+                lowered.placed.home[value],
+                port.sharding,
+                i in carried,
+                batch.dim if batch else None,
+            )
+        )
+    return tuple(found)
+
+
+def _crossing_phase(value: Value, placed: PlacedStep) -> Phase:
+    """When a value crosses: with each microbatch, or before or after the loop."""
+    step = placed.step
+    if value in step.graph.inputs:
+        return Phase.PROLOGUE
+    if value in placed.producer and value in step.batched:
+        phase = placed.programs[placed.producer[value]].phase
+        backward = {v for e in step.equations if e.phase is Phase.BACKWARD for v in e.outputs}
+        return Phase.BACKWARD if phase is Phase.BACKWARD or value in backward else Phase.FORWARD
+    if value in placed.producer and placed.programs[placed.producer[value]].phase is Phase.PROLOGUE:
+        return Phase.PROLOGUE
+    return Phase.UPDATE

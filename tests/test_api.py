@@ -1,0 +1,356 @@
+"""The public interface: calls, pytrees, static and donated arguments, new shapes, `init`, `follow`, `gather`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.ir.graph import Graph
+
+VOCABULARY, WIDTH, BATCH, TIME = 16, 8, 8, 4
+OPTIMIZER = optax.adam(1e-2)
+
+DATA_PARALLEL = recipes.data_parallel()
+ZERO = recipes.zero(3)
+PIPELINE = recipes.gpipe(2, 2)
+METHODS = pytest.mark.parametrize("method", [DATA_PARALLEL, ZERO, PIPELINE], ids=lambda m: m.name)
+
+
+class State(NamedTuple):
+    params: Any
+    opt: Any
+    step: Any
+
+
+def init(key: jax.Array) -> State:
+    """A language model whose embedding is tied to its output."""
+    emb, w, v = jax.random.split(key, 3)
+    params = {
+        "emb": jax.random.normal(emb, (VOCABULARY, WIDTH)),
+        "layers": [jax.random.normal(k, (WIDTH, WIDTH)) / 3 for k in (w, v)],
+        "nothing": None,
+    }
+    return State(params, OPTIMIZER.init(params), jnp.zeros((), jnp.int32))
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    h = params["emb"][batch["x"]]
+    for w in params["layers"]:
+        h = h + jnp.tanh(h @ w)
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(h @ params["emb"].T, batch["y"])
+    return losses.mean()
+
+
+def train_step(state: State, batch: Any) -> Any:
+    loss, g = jax.value_and_grad(loss_of)(state.params, batch)
+    updates, opt = OPTIMIZER.update(g, state.opt, state.params)
+    return State(optax.apply_updates(state.params, updates), opt, state.step + 1), {"loss": loss}
+
+
+def batch_of(batch: int = BATCH, time: int = TIME) -> dict[str, np.ndarray]:
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, batch, time))
+    return {"x": ids[0], "y": ids[1]}
+
+
+def shapes_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
+
+
+def placements(tree: Any) -> list[Any]:
+    return [x.sharding for x in jax.tree.leaves(tree)]
+
+
+def assert_close(found: Any, wanted: Any) -> None:
+    structures: list[Any] = [jax.tree.structure(found), jax.tree.structure(wanted)]
+    assert structures[0] == structures[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), autopar.gather(found), wanted)
+
+
+def parallelized(method: autopar.Method, **options: Any) -> autopar.Parallelized:
+    return autopar.parallelize(train_step, method=method, devices=jax.devices()[:4], **options)
+
+
+@functools.cache
+def reference() -> tuple[State, ...]:
+    """States after 0, 1, 2, .. steps on one device: whole batch, shorter batch, other length, whole batch."""
+    states = [init(jax.random.key(0))]
+    for batch in (batch_of(), batch_of(4), batch_of(time=2), batch_of()):
+        states.append(jax.jit(train_step)(states[-1], batch)[0])
+    return tuple(states)
+
+
+# Where the state lies.
+
+
+@METHODS
+def test_state_is_born_and_stays_where_the_plan_says(method: autopar.Method) -> None:
+    """From shapes alone to a state; then other shapes, an evaluation, and back, without moving a leaf."""
+    step = parallelized(method)
+    plan = step.compile(jax.eval_shape(init, jax.random.key(0)), shapes_of(batch_of())).plan
+    assert len(plan.stages) == (2 if method is PIPELINE else 1)
+    state = step.init(init, jax.random.key(0))
+    assert_close(state, reference()[0])
+    home = placements(state)
+    devices = set().union(*(s.device_set for s in home))
+    assert devices == set(jax.devices()[:4])
+    if method is not PIPELINE:
+        replicated = [s.is_fully_replicated for s in home]
+        assert all(replicated) == (method is DATA_PARALLEL)
+
+    evaluate = autopar.parallelize(lambda state, batch: loss_of(state.params, batch), follow=step)
+    for batch, wanted in zip((batch_of(), batch_of(4), batch_of(time=2), batch_of()), reference()[1:], strict=True):
+        state, _ = step(state, batch)
+        assert placements(state) == home
+        assert_close(state, wanted)
+    assert float(evaluate(state, batch_of())) == pytest.approx(float(loss_of(wanted.params, batch_of())), rel=1e-5)
+    parameters_only = autopar.parallelize(loss_of, follow=step)
+    assert float(parameters_only(state.params, batch_of(2))) == pytest.approx(
+        float(loss_of(wanted.params, batch_of(2))), rel=1e-5
+    )
+    assert placements(state) == home
+
+
+@METHODS
+def test_gather_gives_what_jit_accepts(method: autopar.Method) -> None:
+    step = parallelized(method)
+    state, _ = step(reference()[0], batch_of())
+    whole = autopar.gather({"state": state, "count": 3})
+    assert whole["count"] == 3
+    assert {s.device_set == {jax.devices()[0]} for s in placements(whole["state"])} == {True}
+    assert_close(jax.jit(train_step)(whole["state"], batch_of())[0], jax.jit(train_step)(reference()[1], batch_of())[0])
+
+
+@pytest.mark.parametrize("kind", ["numpy", "one device", "another device"])
+def test_where_the_first_state_may_come_from(kind: str) -> None:
+    """Arrays in host memory and on single devices; the caller's copies stay whole."""
+    place: Callable[[Any], Any] = {
+        "numpy": lambda x: np.array(x),
+        "one device": jnp.asarray,
+        "another device": lambda x: jax.device_put(x, jax.devices()[5]),
+    }[kind]
+    given = jax.tree.map(place, reference()[0])
+    step = parallelized(DATA_PARALLEL)
+    state, _ = step(given, batch_of())
+    assert_close(state, reference()[1])
+    assert_close(given, reference()[0])
+    # Again, now that there is a plan, with shapes that have none: the same placement.
+    other, _ = step(given, batch_of(4))
+    assert placements(other) == placements(state)
+
+
+def test_shapes_compiled_ahead_share_the_placement() -> None:
+    """A shorter batch compiled from shapes before any state exists."""
+    step = parallelized(ZERO)
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    whole = step.compile(shapes, shapes_of(batch_of())).plan
+    short = step.compile(shapes, shapes_of(batch_of(4))).plan
+    assert [(x.stage, x.sharding) for x in short.leaves if x.state] == [
+        (x.stage, x.sharding) for x in whole.leaves if x.state
+    ]
+    state, _ = step(step.init(init, jax.random.key(0)), batch_of())
+    assert_close(step(state, batch_of(4))[0], reference()[2])
+    assert step.compile(shapes, shapes_of(batch_of(4))).plan is short
+
+
+# Calls.
+
+
+def mean_square(p: Any, x: Any) -> jax.Array:
+    return jnp.mean((x @ p["w"]) ** 2)
+
+
+def sgd(p: Any, x: Any, rate: float = 0.1, name: str = "sgd") -> Any:
+    loss, g = jax.value_and_grad(mean_square)(p, x)
+    assert isinstance(rate, float)
+    return jax.tree.map(lambda a, b: a - rate * b, p, g), loss
+
+
+def weights() -> dict[str, np.ndarray]:
+    return {"w": np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)}
+
+
+def rows(n: int = BATCH) -> np.ndarray:
+    return np.random.default_rng(1).normal(size=(n, 4)).astype(np.float32)
+
+
+ONE: dict[str, Any] = {"method": DATA_PARALLEL, "devices": jax.devices()[:2]}
+
+
+def test_decorator_without_arguments() -> None:
+    @autopar.parallelize
+    def step(p: Any, x: Any) -> Any:
+        """Says what it does."""
+        return sgd(p, x)
+
+    assert isinstance(step, autopar.Parallelized)
+    assert (step.__name__, step.__doc__) == ("step", "Says what it does.")
+    assert_close(step(weights(), rows()), sgd(weights(), rows()))
+
+
+def test_decorator_with_arguments() -> None:
+    @autopar.parallelize(method=DATA_PARALLEL, devices=jax.devices()[:2])
+    def step(p: Any, x: Any) -> Any:
+        return sgd(p, x)
+
+    assert isinstance(step, autopar.Parallelized)
+    assert step.plan(weights(), rows()).method == "data_parallel"
+    assert_close(step(weights(), rows()), sgd(weights(), rows()))
+
+
+def test_keyword_arguments() -> None:
+    step = autopar.parallelize(sgd, **ONE, static_argnames=("rate", "name"))
+    wanted = sgd(weights(), rows())
+    assert_close(step(weights(), x=rows()), wanted)
+    assert_close(step(p=weights(), x=rows()), wanted)
+    assert_close(step(x=rows(), p=weights(), rate=0.5), sgd(weights(), rows(), 0.5))
+
+
+@pytest.mark.parametrize("options", [{"static_argnums": (2, -1)}, {"static_argnames": ("rate", "name")}], ids=str)
+def test_static_arguments(options: dict[str, Any]) -> None:
+    """By position and by name, whichever option names them; one trace for each value."""
+    traces = []
+
+    def step(p: Any, x: Any, rate: float, name: str = "a") -> Any:
+        traces.append((rate, name))
+        return sgd(p, x, rate, name)
+
+    parallel = autopar.parallelize(step, **ONE, **options)
+    for rate in (0.1, 0.5, 0.1):
+        assert_close(parallel(weights(), rows(), rate), sgd(weights(), rows(), rate))
+        assert_close(parallel(weights(), rows(), rate=rate), sgd(weights(), rows(), rate))
+        assert_close(parallel(weights(), rows(), rate, name="b"), sgd(weights(), rows(), rate))
+    assert len(traces) == len(set(map(str, traces))) + 2  # positional and by name are two calls, for each rate
+
+
+def test_static_argument_in_front() -> None:
+    """Paths and axes are those of the other arguments."""
+
+    def step(rate: float, p: Any, x: Any) -> Any:
+        return sgd(p, x, rate)
+
+    parallel = autopar.parallelize(step, **ONE, static_argnums=0, batch_axes=(None, 0), donate_argnums=1)
+    assert parallel.trace(0.5, weights(), rows()).input_paths == ("p['w']", "x")
+    state, loss = parallel(0.5, weights(), rows())
+    assert_close((state, loss), sgd(weights(), rows(), 0.5))
+    parallel(0.5, state, rows())
+    assert state["w"].is_deleted()
+
+
+@pytest.mark.parametrize(
+    ("donate", "given_away"), [("auto", True), (0, True), ((0, 1), True), (-2, True), ((), False), (1, False)]
+)
+def test_donation(donate: Any, given_away: bool) -> None:
+    """Only state can be donated, and is unless it is left out."""
+    step = autopar.parallelize(sgd, **ONE, donate_argnums=donate)
+    state, _ = step(weights(), rows())
+    x = jnp.asarray(rows())
+    step(state, x)
+    assert state["w"].is_deleted() == given_away
+    assert not x.is_deleted()
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Model:
+    w: Any
+    bias: Any = None
+
+
+def test_any_pytree() -> None:
+    """Dataclass, named tuple, None, empty containers; a step count that starts as a Python number."""
+
+    class Result(NamedTuple):
+        loss: Any
+        extra: Any
+
+    def step(model: Model, count: int, batch: Any) -> Any:
+        x, empty = batch
+        loss, g = jax.value_and_grad(lambda m: mean_square({"w": m.w}, x))(model)
+        return jax.tree.map(lambda a, b: a - b, model, g), count + 1, Result(loss, ({}, None, empty))
+
+    parallel = autopar.parallelize(step, **ONE)
+    first = (Model(weights()["w"]), 0)
+    model, count, result = parallel(*first, (rows(), ()))
+    assert isinstance(model, Model) and model.bias is None and isinstance(result, Result)
+    assert_close((model, count, result), jax.jit(step)(*first, (rows(), ())))
+    assert result.extra == ({}, None, ())
+    again = parallel(model, count, (rows(), ()))
+    assert int(again[1]) == 2
+    assert len(parallel._executables) == 1  # int 0 and an int32 array are the same to the plan
+
+
+def test_state_that_is_one_array() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: mean_square({"w": w}, x))(w)
+
+    parallel = autopar.parallelize(step, **ONE)
+    w = parallel(weights()["w"], rows())
+    assert_close(parallel(w, rows()), step(step(weights()["w"], rows()), rows()))
+
+
+def test_batch_axis_that_is_not_the_first() -> None:
+    def step(p: Any, x: Any) -> Any:
+        return sgd(p, x.T)
+
+    parallel = autopar.parallelize(step, **ONE, batch_axes=(None, 1), num_microbatches=2)
+    assert_close(parallel(weights(), rows().T), sgd(weights(), rows()))
+
+
+# Ahead of time.
+
+
+def test_stages_need_no_arrays_and_no_devices() -> None:
+    """Shapes only, for a cluster that is not there."""
+    args = shapes_of((weights(), rows(64)))
+    step = autopar.parallelize(sgd, cluster=autopar.load_preset("dgx-a100", devices_per_host=16))
+    assert isinstance(step.trace(*args), Graph)
+    assert step.plan(*args).cluster.num_devices == 16
+    assert step.plan(*args, method=recipes.zero(2)).method == "zero_2"
+    assert step.plan(*args, cluster=autopar.load_preset("dgx-h100")).num_devices <= 8
+
+
+def test_plan_of_a_step_that_runs() -> None:
+    """The very plan; another cluster or method asked for is planned beside it."""
+    step = autopar.parallelize(sgd, **ONE)
+    state, _ = step(weights(), rows())
+    executable = step.compile(state, rows())
+    assert step.plan(state, rows()) is executable.plan
+    assert step.plan(state, rows(), method=recipes.intra_op_only()).method == "intra_op_only"
+    assert step.plan(state, rows(), cluster=autopar.load_preset("dgx-a100")).cluster.name == "dgx-a100"
+    assert executable.instruction_count >= 1
+
+
+def test_executable() -> None:
+    executable = autopar.parallelize(sgd, **ONE, donate_argnums=()).compile(*shapes_of((weights(), rows())))
+    assert_close(executable(weights(), rows()), sgd(weights(), rows()))
+    assert "all-reduce" in "".join(executable.as_text().values())
+    assert executable.dispatch_seconds > 0
+
+
+def test_plan_made_before() -> None:
+    """Planned for shapes in one place, run in another; other shapes follow it."""
+    plan = parallelized(ZERO).plan(jax.eval_shape(init, jax.random.key(0)), shapes_of(batch_of()))
+    step = autopar.parallelize(train_step, method=plan)
+    state, _ = step(reference()[0], batch_of())
+    assert_close(state, reference()[1])
+    home = placements(state)
+    state, _ = step(state, batch_of(4))
+    assert_close(state, reference()[2])
+    assert placements(state) == home
+
+
+def test_options_are_those_of_jit() -> None:
+    """What `jax.jit` calls by a name has that name here."""
+    ours = set(inspect.signature(autopar.parallelize).parameters)
+    assert {"static_argnums", "static_argnames", "donate_argnums"} <= ours & set(inspect.signature(jax.jit).parameters)

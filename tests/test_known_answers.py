@@ -1,0 +1,92 @@
+"""Clusters and models for which a person knows the best plan. Nothing runs: plans of shapes, on clusters that are not there."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import autopar
+from autopar.ir.mesh import Cluster
+from autopar.ir.plan import LeafPlan, Plan
+from tests import models
+from tests.planned import cluster_of
+
+MIB = 2**20
+
+
+def plan_mlp(cluster: Cluster, *, layers: int, width: int, batch: int, adam: bool) -> Plan:
+    def params() -> Any:
+        return {"layers": [{"w": jnp.zeros((width, width)), "b": jnp.zeros(width)} for _ in range(layers)]}
+
+    make_step, make_state = (models.adam, models.adam_state) if adam else (models.sgd, models.sgd_state)
+    examples = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    step = autopar.parallelize(make_step(models.mlp_loss), cluster=cluster, batch_axes=(None, 0))
+    return step.plan(jax.eval_shape(lambda: make_state(params())), {"x": examples, "y": examples})
+
+
+def weights(plan: Plan) -> list[LeafPlan]:
+    """The matrices of the state: parameters and optimizer moments."""
+    found = [leaf for leaf in plan.leaves if leaf.state and len(leaf.shape) == 2]
+    assert found
+    return found
+
+
+def pieces(plan: Plan, leaf: LeafPlan) -> int:
+    return math.prod(leaf.sharding.tiles(plan.stages[leaf.stage].mesh))
+
+
+def test_fast_links_and_little_memory_shard_the_weights_of_a_big_mlp() -> None:
+    # Two layers of 2048 x 2048 float32: 16 MiB each, with two Adam moments 48 MiB, and 16 MiB of gradient.
+    # A device has 32 MiB: not even one layer's state fits on one device, all of it over 8 is 2 * 48 / 8 = 12 MiB.
+    # Links: a whole matrix crosses in 17 us, while its product with 512 examples takes 4 ms.
+    cluster = cluster_of(
+        1, 8, memory=32 * MIB, flops=1e12, memory_bandwidth=1e12, link=1e12, latency=1e-6, launch=1e-6
+    )
+    plan = plan_mlp(cluster, layers=2, width=2048, batch=512, adam=True)
+    assert plan.peak_memory <= 32 * MIB
+    for leaf in weights(plan):
+        assert pieces(plan, leaf) >= 2, f"{leaf.path} is {leaf.sharding}"
+    assert len(weights(plan)) == 6
+    # All 8 devices work: 6 * 512 * 2048 * 2048 * 2 = 25.8 GFLOP take 25.8 ms on one device, 3.2 ms on 8.
+    assert plan.step_time < 0.008
+
+
+def test_ample_memory_and_a_small_model_are_data_parallel() -> None:
+    # Two layers of 256 x 256 float32: 256 KiB each. To all-reduce both takes 2 * 7 / 8 * 512 KiB / 10 GB/s = 92 us
+    # per step. Any other way sends activations: 16384 examples * 256 * 4 bytes = 16 MiB for each product.
+    # Compute: 6 * 16384 * 256 * 256 * 2 = 12.9 GFLOP, 12.9 ms on one device and 1.6 ms on 8: splitting pays.
+    # To keep parameters sharded saves updating 7/8 of 512 KiB (3 passes at 1 TB/s, 1.4 us) and needs a second
+    # collective for each matrix (20 us of launch and 7 * 10 us of latency): replicated is right.
+    cluster = cluster_of(
+        1, 8, memory=16 * 1024 * MIB, flops=1e12, memory_bandwidth=1e12, link=1e10, latency=1e-5, launch=2e-5
+    )
+    plan = plan_mlp(cluster, layers=2, width=256, batch=16384, adam=False)
+    (stage,) = plan.stages
+    for leaf in weights(plan):
+        assert pieces(plan, leaf) == 1, f"{leaf.path} is {leaf.sharding}"
+    batch = [leaf for leaf in plan.leaves if leaf.batch_axis is not None]
+    assert len(batch) == 2
+    for leaf in batch:
+        assert leaf.sharding.tiles(stage.mesh) == (8, 1), f"{leaf.path} is {leaf.sharding}"
+
+
+def test_slow_links_between_hosts_make_a_pipeline_across_them() -> None:
+    # Eight layers of 512 x 512 float32, 1 MiB each; 128 examples; 2 hosts of 4 devices, 20 MB/s between them.
+    # Compute: 6 * 128 * 512 * 512 * 8 = 1.6 GFLOP at 10 GFLOP/s: 20 ms on 8 devices, 40 ms if both hosts do it all.
+    # Split the batch over both hosts: each of a host's 4 devices exchanges a quarter of 8 MiB of gradients: 105 ms.
+    # Split the weights over both: each device exchanges a quarter of the activations (128 * 512 * 4 bytes = 256 KiB)
+    # at every second layer, forwards and backwards: 8 * 64 KiB in 26 ms, and what is saved of the 40 ms is 20.
+    # Two stages: each of 4 links carries such a quarter forwards and one backwards, 2 * 64 KiB in 6.6 ms, most of it
+    # while others compute, and 1/m of 20 ms is idle time: less than 30 ms in all.
+    cluster = cluster_of(
+        2, 4, flops=1e10, memory_bandwidth=1e12, link=1e11, network=2e7, latency=1e-6, launch=1e-6
+    )
+    plan = plan_mlp(cluster, layers=8, width=512, batch=128, adam=False)
+    assert len(plan.stages) >= 2
+    for stage in plan.stages:
+        assert len({cluster.host_of(device) for device in stage.mesh.devices}) == 1, stage.mesh
+    assert {cluster.host_of(stage.mesh.devices[0]) for stage in plan.stages} == {0, 1}
+    assert plan.step_time < 0.030

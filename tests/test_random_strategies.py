@@ -1,0 +1,81 @@
+"""Lowering for arbitrary strategies: random steps under random legal choices give what `jax.jit` gives.
+
+A solver chooses sensibly and so meets few of the combinations that the rules allow; here a solver that draws
+lots takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from autopar import compiler
+from autopar.compiler import Planner
+from autopar.ir.mesh import Mesh
+from autopar.passes.intra_op.problem import Problem, Solution
+from tests.planned import Planned, analyse, cluster_of, compiled_collectives, lowered_collectives
+from tests.random_steps import random_step
+
+MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4))
+
+
+def draw(problem: Problem, random: np.random.Generator) -> Solution:
+    """A choice of finite cost: node by node, any that goes with those chosen before."""
+    neighbours: list[list[tuple[int, Any]]] = [[] for _ in range(problem.num_nodes)]
+    for u, v, matrix in problem.edges:
+        neighbours[u].append((v, matrix))
+        neighbours[v].append((u, matrix.T))
+    choice: dict[int, int] = {}
+    for node in random.permutation(problem.num_nodes).tolist():
+        cost = problem.costs[node] + sum(m[:, choice[v]] for v, m in neighbours[node] if v in choice)
+        choice[node] = int(random.choice(np.flatnonzero(np.isfinite(cost))))
+    return Solution(tuple(choice[node] for node in range(problem.num_nodes)), 0.0, 0.0, 0.0)
+
+
+def norm(x: Any) -> float:
+    return float(np.linalg.norm(np.asarray(x, np.float64)))
+
+
+# Every one of these meshes by default, with one or two stages and microbatches.
+SEEDS = [*range(10), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(10, 200))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_choice_of_strategies_computes_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(seed)
+    case = random_step(random)
+    shape = MESHES[seed % len(MESHES)]
+    size, m = math.prod(shape), int(random.integers(1, 3))
+    wanted = int(random.integers(1, 3)) if size <= 4 else 1
+    monkeypatch.setattr(compiler, "solve", lambda problem, seconds: draw(problem, random))
+
+    analysis = analyse(case.step, case.weights, case.x, batch_axes=(None, 0))
+    planner = Planner(analysis, cluster_of(1, size * wanted), num_layers=wanted)
+    layered = planner.layered(m)
+    stages = min(wanted, layered.num_layers)
+    meshes = [
+        Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)]) for stage in range(stages)
+    ]
+    finished = planner.finish(layered, layered.placed(range(1, stages)), meshes, "1f1b")
+    assert finished is not None
+    planned = Planned(planner, *finished, dict(layered.rules))
+    executable = planned.build(jax.devices())
+
+    # The same numbers. The change of the weights counts, not the weights; rounding is that of float32.
+    outputs = executable(jax.tree.leaves((case.weights, case.x)))
+    expected = jax.tree.leaves(jax.jit(case.step)(case.weights, case.x))
+    before = [*case.weights, 0.0, 0.0]
+    for output, reference, start in zip(outputs, expected, before, strict=True):
+        bound = 1e-4 * norm(reference - start) + 1e-6 * norm(start) + 1e-5
+        assert norm(np.asarray(output) - np.asarray(reference)) <= bound
+
+    # What was priced was lowered, and XLA added nothing to it. It may send less: it knows that a gathered
+    # broadcast is a broadcast, and it merges what the user's code computes twice.
+    for local, source, program in zip(planned.lowered.programs, executable.sources, executable.programs, strict=True):
+        priced = planned.priced(local)
+        assert lowered_collectives(source, local) == priced
+        assert compiled_collectives(program, local) <= priced

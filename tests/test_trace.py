@@ -1,0 +1,156 @@
+"""From a Python function to a graph: names, phases, state, inlining."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.ir.graph import Graph, Phase
+from autopar.trace import leaf_specs, trace
+
+
+def f32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def carried_paths(graph: Graph) -> dict[str, str]:
+    """Output path -> path of the input that it replaces."""
+    return {graph.output_paths[k]: graph.input_paths[i] for k, i in graph.carried.items()}
+
+
+class State(NamedTuple):
+    params: Any
+    step: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Moments:
+    mean: Any
+    none: Any = None
+
+
+def test_paths_and_state_of_any_pytree() -> None:
+    def fun(state: State, batch: Any, *, rate: Any) -> Any:
+        return {"loss": batch.sum(), "state": State(jax.tree.map(lambda x: x * rate, state.params), state.step + 1)}
+
+    state = State(({"w": f32(2)}, Moments(f32(2)), ()), jax.ShapeDtypeStruct((), jnp.int32))
+    graph = trace(fun, (state, f32(4)), {"rate": f32()}, name="fun")
+    assert graph.input_paths == ("state.params[0]['w']", "state.params[1].mean", "state.step", "batch", "rate")
+    assert carried_paths(graph) == {
+        "output['state'].params[0]['w']": "state.params[0]['w']",
+        "output['state'].params[1].mean": "state.params[1].mean",
+        "output['state'].step": "state.step",
+    }
+
+
+def test_parts_of_the_state_may_come_out_in_other_places() -> None:
+    """Parameters and optimizer state as arguments and results of their own; a metric shaped like a weight is none."""
+
+    def fun(params: Any, opt: Any, batch: Any) -> Any:
+        return jax.tree.map(jnp.tanh, params), {"m": opt["m"] + 1}, batch.mean(), jnp.ones(2)
+
+    graph = trace(fun, ({"w": f32(2), "b": f32(3)}, {"m": f32(2)}, f32(4)), {}, name="fun")
+    assert carried_paths(graph) == {
+        "output[0]['b']": "params['b']",
+        "output[0]['w']": "params['w']",
+        "output[1]['m']": "opt['m']",
+    }
+
+
+def test_a_bare_array_is_state_only_in_its_place() -> None:
+    graph = trace(lambda w, x: (w * x.mean(), x * 2), (f32(4), f32(4)), {}, name="fun")
+    assert carried_paths(graph) == {"output[0]": "w", "output[1]": "x"}
+    graph = trace(lambda w, x: (x.mean(), w * x), (f32(4), f32(4)), {}, name="fun")
+    assert carried_paths(graph) == {"output[1]": "x"}
+    graph = trace(lambda w, x: w * x.mean(), (f32(4), f32(4)), {}, name="fun")
+    assert carried_paths(graph) == {"output": "w"}
+
+
+def test_phases() -> None:
+    """tanh forwards, its derivative's product backwards, the update and the metric neither."""
+
+    def fun(w: Any, x: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda w: jnp.tanh(x @ w).sum())(w)
+        return w - g, jnp.cos(loss)
+
+    graph = trace(fun, (f32(3), f32(4, 3)), {}, name="fun")
+    phases = {(e.primitive.name, e.phase) for e in graph.equations}
+    assert {("tanh", Phase.FORWARD), ("dot_general", Phase.FORWARD), ("dot_general", Phase.BACKWARD)} <= phases
+    assert {("sub", Phase.UPDATE), ("cos", Phase.UPDATE)} <= phases
+    assert ("cos", Phase.FORWARD) not in phases
+
+
+def test_calls_are_inlined_and_what_nobody_needs_is_gone() -> None:
+    @jax.jit
+    def inner(x: Any) -> Any:
+        return jnp.sin(x), jnp.cos(x)
+
+    @jax.custom_jvp
+    def custom(x: Any) -> Any:
+        return jnp.exp(x)
+
+    custom.defjvp(lambda xs, ts: (custom(*xs), ts[0]))
+    graph = trace(lambda x: custom(jax.checkpoint(lambda y: inner(y)[0])(x)), (f32(2),), {}, name="fun")
+    assert [e.primitive.name for e in graph.equations] == ["sin", "exp"]
+
+
+def test_rematerialisation_is_fenced() -> None:
+    """One fence; behind it the forward pass once more."""
+
+    def fun(w: Any, x: Any) -> Any:
+        return jax.grad(lambda w: jax.checkpoint(lambda w: jnp.sin(jnp.sin(x * w)))(w).sum())(w)
+
+    names = [e.primitive.name for e in trace(fun, (f32(3), f32(4, 3)), {}, name="fun").equations]
+    assert names.count("optimization_barrier") == 1
+    assert "cos" in names[names.index("optimization_barrier") :]
+
+
+def test_sources_are_the_users_lines() -> None:
+    graph = trace(lambda x: jnp.sinh(x), (f32(2),), {}, name="fun")
+    (eqn,) = graph.equations
+    assert "test_trace.py:" in eqn.source
+
+
+def test_fingerprints() -> None:
+    """Equal for the same program, other for other constants, shapes and parameters."""
+
+    def make(fun: Any, n: int = 4) -> str:
+        return trace(fun, (f32(n, 2),), {}, name="fun").fingerprint
+
+    one = make(lambda x: jnp.sum(x * 2.0, 0))
+    assert one == make(lambda y: jnp.sum(y * 2.0, 0))
+    others = {
+        make(lambda x: jnp.sum(x * 3.0, 0)),
+        make(lambda x: jnp.sum(x * 2.0, 0), 8),
+        make(lambda x: jnp.sum(x * 2.0, 1)),
+    }
+    assert len({one, *others}) == 4
+
+
+def test_captured_arrays_are_constants() -> None:
+    table = jnp.arange(3.0)
+    graph = trace(lambda x: x + table, (f32(3),), {}, name="fun")
+    ((value, constant),) = graph.constants.items()
+    assert value.shape == (3,) and np.array_equal(constant, table)
+
+
+@pytest.mark.parametrize(
+    ("leaf", "spec"),
+    [
+        (np.zeros((2, 3), np.int64), ((2, 3), jnp.int32)),  # as jax sees it without 64 bits
+        (jnp.zeros(4, jnp.bfloat16), ((4,), jnp.bfloat16)),
+        (f32(5), ((5,), jnp.float32)),
+        (1.5, ((), jnp.float32)),
+        (3, ((), jnp.int32)),
+        ("text", ((), str)),
+    ],
+)
+def test_leaf_specs(leaf: Any, spec: Any) -> None:
+    ((shape, dtype),) = leaf_specs([leaf])
+    assert (shape, dtype) == spec
