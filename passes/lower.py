@@ -208,7 +208,14 @@ class _Writer:
             if goal in have or target in have:
                 continue
             itemsize = value.nbytes // max(1, math.prod(value.shape))
-            source = min(have, key=lambda s: self.resharder.time(value.shape, itemsize, s, goal))
+
+            def effort(source: Sharding, goal: Sharding = goal, itemsize: int = itemsize) -> tuple[bool, int, float]:
+                seconds = self.resharder.time(value.shape, itemsize, source, goal)
+                return math.isinf(seconds), len(set(source.partial) - set(goal.partial)), seconds
+
+            # What has been summed is not summed again in another way: rounding would differ between the readers, and
+            # the gradient of a maximum divides by how many elements equal it, as another reader knows it.
+            source = min(have, key=effort)
             # Step by step, so that what lies between serves other goals too and nothing is sent twice.
             for step in self.resharder.plan(value.shape, itemsize, source, goal):
                 reached = step_result(step, source)

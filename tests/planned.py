@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.compiler import Planner, build
+from autopar.compiler import build
 from autopar.cost_model.program import program_cost
 from autopar.ir.local import LocalProgram
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
@@ -22,6 +22,8 @@ from autopar.passes.collectives import count_collectives
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
+from autopar.planner import Planner
+from autopar.pricing import Prices
 from autopar.runtime.executable import Executable, Source
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.trace import trace
@@ -42,18 +44,16 @@ def cluster_of(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Planned:
-    planner: Planner
     plan: Plan
     lowered: LoweredStep
     rules: dict[int, Rule]
 
     def build(self, devices: Sequence[Any]) -> Executable:
-        return build(self.planner, self.lowered, self.plan.schedule, self.rules, devices, frozenset())
+        return build(self.lowered, self.plan.schedule, self.rules, devices, frozenset())
 
     def priced(self, local: LocalProgram) -> Counter[Collective]:
-        price = self.planner.resharder(local.mesh)[1]
-        kind = self.planner.cluster.kind_of(local.mesh.devices[0])
-        return Counter(program_cost(local, kind, price).collectives)
+        prices = Prices(self.plan.cluster)
+        return Counter(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]).collectives)
 
 
 def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto") -> BatchAnalysis:
@@ -64,7 +64,7 @@ def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto") -> B
 def plan_step(step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int) -> Planned:
     planner = Planner(analyse(step, *args), cluster, method)
     plan, lowered = planner.plan(m)
-    return Planned(planner, plan, lowered, {e.id: rule_of(e) for e in lowered.placed.step.equations})
+    return Planned(plan, lowered, {e.id: rule_of(e) for e in lowered.placed.step.equations})
 
 
 def lowered_collectives(source: Source, local: LocalProgram) -> Counter[Collective]:

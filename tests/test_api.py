@@ -134,12 +134,12 @@ def test_gather_gives_what_jit_accepts(method: autopar.Method) -> None:
 @pytest.mark.parametrize("kind", ["numpy", "one device", "another device"])
 def test_where_the_first_state_may_come_from(kind: str) -> None:
     """Arrays in host memory and on single devices; the caller's copies stay whole."""
-    place: Callable[[Any], Any] = {
+    places: dict[str, Callable[[Any], Any]] = {
         "numpy": lambda x: np.array(x),
         "one device": jnp.asarray,
         "another device": lambda x: jax.device_put(x, jax.devices()[5]),
-    }[kind]
-    given = jax.tree.map(place, reference()[0])
+    }
+    given = jax.tree.map(places[kind], reference()[0])
     step = parallelized(DATA_PARALLEL)
     state, _ = step(given, batch_of())
     assert_close(state, reference()[1])

@@ -43,8 +43,7 @@ METHODS = {
     "zero_3-2x4": method((2, 4), "xy", "", 3),
     "zero_2_and_tensor_parallel-2x4": method((2, 4), "x", "y", 2),
     "zero_3_and_tensor_parallel-2x4": method((2, 4), "x", "y", 3),
-    "free-8": method((8,), "", "", 0),
-    "free-2x4": method((2, 4), "", "", 0),
+    "free-2x4": Method("free", 1, None, (2, 4)),
 }
 
 

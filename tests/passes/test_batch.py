@@ -83,6 +83,28 @@ def test_four_microbatches_give_the_numbers_of_one_device(name: str) -> None:
     assert_same(autopar.gather(parallelized(c, 4)(c.state, c.batch)), expected(name))
 
 
+# Whole batches read before or after the loop at other stages than its slices, sums over stages, recomputed dropout.
+PIPELINED = ["ignored_labels", "auxiliary_outputs", "loss_after_the_update", "rematerialized_dropout"]
+ONE_PRODUCT = ["class_token", "transposed", "custom_jvp"]  # no two stages
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in PIPELINED else pytest.mark.slow)
+        for name in CASES
+        if name not in ONE_PRODUCT
+    ],
+)
+def test_pipelines_give_the_numbers_of_one_device(name: str) -> None:
+    c = made(name)
+    method = autopar.recipes.gpipe(2, 1 if c.coupled else 2)
+    step = autopar.parallelize(
+        c.step, method=method, batch_axes=c.batch_axes, devices=jax.devices()[:2], donate_argnums=()
+    )
+    assert_same(autopar.gather(step(c.state, c.batch)), expected(name))
+
+
 @pytest.mark.parametrize("name", COUPLED)
 def test_coupled_examples(name: str) -> None:
     """One microbatch works, sharded over devices; more of them name the user's line and the way out."""
