@@ -26,7 +26,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
-from autopar.passes.batch import BatchAnalysis, split_batch
+from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.limits import method_limits
 from autopar.passes.intra_op.problem import Infeasible
@@ -34,6 +34,7 @@ from autopar.passes.intra_op.shard import OptionsCache, StageProblem, StageSetti
 from autopar.passes.intra_op.solve import solve
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.lower import LoweredStep, assemble
+from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
@@ -151,6 +152,8 @@ class Planner:
 
     def _plan_for(self, m: int, num_stages: int | None) -> tuple[Plan, LoweredStep] | None:
         layered = self.layered(m)
+        if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
+            return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
         cost = functools.partial(self._stage_cost, layered, schedule)
         search = functools.partial(plan_stages, layered.num_layers, self.cluster, cost, m, schedule)

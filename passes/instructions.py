@@ -17,6 +17,9 @@ from autopar.ir.local import LocalProgram, Port
 from autopar.ir.schedule import Schedule
 from autopar.passes.lower import LoweredStep
 
+# A program with its microbatch, or a phase: "send what was stored before it".
+_Entry = tuple[int, int | None] | Phase
+
 
 class _Writer:
     def __init__(self, lowered: LoweredStep, schedule: Schedule, donate: frozenset[Value]) -> None:
@@ -64,47 +67,48 @@ class _Writer:
         return register
 
     def run(self) -> InstructionList:
-        queues = [self._stage_queue(stage) for stage in range(self.lowered.placed.num_stages)]
-        heads = [0] * len(queues)
-        while any(head < len(queue) for head, queue in zip(heads, queues, strict=True)):
-            moved = False
-            for stage, queue in enumerate(queues):
-                while heads[stage] < len(queue):
-                    entry = queue[heads[stage]]
-                    if not self._issue(stage, entry):
-                        break
-                    heads[stage] += 1
-                    moved = True
-            if not moved:
-                stuck = [queue[head] for head, queue in zip(heads, queues, strict=True) if head < len(queue)]
-                raise InternalError(f"the schedule cannot go on: every stage waits ({stuck})")
+        stages = range(self.lowered.placed.num_stages)
+        # No update is issued before the last microbatch of every stage: what fails till then leaves the state intact.
+        for queues in ([self._loop_queue(s) for s in stages], [self._once(s, Phase.UPDATE) for s in stages]):
+            self._interleave(queues)
         results = [None if r is None else self._register(r[0], r[1], None) for r in self.lowered.results]
         return InstructionList(
             tuple(self._with_frees({r for r in results if r is not None})), len(self.numbers), self.leaves,
             self.feeds, self.constants, self.microbatch, self.sums, tuple(results),
         )  # fmt: skip
 
-    def _stage_queue(self, stage: int) -> list[tuple[int, int | None] | Phase]:
-        """Programs to run, as (program, microbatch); a phase stands for "send what was stored before it"."""
-        by_phase: dict[Phase, list[int]] = defaultdict(list)
-        for index, local in enumerate(self.lowered.programs):
-            if local.program.stage == stage:
-                by_phase[local.program.phase].append(index)
-        queue: list[tuple[int, int | None] | Phase] = []
+    def _interleave(self, queues: list[list[_Entry]]) -> None:
+        heads = [0] * len(queues)
+        while any(head < len(queue) for head, queue in zip(heads, queues, strict=True)):
+            moved = False
+            for stage, queue in enumerate(queues):
+                while heads[stage] < len(queue) and self._issue(stage, queue[heads[stage]]):
+                    heads[stage] += 1
+                    moved = True
+            if not moved:
+                stuck = [queue[head] for head, queue in zip(heads, queues, strict=True) if head < len(queue)]
+                raise InternalError(f"the schedule cannot go on: every stage waits ({stuck})")
 
-        def once(phase: Phase) -> None:
-            bridges = [i for i in by_phase[phase] if not self.lowered.programs[i].program.equations]
-            queue.extend((i, None) for i in bridges)
-            queue.append(phase)
-            queue.extend((i, None) for i in by_phase[phase] if i not in bridges)
-
-        once(Phase.PROLOGUE)
+    def _loop_queue(self, stage: int) -> list[_Entry]:
+        """The prologue and the schedule's tasks of a stage."""
+        queue = self._once(stage, Phase.PROLOGUE)
         for task in self.schedule.tasks[stage]:
-            queue.extend((i, task.microbatch) for i in by_phase[task.phase])
-        once(Phase.UPDATE)
+            queue += [(i, task.microbatch) for i in self._programs(stage, task.phase)]
         return queue
 
-    def _issue(self, stage: int, entry: tuple[int, int | None] | Phase) -> bool:
+    def _once(self, stage: int, phase: Phase) -> list[_Entry]:
+        """Bridges, then "send what was stored before this phase", then the phase's programs."""
+        programs = self._programs(stage, phase)
+        bridges = [i for i in programs if not self.lowered.programs[i].program.equations]
+        return [*((i, None) for i in bridges), phase, *((i, None) for i in programs if i not in bridges)]
+
+    def _programs(self, stage: int, phase: Phase) -> list[int]:
+        return [
+            i for i, local in enumerate(self.lowered.programs)
+            if local.program.stage == stage and local.program.phase is phase
+        ]  # fmt: skip
+
+    def _issue(self, stage: int, entry: _Entry) -> bool:
         if isinstance(entry, Phase):
             self._send_stored(stage, entry)
             return True

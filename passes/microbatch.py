@@ -1,0 +1,406 @@
+"""The step cut into microbatches: what the batch analysis decided, carried out.
+
+Each loop equation is rewritten to one microbatch's sizes by its rule's own `emit`, traced; batch-free values are
+emitted where they are wanted first, sliced versions by their own equation where that can be split (iota, random
+bits), else by a slice of the whole. What crosses the end of the loop is summed (addends) or joined (examples).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.errors import MicrobatchError
+from autopar.ir.build import Builder, live_equations, trace_emission
+from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value
+from autopar.passes.batch import BatchAnalysis, Kind, Split, Unsplittable, When, batch_in_dims, batch_to_factor
+from autopar.passes.rules.base import Rule
+
+
+@dataclasses.dataclass
+class _TimeLocal:
+    """The piece of one microbatch, for `emit`."""
+
+    rule: Rule
+    split: Split
+    num_microbatches: int
+    index: Any  # traced int32 scalar
+
+    def size(self, factor: int) -> int:
+        whole = self.rule.factors[factor]
+        return whole // self.num_microbatches if self.is_split(factor) else whole
+
+    def is_split(self, factor: int) -> bool:
+        return factor == self.split.factor
+
+    def start(self, factor: int) -> Any:
+        if not self.is_split(factor):
+            return 0
+        if self.split.batch.outer > 1:
+            raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+        return self.index * self.size(factor)
+
+
+class _Splitter:
+    """Rewrites a graph for a number of microbatches."""
+
+    def __init__(self, analysis: BatchAnalysis, num_microbatches: int) -> None:
+        self.analysis = analysis
+        self.m = num_microbatches
+        self.graph = analysis.graph
+        self.producer = {v: eqn for eqn in self.graph.equations for v in eqn.outputs}
+        self.builder = Builder(1 + max((v.id for v in self._all_values()), default=-1))
+        self.microbatch = self.builder.value(jax.ShapeDtypeStruct((), jnp.int32))
+        self.loop: dict[tuple[Value, BatchDim | None], Operand] = {}  # loop operands, sliced versions of FREE ones too
+        self.full: dict[Value, Operand] = {}  # FREE and FINAL values in full size
+        self.prologue: dict[Value, Operand] = {}
+        self.feeds: dict[Value, tuple[Value, BatchDim]] = {}
+        self.accumulate: dict[Value, Value] = {}
+        self.keep: dict[Value, tuple[Value, ...]] = {}
+        self.backward: set[Operand] = set()  # loop values that depend on the backward pass
+        self.replicable: set[int] = set()
+        self.partial: set[Value] = set()
+
+    def _all_values(self) -> list[Value]:
+        values = [*self.graph.inputs, *self.graph.constants]
+        return values + [v for eqn in self.graph.equations for v in eqn.outputs]
+
+    def run(self) -> StepGraph:
+        analysis, builder = self.analysis, self.builder
+        inputs = set(self.graph.inputs) | set(self.graph.constants)
+        for value in inputs:
+            self.full[value] = self.prologue[value] = value
+        for eqn in self.graph.equations:
+            when = analysis.when[eqn.id]
+            if when is When.FREE:
+                pass  # emitted when wanted
+            elif when is When.BEFORE:
+                self._prologue_of(eqn.outputs[0])
+            elif when is When.LOOP:
+                self._emit_loop(eqn)
+            else:
+                operands = [self._after(v, eqn) for v in eqn.inputs]
+                self._copy(eqn, operands, Phase.UPDATE, self.full)
+        outputs = tuple(self._after(v, None) for v in self.graph.outputs)
+        equations = _in_phase_order(live_equations(builder.equations, self._wanted(outputs)), outputs, self)
+        live = {v for eqn in equations for v in (*eqn.values, *eqn.outputs)} | set(outputs)
+        batched: set[Value] = set(self.feeds)
+        for eqn in equations:
+            if eqn.phase.in_loop and any(v in batched or v is self.microbatch for v in eqn.values):
+                batched.update(eqn.outputs)
+        return StepGraph(
+            self.graph, self.m, tuple(equations), {**self.graph.constants, **builder.constants}, self.microbatch,
+            {k: v for k, v in self.feeds.items() if k in live},
+            {k: v for k, v in self.accumulate.items() if v in live},
+            {k: v for k, v in self.keep.items() if v[0] in live},
+            outputs, frozenset(self.replicable), frozenset(batched), frozenset(self.partial),
+        )  # fmt: skip
+
+    def _wanted(self, outputs: Sequence[Operand]) -> list[Operand]:
+        """Outputs and everything that reaches them over the end of the loop."""
+        return [*outputs, *self.accumulate, *self.keep]
+
+    def _copy(
+        self, eqn: Equation, operands: Sequence[Operand], phase: Phase, env: dict[Value, Operand]
+    ) -> tuple[Value, ...]:
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in eqn.outputs]
+        outputs = self.builder.add(eqn.primitive, eqn.params, operands, avals, phase, eqn.source)
+        env.update(zip(eqn.outputs, outputs, strict=True))
+        return outputs
+
+    def _free(self, v: Operand) -> Operand:
+        """A FREE value in full size, emitted at its first use."""
+        v = self._unfenced(v)
+        if isinstance(v, Literal) or v in self.full:
+            return v if isinstance(v, Literal) else self.full[v]
+        for eqn in self._cone(v, self.full):
+            if self.analysis.when[eqn.id] is When.BEFORE:
+                self.full.update({out: self._prologue_of(out) for out in eqn.outputs})
+                continue
+            moved = self.analysis.before[eqn.id]
+            operands = [self._prologue_of(x) if x in moved else self._have(x, self.full) for x in eqn.inputs]
+            self._copy(eqn, operands, Phase.PROLOGUE, self.full)
+            rule = self.analysis.rules[eqn.id]
+            if rule.unit != "matmul" and not rule.replicates and not moved:
+                self.replicable.add(self.builder.equations[-1].id)
+        return self.full[v]
+
+    def _prologue_of(self, v: Operand) -> Operand:
+        """A value that no parameter enters, computed over the whole batch before the loop."""
+        v = self._unfenced(v)
+        if isinstance(v, Literal) or v in self.prologue:
+            return v if isinstance(v, Literal) else self.prologue[v]
+        for eqn in self._cone(v, self.prologue):
+            operands = [self._have(x, self.prologue) for x in eqn.inputs]
+            self._copy(eqn, operands, Phase.PROLOGUE, self.prologue)
+        return self.prologue[v]
+
+    def _unfenced(self, v: Operand) -> Operand:
+        """What the loop's separable equations pass on as `v`: outside of the loop they are left out."""
+        while (eqn := self.producer.get(v)) is not None and self._is_fence(eqn):  # type: ignore[arg-type]
+            v = eqn.inputs[eqn.outputs.index(v)]
+        return v
+
+    def _is_fence(self, eqn: Equation) -> bool:
+        return self.analysis.rules[eqn.id].separable and self.analysis.when[eqn.id] is When.LOOP
+
+    def _have(self, v: Operand, env: Mapping[Value, Operand]) -> Operand:
+        v = self._unfenced(v)
+        return v if isinstance(v, Literal) else env[v]
+
+    def _cone(self, v: Value, have: Mapping[Value, Operand]) -> list[Equation]:
+        """Equations still missing for `v`, in order."""
+        missing: dict[int, Equation] = {}
+        stack = [v]
+        while stack:
+            w = self._unfenced(stack.pop())
+            if isinstance(w, Literal) or w in have:
+                continue
+            eqn = self.producer[w]
+            if eqn.id not in missing:
+                missing[eqn.id] = eqn
+                moved = self.analysis.before[eqn.id] if have is self.full else frozenset()
+                stack.extend(x for x in eqn.values if x not in moved)
+        return [missing[i] for i in sorted(missing)]
+
+    def _in_loop(self, v: Operand, batch: BatchDim | None, moved: frozenset[Value]) -> Operand:
+        """An operand of a loop equation; a FREE one is sliced if `batch` asks for it."""
+        if isinstance(v, Literal):
+            return v
+        if v in moved:  # the loop may have its addends as well
+            whole = self._prologue_of(v)
+            return whole if batch is None else self._slice(whole, batch)
+        key = (v, batch)
+        if key in self.loop:
+            return self.loop[key]
+        state = self.analysis.states[v]
+        if state.kind is not Kind.FREE:
+            if v in self.graph.inputs:
+                assert state.batch is not None
+                value = self._value(v, state.batch)
+                self.feeds[value] = (v, state.batch)
+                self.loop[(v, state.batch)] = self.loop[(v, None)] = value
+                return value
+            return self.loop[(v, None)]
+        whole = self._free(v)
+        if batch is None:
+            return whole
+        self.loop[key] = result = self._slice_by_rule(self._unfenced(v), batch) or self._slice(whole, batch)
+        return result
+
+    def _value(self, v: Value, batch: BatchDim) -> Value:
+        shape = tuple(batch.local_size(self.m) if d == batch.dim else n for d, n in enumerate(v.shape))
+        return self.builder.value(jax.ShapeDtypeStruct(shape, v.dtype, weak_type=v.weak_type))
+
+    def _slice_by_rule(self, v: Operand, batch: BatchDim) -> Operand | None:
+        """The microbatch's slice of a FREE value, computed as such by its own equation (iota, random bits, ..)."""
+        if isinstance(v, Literal):
+            return None
+        eqn = self.producer.get(v)
+        if eqn is None or self.analysis.when[eqn.id] is not When.FREE or self.analysis.before[eqn.id]:
+            return None
+        rule = self.analysis.rules[eqn.id]
+        try:
+            split = batch_to_factor(batch, rule.outputs[eqn.outputs.index(v)][batch.dim], rule.factors)
+            if split.batch.units != batch.units or split.factor in rule.whole:
+                return None
+            return self._emit(eqn, rule, split)[eqn.outputs.index(v)]
+        except (Unsplittable, IndexError):
+            return None
+
+    def _slice(self, v: Operand, batch: BatchDim) -> Operand:
+        m = self.m
+
+        def slice_out(x: Any, index: Any) -> Sequence[Any]:
+            d = batch.dim
+            parts = x.reshape(*x.shape[:d], batch.outer, batch.units, batch.inner, *x.shape[d + 1 :])
+            size = batch.units // m
+            piece = jax.lax.dynamic_slice_in_dim(parts, index * size, size, d + 1)
+            return [piece.reshape(*x.shape[:d], batch.local_size(m), *x.shape[d + 1 :])]
+
+        return self._trace(slice_out, [v, self.microbatch], Phase.FORWARD, "")[0]
+
+    def _emit_loop(self, eqn: Equation) -> None:
+        if self._is_fence(eqn):
+            self._emit_fence(eqn)
+            return
+        rule = self.analysis.rules[eqn.id]
+        split = self.analysis.splits.get(eqn.id)
+        moved = self.analysis.before[eqn.id]
+        if split is None:  # linear in partial operands: full sizes
+            operands = [self._in_loop(v, None, moved) for v in eqn.inputs]
+            phase = self._loop_phase(eqn, operands)
+            env: dict[Value, Operand] = {}
+            outputs: Sequence[Operand] = self._copy(eqn, operands, phase, env)
+            if phase is Phase.BACKWARD:
+                self.backward.update(outputs)
+        else:
+            try:
+                outputs = self._emit(eqn, rule, split)
+            except Unsplittable as error:
+                raise MicrobatchError(
+                    f"num_microbatches={self.m}: {eqn.primitive.name} at {eqn.source or 'an unknown line'}: {error}. "
+                    "Put the batch on the leading axis, or use num_microbatches=1."
+                ) from error
+        for old, new in zip(eqn.outputs, outputs, strict=True):
+            state = self.analysis.states[old]
+            self.loop[(old, None)] = self.loop[(old, state.batch)] = new
+            if isinstance(new, Value) and state.kind is Kind.PARTIAL:
+                self.partial.add(new)
+
+    def _emit_fence(self, eqn: Equation) -> None:
+        """A separable equation, on those of its operands that the loop has."""
+        states = self.analysis.states
+        lanes = [k for k, out in enumerate(eqn.outputs) if states[out].kind is not Kind.FINAL]
+        operands = [self._in_loop(eqn.inputs[k], None, frozenset()) for k in lanes]
+        avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
+        phase = self._loop_phase(eqn, operands)
+        results = self.builder.add(eqn.primitive, eqn.params, operands, avals, phase, eqn.source)
+        if phase is Phase.BACKWARD:
+            self.backward.update(results)
+        for k, result in zip(lanes, results, strict=True):
+            old = eqn.outputs[k]
+            self.loop[(old, None)] = self.loop[(old, states[old].batch)] = result
+            if states[old].kind is Kind.PARTIAL:
+                self.partial.add(result)
+
+    def _emit(self, eqn: Equation, rule: Rule, split: Split) -> list[Operand]:
+        moved = self.analysis.before[eqn.id]
+        operands = [
+            self._in_loop(v, batch_in_dims(split, dims, rule.factors), moved)
+            for v, dims in zip(eqn.inputs, rule.inputs, strict=True)
+        ]
+
+        def emit(*args: Any) -> Sequence[Any]:
+            *xs, index = args
+            return rule.emit(_TimeLocal(rule, split, self.m, index), eqn, xs)
+
+        return self._trace(emit, [*operands, self.microbatch], self._loop_phase(eqn, operands), eqn.source)
+
+    def _trace(self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
+        closed, values = trace_emission(fun, operands)
+        first = len(self.builder.equations)
+        results = self.builder.inline(closed.jaxpr, closed.consts, values, source=source, phase=phase)
+        if phase is Phase.BACKWARD:
+            for new in self.builder.equations[first:]:
+                self.backward.update(new.outputs)
+        return results
+
+    def _loop_phase(self, eqn: Equation, operands: Sequence[Operand]) -> Phase:
+        after_backward = any(v in self.backward for v in operands)
+        return Phase.BACKWARD if eqn.phase is Phase.BACKWARD or after_backward else Phase.FORWARD
+
+    def _after(self, v: Operand, eqn: Equation | None) -> Operand:
+        """An operand in full size after the loop."""
+        if isinstance(v, Literal):
+            return v
+        if v in self.full:
+            return self.full[v]
+        if eqn is not None and v in self.analysis.before[eqn.id]:
+            return self._prologue_of(v)
+        state = self.analysis.states[v]
+        if state.kind is Kind.FREE:
+            return self._free(v)
+        if state.kind is Kind.FINAL:
+            return self._after(self._unfenced(v), eqn)
+        local = self._in_loop(v, None, frozenset())
+        if isinstance(local, Literal):
+            raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
+        if state.kind is Kind.PARTIAL:
+            whole = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type))
+            self.accumulate[local] = whole
+            self.full[v] = whole
+            return whole
+        assert state.batch is not None
+        batch = state.batch
+        pieces = tuple(
+            self.builder.value(jax.ShapeDtypeStruct(local.shape, local.dtype, weak_type=v.weak_type))
+            for _ in range(self.m)
+        )
+        self.keep[local] = pieces
+
+        def join(*xs: Any) -> Sequence[Any]:
+            d = batch.dim
+            parts = [x.reshape(*x.shape[:d], batch.outer, -1, *x.shape[d + 1 :]) for x in xs]
+            return [jnp.concatenate(parts, d + 1).reshape(v.shape)]
+
+        self.full[v] = result = self._trace(join, pieces, Phase.UPDATE, eqn.source if eqn else "")[0]
+        return result
+
+
+def _in_phase_order(equations: Sequence[Equation], outputs: Sequence[Operand], splitter: _Splitter) -> list[Equation]:
+    """Renumber, and let batch-free equations that only the update needs run there."""
+    for_loop: set[Value] = set()
+    for eqn in reversed(equations):
+        if eqn.phase.in_loop or any(v in for_loop for v in eqn.outputs):
+            for_loop.update(eqn.values)
+    moved = [
+        dataclasses.replace(eqn, phase=Phase.UPDATE)
+        if eqn.phase is Phase.PROLOGUE and not any(v in for_loop for v in eqn.outputs)
+        else eqn
+        for eqn in equations
+    ]
+    order = list(Phase)
+    moved.sort(key=lambda eqn: order.index(eqn.phase))  # stable: topological within a phase
+    renumbered = [dataclasses.replace(eqn, id=i) for i, eqn in enumerate(moved)]
+    splitter.replicable = {new.id for new, old in zip(renumbered, moved, strict=True) if old.id in splitter.replicable}
+    return renumbered
+
+
+def split_batch(analysis: BatchAnalysis, num_microbatches: int) -> StepGraph:
+    """The step cut into this many microbatches of consecutive examples.
+
+    Raises:
+      MicrobatchError, BatchAxisError: see `BatchAnalysis.check`.
+    """
+    analysis.check(num_microbatches)
+    if num_microbatches == 1:
+        return _uncut(analysis)
+    return _Splitter(analysis, num_microbatches).run()
+
+
+def _uncut(analysis: BatchAnalysis) -> StepGraph:
+    """One microbatch: nothing is rewritten, couplings are harmless; only phases are settled."""
+    graph = analysis.graph
+    builder = Builder(1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs)))
+    microbatch = builder.value(jax.ShapeDtypeStruct((), jnp.int32))
+    depends = {v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED}  # on the examples
+    for eqn in graph.equations:
+        if any(v in depends for v in eqn.values):
+            depends.update(eqn.outputs)
+    in_loop: set[int] = set()
+    needed: set[Value] = set()  # by the forward or backward pass
+    for eqn in reversed(graph.equations):
+        splits = analysis.when[eqn.id] is When.LOOP and eqn.id in analysis.splits
+        if eqn.phase is not Phase.UPDATE or splits or any(v in needed for v in eqn.outputs):
+            in_loop.add(eqn.id)
+            needed.update(eqn.values)
+    backward: set[Value] = set()
+    replicable = set()
+    equations: list[Equation] = []
+    for eqn in graph.equations:
+        rule = analysis.rules[eqn.id]
+        if eqn.id not in in_loop:
+            phase = Phase.UPDATE
+        elif not any(v in depends for v in eqn.values):
+            phase = Phase.PROLOGUE
+            if rule.unit != "matmul" and not rule.replicates:
+                replicable.add(eqn.id)
+        elif eqn.phase is Phase.BACKWARD or any(v in backward for v in eqn.values):
+            phase = Phase.BACKWARD
+            backward.update(eqn.outputs)
+        else:
+            phase = Phase.FORWARD
+        equations.append(dataclasses.replace(eqn, phase=phase))
+    equations.sort(key=lambda eqn: list(Phase).index(eqn.phase))
+    renumbered = [dataclasses.replace(eqn, id=i) for i, eqn in enumerate(equations)]
+    feeds = {v: (v, state.batch) for v in graph.inputs if (state := analysis.states[v]).batch is not None}
+    return StepGraph(
+        graph, 1, tuple(renumbered), graph.constants, microbatch, feeds, {}, {}, graph.outputs,
+        frozenset(n.id for n, o in zip(renumbered, equations, strict=True) if o.id in replicable), frozenset(depends),
+        frozenset(v for v in depends if analysis.states[v].kind is Kind.PARTIAL),
+    )  # fmt: skip
