@@ -84,6 +84,7 @@ class Planner:
         self.nearest_where = ""
         self.prices = Prices(cluster)
         self._best_time = math.inf  # seconds per step of the best plan so far
+        self._one_stage_fits = False  # with one microbatch
         self._least: dict[Any, float] = {}
         self._options: dict[Any, OptionsCache] = {}
         self._costs: dict[Any, tuple[StageCost | None, bool]] = {}
@@ -106,6 +107,7 @@ class Planner:
             if found is not None and found[0].step_time < self._best_time:
                 best = found
                 self._best_time = found[0].step_time
+                self._one_stage_fits |= (m, len(found[0].stages)) == (1, 1)
         if best is None:
             raise self._infeasible()
         return best
@@ -118,7 +120,8 @@ class Planner:
         stages = self.method.num_stages
         if fixed is not None:
             self.analysis.check(fixed)
-            return [(fixed, stages)]
+            hosts = len(self.cluster.hosts)
+            return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= _MAX_LAYERS else [(fixed, stages)]
         limit = 1 if self.analysis.couplings else self.analysis.max_microbatches
         devices = self.cluster.num_devices
         divisors = [m for m in range(2, limit + 1) if limit % m == 0]
@@ -225,7 +228,7 @@ class Planner:
         """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
         start, stop = span
         m = layered.step.num_microbatches
-        if m > 1 and span == (0, layered.num_layers) and self._best_time < math.inf:
+        if m > 1 and span == (0, layered.num_layers) and self._one_stage_fits:
             return None  # one stage that fits with one microbatch gains nothing from several
         placed = self._span_placed(layered, start, stop)
         stage = 1 if start > 0 else 0

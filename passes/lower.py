@@ -29,8 +29,8 @@ from autopar.passes.intra_op.strategies import combined_axes, lane_rules, operan
 from autopar.passes.rules.base import Rule, is_fusible
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
-_COMBINE = {"max": jax.lax.pmax, "min": jax.lax.pmin}
-_COMBINE_BOOLEANS = {**_COMBINE, "and": jax.lax.pmin, "or": jax.lax.pmax}
+_COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
+_COMBINE_BOOLEANS: Mapping[str, Callable[..., Any]] = {**_COMBINE, "and": jax.lax.pmin, "or": jax.lax.pmax}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +158,7 @@ def _natural_layouts(
             continue
         for eqn in program.equations:
             strategy = sharding.strategies[program.index, eqn.id]
-            for value, result in zip(eqn.outputs, _results(rules[eqn.id], strategy, sharding.mesh), strict=True):
-                found[value] = result
+            found.update(zip(eqn.outputs, _results(rules[eqn.id], strategy, sharding.mesh), strict=True))
         for value in (*program.inputs, *program.outputs):
             layout = sharding.layout(program, value)
             if layout is not None:
@@ -213,8 +212,8 @@ class _Writer:
                 seconds = self.resharder.time(value.shape, itemsize, source, goal)
                 return math.isinf(seconds), len(set(source.partial) - set(goal.partial)), seconds
 
-            # What has been summed is not summed again in another way: rounding would differ between the readers, and
-            # the gradient of a maximum divides by how many elements equal it, as another reader knows it.
+            # What has been summed is not summed again in another way: readers would see different rounding, and the
+            # gradient of a maximum, which looks for the elements that equal it, might find none.
             source = min(have, key=effort)
             # Step by step, so that what lies between serves other goals too and nothing is sent twice.
             for step in self.resharder.plan(value.shape, itemsize, source, goal):

@@ -52,7 +52,8 @@ class _Chain:
         self.shape[d] = size
 
     def unary(self) -> None:
-        self.links.append(lambda h, ws, f=_UNARY[self.random.integers(len(_UNARY))]: f(h))
+        function = _UNARY[self.random.integers(len(_UNARY))]
+        self.links.append(lambda h, ws: function(h))
 
     def bias(self) -> None:
         d, rank = self.feature(), len(self.shape)
@@ -73,8 +74,10 @@ class _Chain:
         self.links.append(lambda h, ws: 2 * jax.nn.softmax(h, d))
 
     def largest(self) -> None:
+        # Without its gradient: that divides by how many elements equal the maximum, and where XLA computes an element
+        # twice with different rounding, none does. `jax.jit` alone gives NaN then.
         d = self.feature()
-        self.links.append(lambda h, ws: h - 0.5 * h.max(d, keepdims=True))
+        self.links.append(lambda h, ws: h - 0.5 * jax.lax.stop_gradient(h.max(d, keepdims=True)))
 
     def cumulative(self) -> None:
         d = self.feature()
@@ -120,7 +123,8 @@ class _Chain:
         def attend(h: Any, ws: Sequence[Any]) -> Any:
             moved = jnp.transpose(h, (batch, e, d))
             scores = jnp.tanh(jnp.einsum("bed,bzd->bez", moved, moved) / moved.shape[-1])
-            return jnp.transpose(jnp.einsum("bez,bzd->bed", scores, moved), np.argsort((batch, e, d)))
+            back = ((batch, e, d).index(i) for i in range(3))
+            return jnp.transpose(jnp.einsum("bez,bzd->bed", scores, moved), tuple(back))
 
         self.links.append(attend)
 

@@ -1,10 +1,11 @@
-"""What was priced is what runs: collectives priced = in the lowered jaxpr = in what XLA compiled, program by program."""
+"""What was priced is what runs: collectives as priced = in the lowered jaxpr = in what XLA compiled, by program."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import io
+import itertools
 import pathlib
 from collections import Counter
 from collections.abc import Callable
@@ -121,7 +122,7 @@ def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.
 
 
 # By hand, in bytes of float32: what is sent, not only that three counts agree.
-LEAVES = [4 * a * b for a, b in zip(WIDTHS, WIDTHS[1:], strict=False)] + [4 * b for b in WIDTHS[1:]]
+LEAVES = [4 * a * b for a, b in itertools.pairwise(WIDTHS)] + [4 * b for b in WIDTHS[1:]]
 LOSS = 4
 
 
@@ -144,7 +145,8 @@ def gradient_bytes(how: Method, m: int) -> int:
     for local in planned.lowered.programs:
         often = m if local.program.in_loop else 1
         for collective, count in planned.priced(local).items():
-            if "x" in collective.axes and collective.kind in ("all_reduce", "reduce_scatter") and collective.payload > LOSS:
+            reduces = collective.kind in ("all_reduce", "reduce_scatter")
+            if reduces and "x" in collective.axes and collective.payload > LOSS:
                 sent += collective.payload * count * often
     return sent
 

@@ -1,4 +1,4 @@
-"""Clusters and models for which a person knows the best plan. Nothing runs: plans of shapes, on clusters that are not there."""
+"""Clusters and models for which a person knows the best plan: plans of shapes, for clusters that are not there."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ def test_fast_links_and_little_memory_shard_the_weights_of_a_big_mlp() -> None:
     # Two layers of 2048 x 2048 float32: 16 MiB each, with two Adam moments 48 MiB, and 16 MiB of gradient.
     # A device has 32 MiB: not even one layer's state fits on one device, all of it over 8 is 2 * 48 / 8 = 12 MiB.
     # Links: a whole matrix crosses in 17 us, while its product with 512 examples takes 4 ms.
-    cluster = cluster_of(
-        1, 8, memory=32 * MIB, flops=1e12, memory_bandwidth=1e12, link=1e12, latency=1e-6, launch=1e-6
-    )
+    cluster = cluster_of(1, 8, memory=32 * MIB, flops=1e12, memory_bandwidth=1e12, link=1e12, latency=1e-6, launch=1e-6)
     plan = plan_mlp(cluster, layers=2, width=2048, batch=512, adam=True)
     assert plan.peak_memory <= 32 * MIB
     for leaf in weights(plan):
@@ -81,9 +79,7 @@ def test_slow_links_between_hosts_make_a_pipeline_across_them() -> None:
     # at every second layer, forwards and backwards: 8 * 64 KiB in 26 ms, and what is saved of the 40 ms is 20.
     # Two stages: each of 4 links carries such a quarter forwards and one backwards, 2 * 64 KiB in 6.6 ms, most of it
     # while others compute, and 1/m of 20 ms is idle time: less than 30 ms in all.
-    cluster = cluster_of(
-        2, 4, flops=1e10, memory_bandwidth=1e12, link=1e11, network=2e7, latency=1e-6, launch=1e-6
-    )
+    cluster = cluster_of(2, 4, flops=1e10, memory_bandwidth=1e12, link=1e11, network=2e7, latency=1e-6, launch=1e-6)
     plan = plan_mlp(cluster, layers=8, width=512, batch=128, adam=False)
     assert len(plan.stages) >= 2
     for stage in plan.stages:

@@ -353,7 +353,8 @@ class StageProblem:
             full = [s for s in dict.fromkeys(source.shardings.each) if not s.partial]
             candidates = Shardings.of(full or [Sharding.replicated(len(value.shape))], setting.mesh)
             varies = value in step.batched
-            node = self._node(self._transfer_seconds(value, candidates), varies)
+            # The receiver pays for the copy; here the value must only become whole addends.
+            node = self._node(np.zeros(len(candidates.each)), varies)
             self._edge(value, source, _End(node, candidates, varies))
         for k, i in step.graph.carried.items():
             leaf, out = step.graph.inputs[i], step.outputs[k]
