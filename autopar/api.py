@@ -41,6 +41,21 @@ class Executable:
     _devices: tuple[jax.Device, ...]
 
     @property
+    def cost(self) -> float:
+        """Predicted seconds per step."""
+        return self.plan.step_time
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that XLA has set aside per device for each program: arguments, results and temporaries."""
+        found = {}
+        for source, program in zip(self._runtime.sources, self._runtime.programs, strict=True):
+            use = program.memory_analysis()
+            borders = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
+            found[source.name] = int(borders + use.temp_size_in_bytes)
+        return found
+
+    @property
     def instruction_count(self) -> int:
         """Programs and transfers that the worker issues per step."""
         return self._runtime.instruction_count
