@@ -327,7 +327,7 @@ class Planner:
                 return None
             shardings.append(problem.read(solution))
             objective += solution.cost
-            bound += solution.lower_bound
+            bound += max(0.0, solution.lower_bound)  # no cost is negative
         lowered = self.lower(layered, placed, shardings)
         gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
         return self._price(layered, lowered, schedule, bound, gap), lowered

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 
 from autopar import planner
-from autopar.ir.local import Reshard
+from autopar.ir.graph import Value
+from autopar.ir.local import Accumulate, LocalProgram, Reshard
 from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.problem import Problem, Solution
 from tests.planned import Planned, analyse, cluster_of, compiled_collectives, lowered_collectives
 from tests.random_steps import random_step
@@ -39,6 +41,20 @@ def draw(problem: Problem, random: np.random.Generator) -> Solution:
 
 def norm(x: Any) -> float:
     return float(np.linalg.norm(np.asarray(x, np.float64)))
+
+
+def _reads(local: LocalProgram) -> set[tuple[Value, Sharding]]:
+    """What something in the program uses, in the sharding in which it does."""
+    found = {(port.value, port.sharding) for port in local.outputs}
+    for op in local.ops:
+        if isinstance(op, Reshard):
+            found.add((op.value, op.source))
+        elif isinstance(op, Accumulate):
+            found.add((op.addend, op.sharding))
+        else:
+            wanted = zip(op.equation.inputs, op.operands, strict=True)
+            found.update((v, s) for v, s in wanted if isinstance(v, Value) and s is not None)
+    return found
 
 
 # Every one of these meshes by default, with one or two stages and microbatches.
@@ -75,11 +91,13 @@ def test_any_choice_of_strategies_computes_the_same(seed: int, monkeypatch: pyte
         assert norm(np.asarray(output) - np.asarray(reference)) <= bound
 
     # No value is summed in two ways, which would round differently: readers must agree on it to the last bit.
+    # And nothing is resharded in vain.
     for local in planned.lowered.programs:
         sums = Counter(
             op.value for op in local.ops if isinstance(op, Reshard) and op.source.partial and not op.target.partial
         )
         assert all(count == 1 for count in sums.values())
+        assert _reads(local) >= {(op.value, op.target) for op in local.ops if isinstance(op, Reshard)}
 
     # What was priced was lowered, and XLA added nothing to it. It may send less: it knows that a gathered
     # broadcast is a broadcast, and it merges what the user's code computes twice.
