@@ -134,7 +134,7 @@ class Executable:
             if not lost:
                 raise
             raise StateLostError(
-                f"the step failed after {lost[0]} and {len(lost) - 1} more leaves of the state had been given to "
+                f"the step failed after {len(lost)} leaves of the state, among them {lost[0]}, had been given to "
                 "update programs, so that the state is lost: restore it from a checkpoint. With donate_argnums=() a "
                 "step keeps the old state, at the price of its memory."
             ) from error

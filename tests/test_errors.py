@@ -317,7 +317,7 @@ def test_failure_in_the_update_loses_the_state(pipeline: Any) -> None:
     runtime._calls[updates[-1].program] = broken
     with pytest.raises(StateLostError) as caught:
         step(state, examples())
-    text = "the step failed after p['v'] and 0 more leaves of the state had been given to update programs, so that the"
+    text = "the step failed after 1 leaves of the state, among them p['w'], had been given to update programs, so that"
     assert str(caught.value).startswith(text)
     assert "restore it from a checkpoint. With donate_argnums=() a step keeps the old state" in str(caught.value)
     assert isinstance(caught.value.__cause__, Broken)

@@ -300,7 +300,7 @@ class StageProblem:
             source = maker or sums.get(slot)
             if value in kept and (None, kept[value]) in self.makers:
                 continue  # stored as its loop value is
-            may_be_partial = source is not None and value not in outputs
+            may_be_partial = source is not None and (value not in outputs or slot in sums)
             found: dict[Sharding, None] = dict.fromkeys(source.shardings.each if source else ())
             for reader in readers:
                 found.update(dict.fromkeys(reader.shardings.each))
@@ -356,6 +356,11 @@ class StageProblem:
             # The receiver pays for the copy; here the value must only become whole addends.
             node = self._node(np.zeros(len(candidates.each)), varies)
             self._edge(value, source, _End(node, candidates, varies))
+        for slot in self._sums.keys() & {(None, v) for v in step.outputs}:  # returned: reduced once, after the loop
+            node, held = self.layouts[slot]
+            whole = Shardings.of(dict.fromkeys(Sharding(s.dims) for s in held.each), setting.mesh)
+            returned = _End(self._node(np.zeros(len(whole.each)), False), whole, False)
+            self._edge(slot[1], _End(node, held, False), returned)
         for k, i in step.graph.carried.items():
             leaf, out = step.graph.inputs[i], step.outputs[k]
             if not isinstance(out, Value) or out is leaf or (None, leaf) not in self.layouts:

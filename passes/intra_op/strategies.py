@@ -47,7 +47,8 @@ def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lan
     options: list[AxisChoice] = [WHOLE, *_splittable(rule)]
     options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & addends]
     lanes = []
-    for lane in itertools.product(options, repeat=len(mesh.axes)):
+    per_axis = [options if size > 1 else [WHOLE] for size in mesh.shape]
+    for lane in itertools.product(*per_axis):
         pieces: dict[int, int] = {}
         for axis, choice in zip(mesh.axes, lane, strict=True):
             if choice >= 0:

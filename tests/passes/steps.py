@@ -309,9 +309,7 @@ def gathered_rows() -> Case:
         return each.mean()
 
     ids = np.random.default_rng(3).integers(0, CLASSES, (2, BATCH, TIME)).astype(np.int32)
-    return Case(
-        trained_on(loss), {"emb": draw(CLASSES, WIDTH), "w": draw(WIDTH, WIDTH)}, {"x": ids[0], "y": ids[1]}
-    )
+    return Case(trained_on(loss), {"emb": draw(CLASSES, WIDTH), "w": draw(WIDTH, WIDTH)}, {"x": ids[0], "y": ids[1]})
 
 
 # Randomness.

@@ -15,8 +15,8 @@ import autopar
 from autopar.errors import BatchAxisError, MicrobatchError
 from autopar.ir.graph import Equation, Phase, Value
 from autopar.passes.batch import BatchAnalysis, Kind, State, When, analyse_batch
-from autopar.passes.microbatch import split_batch
 from autopar.passes.batch_axes import resolve_batch_axes
+from autopar.passes.microbatch import split_batch
 from autopar.passes.rules.base import bind
 from autopar.passes.rules.table import rule_of
 from autopar.trace import trace

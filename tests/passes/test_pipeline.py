@@ -73,7 +73,8 @@ class TestPlacement:
         for out in placed.step.outputs:
             assert isinstance(out, Value)
             assert out in placed.producer
-        made = [v for p in placed.programs for e in p.equations if e.id not in placed.step.replicable for v in e.outputs]
+        copied = placed.step.replicable
+        made = [v for p in placed.programs for e in p.equations if e.id not in copied for v in e.outputs]
         assert len(made) == len(set(made))
 
     def test_forward_stages_rise_and_backward_stages_fall(self, num_stages: int, num_microbatches: int) -> None:

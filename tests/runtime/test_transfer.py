@@ -27,10 +27,11 @@ def _on(mesh: Mesh, sharding: Sharding) -> NamedSharding:
 
 def _pairs(source: Mesh, target: Mesh) -> list[tuple[Sharding, Sharding]]:
     """Shardings that cut an array alike on both meshes."""
-    full = [
-        [s for s in shardings(len(SHAPE), mesh) if not s.partial and s.divides(SHAPE, mesh)] for mesh in (source, target)
-    ]
-    return [(a, b) for a, b in itertools.product(*full) if a.tiles(source) == b.tiles(target)]
+
+    def full(mesh: Mesh) -> list[Sharding]:
+        return [s for s in shardings(len(SHAPE), mesh) if not s.partial and s.divides(SHAPE, mesh)]
+
+    return [(a, b) for a, b in itertools.product(full(source), full(target)) if a.tiles(source) == b.tiles(target)]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda mesh: f"from{mesh.shape}")
