@@ -16,6 +16,7 @@ from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.batch import Split, Unsplittable, batch_in_dims, batch_to_factor
 from autopar.passes.intra_op.shard import Limits
+from autopar.passes.intra_op.strategies import splittable
 from autopar.passes.rules.base import Rule
 
 
@@ -61,20 +62,23 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     def allow_lane(program: Program, eqn: Equation, rule: Rule, lane: Lane) -> bool:
         factor = batch.get(eqn.id)
         varies = any(v in step.batched for v in (*eqn.values, *eqn.outputs))
+        least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1  # that may split what holds no examples
         for axis, choice in zip(mesh.axes, lane, strict=True):
-            if axis in method.data_axes and factor is not None and choice != factor:
-                return False  # examples are split wherever they can be
-            if choice < 0:
+            size = mesh.axis_size(axis)
+            if size == 1:
                 continue
+            can = [f for f in splittable(rule) if rule.factors[f] % size == 0]
             if axis in method.data_axes:
-                if (
-                    factor is None
-                    and not varies
-                    and zero < (3 if eqn.phase.in_loop or eqn.id in step.replicable else 1)
-                ):
+                if factor in can and choice != factor:
+                    return False  # examples are split wherever they can be
+                if choice >= 0 and choice != factor and (factor is not None or (not varies and zero < least_zero)):
                     return False
-            elif axis in method.model_axes and factor is not None and choice == factor:
-                return False
+            elif axis in method.model_axes:
+                if choice >= 0 and choice == factor:
+                    return False
+                products = rule.unit == "matmul" and any(f != factor for f in can)
+                if products and eqn.phase.in_loop and choice < 0:
+                    return False  # and so are the matrix products
         return True
 
     def allow_layout(value: Value, sharding: Sharding) -> bool:

@@ -24,7 +24,7 @@ def lane_rules(rule: Rule) -> tuple[Rule, ...]:
     )
 
 
-def _splittable(rule: Rule) -> Iterator[int]:
+def splittable(rule: Rule) -> Iterator[int]:
     """Factors that mesh axes may split: contiguous pieces in every operand and result."""
     maps = (*rule.inputs, *rule.outputs)
     present = {f for dims in maps for dim in dims for f in dim}
@@ -44,7 +44,7 @@ def _splittable(rule: Rule) -> Iterator[int]:
 
 def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lane, ...]:
     """All strategies of one lane, the fully replicated one first; `addends` are the operands that can be partial."""
-    options: list[AxisChoice] = [WHOLE, *_splittable(rule)]
+    options: list[AxisChoice] = [WHOLE, *splittable(rule)]
     options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & addends]
     lanes = []
     per_axis = [options if size > 1 else [WHOLE] for size in mesh.shape]
@@ -63,7 +63,7 @@ def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lan
 
 def can_sum(rule: Rule) -> bool:
     """Whether splitting the equation can leave addends."""
-    return any(rule.reduced.get(factor) == "sum" for factor in _splittable(rule))
+    return any(rule.reduced.get(factor) == "sum" for factor in splittable(rule))
 
 
 def pieces(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, int]:
