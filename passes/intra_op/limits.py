@@ -57,11 +57,12 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     in_loop = _read_in_loop(step)
     leaves = {step.graph.inputs[i] for i in step.graph.carried.values()}
     totals = set(step.accumulate.values())
+    examples = step.batched - step.partial  # sums over examples are none
     zero = method.zero or 0
 
     def allow_lane(program: Program, eqn: Equation, rule: Rule, lane: Lane) -> bool:
         factor = batch.get(eqn.id)
-        varies = any(v in step.batched for v in (*eqn.values, *eqn.outputs))
+        varies = eqn.phase.in_loop and any(v in examples for v in (*eqn.values, *eqn.outputs))
         least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1  # that may split what holds no examples
         for axis, choice in zip(mesh.axes, lane, strict=True):
             size = mesh.axis_size(axis)
