@@ -40,7 +40,27 @@ def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, int]:
             batch = batch_in_dims(split, dims, rule.factors)
             if batch is not None:
                 where[v] = batch
+        _note_operands(eqn, rule, split, where)
+    for eqn in reversed(step.equations):  # batch-free values that meet examples: masks, positions, random bits
+        rule = rules[eqn.id]
+        for v, dims in zip(eqn.outputs, rule.outputs, strict=True):
+            if eqn.id in found or v not in where:
+                continue
+            try:
+                split = batch_to_factor(where[v], dims[where[v].dim], rule.factors)
+            except Unsplittable:
+                continue
+            found[eqn.id] = split.factor
+            _note_operands(eqn, rule, split, where)
     return found
+
+
+def _note_operands(eqn: Equation, rule: Rule, split: Split, where: dict[Value, BatchDim]) -> None:
+    """The operands of a split equation hold the batch where its rule says so."""
+    for v, dims in zip(eqn.inputs, rule.inputs, strict=True):
+        batch = batch_in_dims(split, dims, rule.factors)
+        if isinstance(v, Value) and batch is not None:
+            where.setdefault(v, batch)
 
 
 def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:
