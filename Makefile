@@ -44,9 +44,7 @@ train: $(VENV)/.installed
 	@$(BIN)/python -m benchmarks.train
 
 test: $(VENV)/.installed
-	@# XLA's CPU collectives now and then abort a worker beside others; what failed is tried again alone, once.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS) || \
-	$(BIN)/python -m pytest -p no:xdist --last-failed --last-failed-no-failures none $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)

@@ -202,7 +202,8 @@ class Parallelized:
                 return [state[i] for i in indices]
 
             wanted = None if mesh is None else [shardings[i] for i in indices]
-            made = jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args))
+            # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
+            made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args)))
             for i, x in zip(indices, made, strict=True):
                 placed[i] = x
         return jax.tree.unflatten(tree, placed)

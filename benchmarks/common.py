@@ -22,8 +22,6 @@ def use_virtual_devices(count: int) -> None:
     os.environ["XLA_FLAGS"] = flags.strip()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
-    # Programs that run over one another on virtual devices can starve the threads of a collective; XLA then aborts.
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
 
 
 def _cpu_model() -> str:

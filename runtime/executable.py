@@ -38,12 +38,16 @@ class Source:
     outputs: tuple[Array, ...]
     donated: tuple[int, ...]
 
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """Where it runs."""
+        return (*self.inputs, *self.outputs)[0].sharding.mesh  # type: ignore[return-value]
+
     def jitted(self) -> Any:
         """The program as a jitted function of global arrays, not yet traced."""
-        mesh = (*self.inputs, *self.outputs)[0].sharding.mesh
         mapped = jax.shard_map(
             self.function,
-            mesh=mesh,
+            mesh=self.mesh,
             in_specs=tuple(a.sharding.spec for a in self.inputs),
             out_specs=tuple(a.sharding.spec for a in self.outputs),
             check_vma=False,
@@ -87,7 +91,10 @@ class Executable:
         self.sources = tuple(sources)
         self.programs = _compile(sources)
         self._calls = list(self.programs)
-        self.dispatch_seconds = 0.0  # host time of the last step's instructions
+        # Launching a program on virtual CPU devices while the one before still runs on some of them, XLA can leave a
+        # device out for which the others then wait; it ends the process after 40 seconds (jaxlib 0.10.2).
+        self._waits = [_is_cpu_mesh(source.mesh) for source in sources]
+        self.dispatch_seconds = 0.0  # host time of the last step's instructions, waits left out
         permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
         permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
         placed = jax.device_put([c for _, c, _ in permanent], [a.sharding for _, _, a in permanent])
@@ -113,13 +120,20 @@ class Executable:
             registers[register] = value
         self._place(leaves, registers)
         for target, zeros in self._sums:
-            for register, total in zip(target, zeros(), strict=True):
+            totals = zeros()
+            if any(self._waits):
+                jax.block_until_ready(totals)
+            for register, total in zip(target, totals, strict=True):
                 registers[register] = total
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), 0.0
         try:
             for instruction in wiring.instructions.instructions:
                 if isinstance(instruction, Run):
                     outputs = self._calls[instruction.program](*[registers[r] for r in instruction.inputs])
+                    if self._waits[instruction.program]:
+                        launched = time.perf_counter()
+                        jax.block_until_ready(outputs)
+                        waited += time.perf_counter() - launched
                     for register, output in zip(instruction.outputs, outputs, strict=True):
                         registers[register] = output
                 elif isinstance(instruction, Copy):
@@ -138,7 +152,7 @@ class Executable:
                 "update programs, so that the state is lost: restore it from a checkpoint. With donate_argnums=() a "
                 "step keeps the old state, at the price of its memory."
             ) from error
-        self.dispatch_seconds = time.perf_counter() - started
+        self.dispatch_seconds = time.perf_counter() - started - waited
         return [
             registers[register] if result is None else result(leaves)  # type: ignore[index]
             for register, result in zip(wiring.instructions.results, wiring.results, strict=True)
@@ -179,6 +193,10 @@ class Executable:
         placed = jax.device_put([x for _, x, _ in moves], [s for _, _, s in moves], may_alias=False)
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
+
+
+def _is_cpu_mesh(mesh: jax.sharding.Mesh) -> bool:
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -12,8 +12,6 @@ from hypothesis import settings
 jax.config.update("jax_num_cpu_devices", 8)
 # A program from an earlier run's cache would hide what the compiler does now.
 jax.config.update("jax_enable_compilation_cache", False)
-# Programs that run over one another on virtual devices can starve the threads of a collective, which ends the process.
-jax.config.update("jax_cpu_enable_async_dispatch", False)
 # Tests compile far longer than they run; XLA's passes over the HLO stay, LLVM's are cut short.
 jax.config.update("jax_disable_most_optimizations", True)
 
