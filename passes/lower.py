@@ -115,6 +115,7 @@ def assemble(
     homes = {v: Port(v, layouts[placed.home[v]].get(v, Sharding.replicated(len(v.shape)))) for v in step.graph.inputs}
     results: list[tuple[int, Port] | None] = []
     renewed: dict[Value, list[Sharding]] = defaultdict(list)
+    replaced: dict[Port, Port] = {}  # the next value of a leaf -> the leaf
     for k, out in enumerate(step.outputs):
         if isinstance(out, Literal) or out in step.graph.inputs or out in step.constants:
             results.append(None)
@@ -128,6 +129,8 @@ def assemble(
             bridged[stage, Phase.UPDATE].append((Port(out, layouts[stage][out]), Port(out, sharding)))
         renewed[out].append(sharding)
         results.append((stage, Port(out, sharding)))
+        if leaf is not None:
+            replaced[Port(out, sharding)] = homes[leaf]
 
     programs: list[LocalProgram] = []
     for program in placed.programs:
@@ -147,7 +150,7 @@ def assemble(
                 writer.leave(value, layouts[stage][value])
             for sharding in (*departures[value], *renewed[value]):
                 writer.leave(value, sharding)
-        programs.append(writer.finish())
+        programs.append(writer.finish(replaced))
     for (stage, phase), pairs in bridged.items():
         programs.append(_bridge(stage, phase, pairs, shardings[stage], rules, resharders[stage]))
     order = list(Phase)
@@ -272,9 +275,13 @@ class _Writer:
         self.want(value, sharding)
         self.outputs[Port(value, sharding)] = None
 
-    def finish(self) -> LocalProgram:
+    def finish(self, replaced: Mapping[Port, Port]) -> LocalProgram:
+        """The program. Outputs that replace an input stand in the inputs' order: JAX pairs donated buffers with
+        outputs of their shape one by one, and XLA copies what lands in a buffer that is still to be read."""
         ops = _live_ops(self.ops, self.outputs)
-        return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(self.outputs))
+        position = {port: i for i, port in enumerate(self.inputs)}
+        outputs = sorted(self.outputs, key=lambda port: position.get(replaced.get(port, port), len(position)))
+        return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(outputs))
 
 
 def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp, ...]:
@@ -310,7 +317,7 @@ def _bridge(
             writer.arrive(port.value, port.sharding)
     for _, port in pairs:
         writer.leave(port.value, port.sharding)
-    return writer.finish()
+    return writer.finish({})
 
 
 # Emission.

@@ -260,6 +260,21 @@ def test_donation(donate: Any, given_away: bool) -> None:
     assert not x.is_deleted()
 
 
+@METHODS
+def test_each_leaf_is_overwritten_by_its_own_next_value(method: autopar.Method) -> None:
+    """Moments and parameters have the same shapes; where buffers changed places, XLA would copy them."""
+
+    def addresses(tree: Any) -> list[Any]:
+        return [[s.data.unsafe_buffer_pointer() for s in x.addressable_shards] for x in jax.tree.leaves(tree)]
+
+    step = parallelized(method)
+    step.compile(jax.eval_shape(init, jax.random.key(0)), batch_of())
+    state = step.init(init, jax.random.key(0))
+    before = addresses((state.params, state.opt[0].mu, state.opt[0].nu))
+    state, _ = step(state, batch_of())
+    assert addresses((state.params, state.opt[0].mu, state.opt[0].nu)) == before
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Model:

@@ -62,8 +62,7 @@ def _random_bits_window(
 ) -> Any:
     words = jax.random.key_data(key)
     high, low = flat_indices(starts, shape, global_shape)
-    k1, k2 = (lax.broadcast(words[i], shape) for i in range(2))
-    bits1, bits2 = threefry2x32_p.bind(k1, k2, high, low)
+    bits1, bits2 = threefry2x32_p.bind(words[0], words[1], high, low)
     dtype = jnp.dtype(f"uint{bit_width}")
     if bit_width == 64:
         return lax.convert_element_type(bits1, dtype) << 32 | lax.convert_element_type(bits2, dtype)

@@ -1,6 +1,5 @@
 """Presets, and the cluster of the devices at hand."""
 
-import dataclasses
 import importlib.resources
 import json
 import os
@@ -18,27 +17,8 @@ from autopar.cost_model.hardware import (
 )
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
-
-
-def _kind(name: str = "toy", **changes: Any) -> DeviceKind:
-    kind = DeviceKind(
-        name=name,
-        memory=1 << 30,
-        memory_bandwidth=1e10,
-        peak_flops={"float32": 1e12},
-        matmul_efficiency=0.5,
-        memory_efficiency=0.5,
-        launch_overhead=1e-6,
-        dispatch_overhead=1e-5,
-        memory_reserve=0,
-    )
-    return dataclasses.replace(kind, **changes)
-
-
-LINK = Link("wire", 1e-6, 1e10)
-NETWORK = Link("net", 1e-5, 1e9)
-
+from autopar.ir.mesh import Cluster, Host
+from tests.clusters import LINK, NETWORK, toy_kind
 
 # Presets
 
@@ -119,12 +99,14 @@ def test_counts_are_whole_and_positive(counts: dict[str, Any]) -> None:
     with pytest.raises(ClusterError, match=f"{name} is {value!r}; it must be a whole number above 0"):
         load_preset("dgx-h100", **counts)
     with pytest.raises(ClusterError, match=f"{name} is {value!r}"):
-        make_cluster("c", kind=_kind(), link=LINK, network=NETWORK, **{"num_hosts": 1, "devices_per_host": 1, **counts})
+        make_cluster(
+            "c", kind=toy_kind(), link=LINK, network=NETWORK, **{"num_hosts": 1, "devices_per_host": 1, **counts}
+        )
 
 
 def test_make_cluster() -> None:
-    cluster = make_cluster("pretend", 2, 4, _kind(), LINK, NETWORK)
-    assert cluster == Cluster("pretend", (Host(_kind(), 4, LINK), Host(_kind(), 4, LINK)), NETWORK)
+    cluster = make_cluster("pretend", 2, 4, toy_kind(), LINK, NETWORK)
+    assert cluster == Cluster("pretend", (Host(toy_kind(), 4, LINK), Host(toy_kind(), 4, LINK)), NETWORK)
 
 
 # The devices at hand

@@ -13,25 +13,7 @@ import pytest
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
-
-
-def _kind(name: str = "toy", **changes: Any) -> DeviceKind:
-    kind = DeviceKind(
-        name=name,
-        memory=1 << 30,
-        memory_bandwidth=1e10,
-        peak_flops={"float32": 1e12},
-        matmul_efficiency=0.5,
-        memory_efficiency=0.5,
-        launch_overhead=1e-6,
-        dispatch_overhead=1e-5,
-        memory_reserve=0,
-    )
-    return dataclasses.replace(kind, **changes)
-
-
-LINK = Link("wire", 1e-6, 1e10)
-NETWORK = Link("net", 1e-5, 1e9)
+from tests.clusters import LINK, NETWORK, toy_kind
 
 
 def make_cluster(
@@ -41,8 +23,8 @@ def make_cluster(
 
 
 def test_round_trip_of_a_mixed_cluster_with_awkward_numbers(tmp_path: Path) -> None:
-    odd = _kind("odd", memory_bandwidth=0.1 + 0.2, launch_overhead=5e-324, memory=2**60 + 1, memory_reserve=7)
-    hosts = (Host(_kind(), 4, LINK), Host(odd, 3, LINK), Host(odd, 3, LINK), Host(_kind(), 4, LINK))
+    odd = toy_kind("odd", memory_bandwidth=0.1 + 0.2, launch_overhead=5e-324, memory=2**60 + 1, memory_reserve=7)
+    hosts = (Host(toy_kind(), 4, LINK), Host(odd, 3, LINK), Host(odd, 3, LINK), Host(toy_kind(), 4, LINK))
     cluster = Cluster("mixed \u00e9", hosts, Link("net", 0.0, 1 / 3))
     text = cluster_to_json(cluster)
     assert cluster_from_json(text) == cluster
@@ -53,9 +35,9 @@ def test_round_trip_of_a_mixed_cluster_with_awkward_numbers(tmp_path: Path) -> N
 
 
 def test_memory_reserve_and_num_hosts_may_be_left_out() -> None:
-    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, _kind(), LINK, NETWORK)))
+    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, toy_kind(), LINK, NETWORK)))
     del data["hosts"][0]["num_hosts"], data["hosts"][0]["device"]["memory_reserve"]
-    assert cluster_from_json(json.dumps(data)) == make_cluster("c", 1, 2, _kind(), LINK, NETWORK)
+    assert cluster_from_json(json.dumps(data)) == make_cluster("c", 1, 2, toy_kind(), LINK, NETWORK)
 
 
 _MISSING = object()
@@ -95,7 +77,7 @@ _DEVICE = ("hosts", 0, "device")
 def test_a_bad_field_is_named_with_its_value_and_the_remedy(
     path: tuple[str | int, ...], value: Any, expected: str
 ) -> None:
-    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, _kind(), LINK, NETWORK)))
+    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, toy_kind(), LINK, NETWORK)))
     at = data
     for key in path[:-1]:
         at = at[key]
@@ -111,7 +93,7 @@ def test_a_bad_field_is_named_with_its_value_and_the_remedy(
 
 def test_every_number_of_a_file_is_checked() -> None:
     """Each number of the file in turn becomes a text, -1 or infinite: always an error that names the field."""
-    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, _kind(memory_reserve=1), LINK, NETWORK)))
+    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, toy_kind(memory_reserve=1), LINK, NETWORK)))
 
     def numbers(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
@@ -161,14 +143,14 @@ def test_files_that_are_no_cluster_files(tmp_path: Path) -> None:
 
 
 def test_a_cluster_that_no_file_may_hold_is_not_written() -> None:
-    cluster = make_cluster("broken", 1, 2, _kind(), LINK, dataclasses.replace(NETWORK, bandwidth=math.nan))
+    cluster = make_cluster("broken", 1, 2, toy_kind(), LINK, dataclasses.replace(NETWORK, bandwidth=math.nan))
     with pytest.raises(ClusterError, match=r"cluster 'broken': network\.bandwidth is nan"):
         cluster_to_json(cluster)
 
 
 def test_a_cluster_prints_its_hosts_and_links() -> None:
-    kind = _kind(memory=3 << 29, memory_reserve=1 << 20, peak_flops={"float32": 1e12, "bfloat16": 3.5e14})
-    cluster = Cluster("lab", (Host(kind, 4, LINK), Host(kind, 4, LINK), Host(_kind("old"), 2, LINK)), NETWORK)
+    kind = toy_kind(memory=3 << 29, memory_reserve=1 << 20, peak_flops={"float32": 1e12, "bfloat16": 3.5e14})
+    cluster = Cluster("lab", (Host(kind, 4, LINK), Host(kind, 4, LINK), Host(toy_kind("old"), 2, LINK)), NETWORK)
     assert (
         str(cluster)
         == """\
