@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from typing import Any
 
 import jax
@@ -13,8 +14,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.models import gpt
-from tests.equivalence import cases, compare
+from tests.equivalence import cases, compare, results
 from tests.equivalence.cases import Case
+from tests.equivalence.summary import summary
 
 
 def test_the_covering_set_has_every_pair_of_the_product_and_is_as_small_as_can_be() -> None:
@@ -31,6 +33,20 @@ def test_what_makes_no_sense_is_left_out_for_a_reason() -> None:
     assert cases.senseless(Case("zero", "stage1", 2, 1)) == "zero has no pipeline"
     assert cases.senseless(Case("megatron", "dp2", 8, 1)) == "8 devices are not divisible by 2 × 8"
     assert cases.senseless(Case("megatron", "dp2", 4, 8)) is None  # 8 = dp 2 × tp 1 × pp 4
+
+
+def test_results_are_remembered_for_the_version_that_made_them(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, case = tmp_path / "results.jsonl", cases.full_product()[0]
+    found = compare.Deviation(1e-8, 2e-8, 0.5, "w", stages=1, reductions=3)
+    results.append(case, found, file=file)
+    assert results.latest(file)[str(case)]["passed"]
+    assert "1 of 80 cases pass, 0 fail, 79 not run" in summary(results.latest(file), cases.full_product())
+    results.append(case, found, "AssertionError: later", file=file)
+    assert not results.latest(file)[str(case)]["passed"]
+    monkeypatch.setattr(results, "version", lambda: {"tree": "other"})
+    assert not results.latest(file)
 
 
 def test_the_batch_is_divisible_in_every_case() -> None:
