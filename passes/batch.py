@@ -6,6 +6,7 @@ Analysis (`analyse_batch`), once per graph, says for every value how it depends 
     BATCHED   it holds the microbatch's examples along one dimension (outer, units, inner)
     PARTIAL   it is an addend: the value of the whole batch is the sum over microbatches
     FINAL     it needs the whole batch, hence exists only after the last microbatch
+    ALIKE     an equation with a body makes it beside what holds examples; it is the same in every microbatch
 
 and for every equation when it runs:
 
@@ -34,7 +35,8 @@ import numpy as np
 
 from autopar.errors import BatchAxisError, MicrobatchError
 from autopar.ir.graph import BatchDim, Equation, Graph, Phase, Value
-from autopar.passes.rules.base import DimMap, Rule
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, split_of
 
 RuleOf = Callable[[Equation], Rule]
 
@@ -46,6 +48,7 @@ class Kind(enum.Enum):
     BATCHED = "batched"
     PARTIAL = "partial"
     FINAL = "final"
+    ALIKE = "alike"
 
 
 class When(enum.Enum):
@@ -64,14 +67,6 @@ class State:
     kind: Kind
     batch: BatchDim | None = None  # BATCHED only
     parameters: bool = False  # depends on a parameter
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """The factor of an equation that carries the batch, as (outer, units, inner)."""
-
-    factor: int
-    batch: BatchDim  # `dim` unused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,85 +132,6 @@ class BatchAnalysis:
             )
 
 
-class Unsplittable(Exception):
-    """The equation cannot be split along the batch; the message says why."""
-
-
-def _coarsen(batch: BatchDim, divisor: int) -> BatchDim:
-    """Group units until `inner` is divisible by `divisor`."""
-    k = divisor // math.gcd(batch.inner, divisor)
-    if batch.units % k:
-        raise Unsplittable("a reshape cuts across examples")
-    return BatchDim(batch.dim, batch.outer, batch.units // k, batch.inner * k)
-
-
-def batch_to_factor(batch: BatchDim, dim: tuple[int, ...], sizes: Sequence[int]) -> Split:
-    """Which factor of a dimension (factors major to minor) carries the batch."""
-    for index, factor in enumerate(dim):
-        outer = math.prod(sizes[f] for f in dim[:index])
-        inner = math.prod(sizes[f] for f in dim[index + 1 :])
-        if batch.outer % outer:
-            break  # the batch begins inside an earlier factor
-        if batch.outer // outer >= sizes[factor] > 1 or sizes[factor] == 1:
-            continue  # the batch begins further inside
-        try:
-            fine = _coarsen(batch, inner)
-        except Unsplittable:
-            continue
-        return Split(factor, BatchDim(-1, batch.outer // outer, fine.units, fine.inner // inner))
-    raise Unsplittable("a reshape cuts across examples")
-
-
-def batch_in_dims(split: Split, dims: DimMap, sizes: Sequence[int]) -> BatchDim | None:
-    """Where the batch lies in an array of these dimensions; None if it does not."""
-    for index, dim in enumerate(dims):
-        if split.factor in dim:
-            at = dim.index(split.factor)
-            outer = math.prod(sizes[f] for f in dim[:at])
-            inner = math.prod(sizes[f] for f in dim[at + 1 :])
-            b = split.batch
-            return BatchDim(index, b.outer * outer, b.units, b.inner * inner)
-    return None
-
-
-def _merge(splits: Sequence[Split]) -> Split:
-    """The common split of several operands, in units that suit all."""
-    first = splits[0]
-    for other in splits[1:]:
-        a, b = first.batch, other.batch
-        if first.factor != other.factor:
-            raise Unsplittable("the examples of two operands are combined with one another")
-        if a.outer != b.outer or a.size != b.size:
-            raise Unsplittable("two operands hold their examples in different orders")
-        units = math.gcd(a.units, b.units)
-        first = Split(first.factor, BatchDim(-1, a.outer, units, a.size // a.outer // units))
-    return first
-
-
-def _split_of(rule: Rule, batches: Mapping[int, BatchDim]) -> Split:
-    """The one factor along which the equation splits; `batches` are its batched operands by position."""
-    splits = []
-    for position, batch in batches.items():
-        dim = rule.inputs[position][batch.dim]
-        splits.append(batch_to_factor(batch, dim, rule.factors))
-    split = _merge(splits)
-    factor = split.factor
-    if factor in rule.whole:
-        raise Unsplittable("it works along the batch")
-    reduction = rule.reduced.get(factor)
-    if reduction not in (None, "sum"):
-        raise Unsplittable(f"it takes the {reduction} over the batch")
-    if reduction is None and any(batch_in_dims(split, dims, rule.factors) is None for dims in rule.outputs):
-        raise Unsplittable("it mixes examples")
-    for position, dims in enumerate(rule.inputs):
-        held = [d for d in dims if factor in d]
-        if len(held) > 1:
-            raise Unsplittable("an operand holds the batch twice")
-        if position in batches and not held:
-            raise Unsplittable("it mixes examples")
-    return split
-
-
 def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf) -> BatchAnalysis:
     """How everything in `graph` depends on the examples; `batch_axes` gives the batch axis of the batch inputs.
 
@@ -244,7 +160,7 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
         parameters = any(states[v].parameters for v in eqn.values)
         kinds = {v: states[v].kind for v in eqn.values}
         moved = frozenset[Value]()
-        if rule.separable and {Kind.BATCHED, Kind.PARTIAL} & set(kinds.values()):
+        if rule.separable and {Kind.BATCHED, Kind.PARTIAL, Kind.ALIKE} & set(kinds.values()):
             before[eqn.id] = moved
             when[eqn.id] = When.LOOP
             for out, v in zip(eqn.outputs, eqn.inputs, strict=True):
@@ -276,7 +192,9 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
                 continue
         elif batches:
             try:
-                split = _split_of(rule, batches)
+                split = split_of(rule, batches)
+                if any(total.factor == split.factor for total in rule.sums):
+                    raise Unsplittable("it adds up examples on the way")
             except Unsplittable as error:
                 if not parameters:
                     when[eqn.id] = When.BEFORE
@@ -288,11 +206,15 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
                 splits[eqn.id] = split
                 when[eqn.id] = When.LOOP
                 units = math.gcd(units, split.batch.units)
-                for v, dims in zip(eqn.outputs, rule.outputs, strict=True):
+                for k, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
                     batch = batch_in_dims(split, dims, rule.factors)
-                    kind = Kind.PARTIAL if batch is None else Kind.BATCHED
-                    states[v] = State(kind, batch, parameters)
+                    without = Kind.PARTIAL if rule.is_addend(split.factor, k) else Kind.ALIKE
+                    states[v] = State(without if batch is None else Kind.BATCHED, batch, parameters)
                 continue
+        elif Kind.ALIKE in present:
+            when[eqn.id] = When.LOOP
+            states.update((v, State(Kind.ALIKE, None, parameters)) for v in eqn.outputs)
+            continue
         else:
             when[eqn.id] = When.FREE
             states.update((v, State(Kind.FREE, None, parameters)) for v in eqn.outputs)

@@ -25,7 +25,14 @@ from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.collectives import apply_steps
-from autopar.passes.intra_op.strategies import combined_axes, lane_rules, operand_shardings, pieces, result_shardings
+from autopar.passes.intra_op.strategies import (
+    combined_axes,
+    inner_sums,
+    lane_rules,
+    operand_shardings,
+    pieces,
+    result_shardings,
+)
 from autopar.passes.rules.base import Rule, is_fusible
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
@@ -244,11 +251,15 @@ class _Writer:
             operands.append(sharding if isinstance(v, Value) else None)
         mesh = self.sharding.mesh
         results = _results(rule, strategy, mesh)
-        share = 1.0 if rule.separable else math.prod(pieces(rule, strategy[0], mesh).values())
+        cut = {} if rule.separable else pieces(rule, strategy[0], mesh)
         combined = () if rule.separable else tuple(
             _combination(operation, axes, v, s, mesh)
             for operation, axes in combined_axes(rule, strategy[0], mesh).items()
             for v, s in zip(eqn.outputs, results, strict=True)
+        ) + tuple(
+            Collective("all_reduce", axes, payload)
+            for axes, payload, times in inner_sums(rule, strategy[0], mesh)
+            for _ in range(times)
         )  # fmt: skip
         self.ops.append(
             Compute(
@@ -256,7 +267,7 @@ class _Writer:
                 strategy,
                 tuple(operands),
                 results,
-                rule.flops * rule.points() / share,
+                rule.work(cut),
                 rule.unit,
                 is_fusible(rule),
                 combined,
@@ -345,6 +356,9 @@ class _SpaceLocal:
         for axis in self.axes[factor]:
             index = index * self.mesh.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.int32)
         return index * self.size(factor)
+
+    def total(self, factor: int, x: Any) -> Any:
+        return jax.lax.psum(x, self.axes[factor]) if self.is_split(factor) else x
 
 
 def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:

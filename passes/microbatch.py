@@ -17,8 +17,9 @@ import jax.numpy as jnp
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value
-from autopar.passes.batch import BatchAnalysis, Kind, Split, Unsplittable, When, batch_in_dims, batch_to_factor
+from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Rule
+from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, batch_to_factor
 
 
 @dataclasses.dataclass
@@ -43,6 +44,9 @@ class _TimeLocal:
         if self.split.batch.outer > 1:
             raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
         return self.index * self.size(factor)
+
+    def total(self, factor: int, x: Any) -> Any:
+        raise Unsplittable("examples are added up on the way")
 
 
 class _Splitter:
@@ -185,7 +189,10 @@ class _Splitter:
                 self.feeds[value] = (v, state.batch)
                 self.loop[(v, state.batch)] = self.loop[(v, None)] = value
                 return value
-            return self.loop[(v, None)]
+            whole = self.loop[(v, None)]
+            if batch is not None and state.kind is Kind.ALIKE:
+                whole = self.loop[key] = self._slice(whole, batch)
+            return whole
         whole = self._free(v)
         if batch is None:
             return whole
@@ -315,13 +322,15 @@ class _Splitter:
             self.accumulate[local] = whole
             self.full[v] = whole
             return whole
-        assert state.batch is not None
         batch = state.batch
         pieces = tuple(
             self.builder.value(jax.ShapeDtypeStruct(local.shape, local.dtype, weak_type=v.weak_type))
             for _ in range(self.m)
         )
         self.keep[local] = pieces
+        if batch is None:  # alike in every microbatch
+            self.full[v] = pieces[0]
+            return pieces[0]
 
         def join(*xs: Any) -> Sequence[Any]:
             d = batch.dim

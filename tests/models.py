@@ -78,8 +78,23 @@ def _normalise(x: Any, scale: Any) -> Any:
 
 
 def block_loss(params: Params, batch: dict[str, Any]) -> Any:
-    """Mean squared error of one transformer block: layer norm, causal attention, layer norm, two dense layers."""
-    x = batch["x"]
+    """Mean squared error of one transformer block."""
+    return jnp.mean((_block(batch["x"], params) - batch["y"]) ** 2)
+
+
+def loop_loss(params: Params, batch: dict[str, Any]) -> Any:
+    """Mean squared error of several blocks in a `scan`, whose parameters have a leading axis."""
+    x, _ = jax.lax.scan(lambda x, block: (_block(x, block), None), batch["x"], params)
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def loop_params(layers: int, width: int, heads: int) -> Params:
+    stacked: Params = jax.tree.map(lambda leaf: jnp.stack([leaf] * layers), block_params(width, heads))
+    return stacked
+
+
+def _block(x: Any, params: Params) -> Any:
+    """Layer norm, causal attention, layer norm, two dense layers."""
     h = _normalise(x, params["norm1"])
     q, k, v = (jnp.einsum("btd,dhe->bthe", h, params[name]) for name in ("q", "k", "v"))
     scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / q.shape[-1] ** 0.5
@@ -87,8 +102,7 @@ def block_loss(params: Params, batch: dict[str, Any]) -> Any:
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), -1)
     x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, params["o"])
     h = _normalise(x, params["norm2"])
-    x = x + jax.nn.gelu(h @ params["up"] + params["up_bias"]) @ params["down"]
-    return jnp.mean((x - batch["y"]) ** 2)
+    return x + jax.nn.gelu(h @ params["up"] + params["up_bias"]) @ params["down"]
 
 
 def block_params(width: int, heads: int) -> Params:

@@ -59,7 +59,7 @@ def train_step(state: State, batch: Any) -> Any:
 
 
 def batch_of(batch: int = BATCH, time: int = TIME) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, batch, time))
+    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, batch, time), np.int32)
     return {"x": ids[0], "y": ids[1]}
 
 

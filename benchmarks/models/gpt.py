@@ -33,6 +33,7 @@ class GPTConfig:
     dropout: float = 0.1  # probability, on embeddings, attention weights and residual branches
     dtype: Any = jnp.float32  # of activations and matrix products; parameters are always float32
     remat: bool = False  # recompute each block in the backward pass
+    scan: bool = False  # one `lax.scan` over the blocks, whose parameters have a leading axis of layers
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
@@ -96,10 +97,11 @@ def init(config: GPTConfig, key: jax.Array) -> Params:
         }
 
     tokens, positions, *blocks = jax.random.split(key, 2 + config.num_layers)
+    block_trees = [block_params(key) for key in blocks]
     return {
         "tokens": normal(tokens, config.vocab_size, width),
         "positions": normal(positions, config.sequence_length, width),
-        "blocks": [block_params(key) for key in blocks],
+        "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *block_trees) if config.scan else block_trees,
         "final_norm": layer_norm_params(),
     }
 
@@ -163,8 +165,12 @@ def logits(config: GPTConfig, params: Params, inputs: jax.Array, key: jax.Array 
     block: Callable[..., jax.Array] = functools.partial(_block, config)
     if config.remat:
         block = jax.checkpoint(block)
-    for block_params, block_key in zip(params["blocks"], keys[1:], strict=True):
-        x = block(block_params, x, block_key)
+    if config.scan:
+        block_keys = None if key is None else jax.random.split(key, 1 + config.num_layers)[1:]
+        x, _ = jax.lax.scan(lambda x, layer: (block(layer[0], x, layer[1]), None), x, (params["blocks"], block_keys))
+    else:
+        for block_params, block_key in zip(params["blocks"], keys[1:], strict=True):
+            x = block(block_params, x, block_key)
     x = _layer_norm(params["final_norm"], x)
     return jnp.einsum("btw,vw->btv", x, params["tokens"].astype(x.dtype)).astype(jnp.float32)
 

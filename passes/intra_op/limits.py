@@ -2,65 +2,77 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.ir.graph import BatchDim, Equation, StepGraph, Value
+from autopar.ir.graph import BatchDim, Equation, Operand, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.batch import Split, Unsplittable, batch_in_dims, batch_to_factor
 from autopar.passes.intra_op.shard import Limits
 from autopar.passes.intra_op.strategies import splittable
-from autopar.passes.rules.base import Rule
+from autopar.passes.rules.base import DimMap, Rule
+from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
 
-def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, int]:
-    """The factor that carries the examples, by equation id, as far as it can be followed from the batch arguments."""
-    where: dict[Value, BatchDim] = {v: batch for v, (_, batch) in _local_feeds(step).items()}
-    found: dict[int, int] = {}
+def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, frozenset[int]]:
+    """The factors that carry examples, by equation id, as far as they can be followed from the batch arguments.
+
+    They are several after a reshape such as `(32,) -> (4, 8)`: each of the two dimensions tells examples apart.
+    """
+    where: dict[Value, tuple[BatchDim, ...]] = {v: (batch,) for v, (_, batch) in _local_feeds(step).items()}
+    found: dict[int, frozenset[int]] = {}
+
+    def follow(eqn: Equation, values: Sequence[Operand], maps: Sequence[DimMap]) -> None:
+        rule = rules[eqn.id]
+        factors = {f for v, dims in zip(values, maps, strict=True) if isinstance(v, Value)
+                   for batch in where.get(v, ()) for f in _factors(batch, dims[batch.dim], rule)}  # fmt: skip
+        if factors:
+            found[eqn.id] = frozenset(factors)
+            for v, dims in (*zip(eqn.outputs, rule.outputs, strict=True), *zip(eqn.inputs, rule.inputs, strict=True)):
+                held = _held(factors, dims, rule)
+                if isinstance(v, Value) and held:
+                    where.setdefault(v, held)
+
     for eqn in step.equations:
-        rule = rules[eqn.id]
-        split: Split | None = None
-        for v, dims in zip(eqn.inputs, rule.inputs, strict=True):
-            if isinstance(v, Value) and v in where and split is None:
-                try:
-                    split = batch_to_factor(where[v], dims[where[v].dim], rule.factors)
-                except Unsplittable:
-                    continue
-        if split is None:
-            continue
-        found[eqn.id] = split.factor
-        for v, dims in zip(eqn.outputs, rule.outputs, strict=True):
-            batch = batch_in_dims(split, dims, rule.factors)
-            if batch is not None:
-                where[v] = batch
-        _note_operands(eqn, rule, split, where)
+        follow(eqn, eqn.inputs, rules[eqn.id].inputs)
     for eqn in reversed(step.equations):  # batch-free values that meet examples: masks, positions, random bits
-        rule = rules[eqn.id]
-        for v, dims in zip(eqn.outputs, rule.outputs, strict=True):
-            if eqn.id in found or v not in where:
-                continue
-            try:
-                split = batch_to_factor(where[v], dims[where[v].dim], rule.factors)
-            except Unsplittable:
-                continue
-            found[eqn.id] = split.factor
-            _note_operands(eqn, rule, split, where)
+        if eqn.id not in found:
+            follow(eqn, eqn.outputs, rules[eqn.id].outputs)
     return found
 
 
-def _note_operands(eqn: Equation, rule: Rule, split: Split, where: dict[Value, BatchDim]) -> None:
-    """The operands of a split equation hold the batch where its rule says so."""
-    for v, dims in zip(eqn.inputs, rule.inputs, strict=True):
-        batch = batch_in_dims(split, dims, rule.factors)
-        if isinstance(v, Value) and batch is not None:
-            where.setdefault(v, batch)
+def _factors(batch: BatchDim, dim: Sequence[int], rule: Rule) -> set[int]:
+    """The factors of a dimension that tell examples apart."""
+    inside, inner = set(), 1
+    for factor in reversed(dim):
+        size = rule.factors[factor]
+        if inner % batch.inner == 0 and (batch.units * batch.inner) % (inner * size) == 0:
+            inside.add(factor)
+        inner *= size
+    if not inside:
+        with contextlib.suppress(Unsplittable):
+            inside.add(batch_to_factor(batch, tuple(dim), rule.factors).factor)
+    return inside
+
+
+def _held(factors: set[int], dims: DimMap, rule: Rule) -> tuple[BatchDim, ...]:
+    """Where the factors lie in an array."""
+    found = []
+    for d, dim in enumerate(dims):
+        places = [i for i, f in enumerate(dim) if f in factors]
+        if places:
+            sizes = [rule.factors[f] for f in dim]
+            first, last = places[0], places[-1] + 1
+            parts = (math.prod(sizes[:first]), math.prod(sizes[first:last]), math.prod(sizes[last:]))
+            found.append(BatchDim(d, *parts))
+    return tuple(found)
 
 
 def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:
@@ -81,7 +93,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     zero = method.zero or 0
 
     def allow_lane(program: Program, eqn: Equation, rule: Rule, lane: Lane) -> bool:
-        factor = batch.get(eqn.id)
+        factors = batch.get(eqn.id, frozenset())
         varies = eqn.phase.in_loop and any(v in examples for v in (*eqn.values, *eqn.outputs))
         least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1  # that may split what holds no examples
         for axis, choice in zip(mesh.axes, lane, strict=True):
@@ -90,14 +102,14 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
                 continue
             can = [f for f in splittable(rule) if rule.factors[f] % size == 0]
             if axis in method.data_axes:
-                if factor in can and choice != factor:
+                if choice not in factors and any(f in can for f in factors):
                     return False  # examples are split wherever they can be
-                if choice >= 0 and choice != factor and (factor is not None or (not varies and zero < least_zero)):
+                if choice >= 0 and choice not in factors and (factors or (not varies and zero < least_zero)):
                     return False
             elif axis in method.model_axes:
-                if choice >= 0 and choice == factor:
+                if choice in factors:
                     return False
-                products = rule.unit == "matmul" and any(f != factor for f in can)
+                products = rule.unit == "matmul" and any(f not in factors for f in can)
                 if products and eqn.phase.in_loop and choice < 0:
                     return False  # and so are the matrix products
         return True

@@ -31,6 +31,7 @@ from autopar.passes.intra_op.strategies import (
     can_sum,
     combined_axes,
     enumerate_lane,
+    inner_sums,
     lane_operands,
     lane_rules,
     operand_shardings,
@@ -211,7 +212,7 @@ class StageProblem:
 
     def _options(self, rule: Rule, addends: frozenset[int]) -> LaneOptions:
         key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
-               rule.linear, addends)  # fmt: skip
+               rule.linear, tuple(sorted(rule.unaffected.items())), addends)  # fmt: skip
         found = self.setting.options.get(key)
         if found is None:
             mesh = self.setting.mesh
@@ -249,12 +250,19 @@ class StageProblem:
                 for place, v in enumerate(outputs):
                     if v in materialised:
                         moved += v.nbytes * options.results[place].share
-                seconds = self._seconds(rule, options.share, moved, str(outputs[0].dtype))
+                work = rule.flops * rule.points() * options.share
+                if rule.work_of is not None:
+                    work = np.array([rule.work(pieces(rule, lane, setting.mesh)) for lane in options.lanes])
+                seconds = self._seconds(rule, work, moved, str(outputs[0].dtype))
                 if lane_rule.reduced:
                     for i, lane in enumerate(options.lanes):
                         for axes in combined_axes(lane_rule, lane, setting.mesh).values():
                             payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
                             seconds[i] += setting.price("all_reduce", axes, int(payload))
+                if lane_rule.sums:
+                    for i, lane in enumerate(options.lanes):
+                        for axes, payload, times in inner_sums(lane_rule, lane, setting.mesh):
+                            seconds[i] += times * setting.price("all_reduce", axes, payload)
                 node = self._node(seconds, program.in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 for place, position in enumerate(positions):
@@ -265,7 +273,7 @@ class StageProblem:
                 for place, v in enumerate(outputs):
                     self.makers[self._slot(program, v)] = _End(node, options.results[place], program.in_loop)
 
-    def _seconds(self, rule: Rule, share: Any, moved: Any, dtype: str) -> Any:
+    def _seconds(self, rule: Rule, work: Any, moved: Any, dtype: str) -> Any:
         """`compute_time` of every strategy at once."""
         kind = self.setting.kind
         key = (dtype, rule.unit == "matmul")
@@ -273,7 +281,7 @@ class StageProblem:
             self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=key[1])
         traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
         launch = kind.launch_overhead if moved.any() else 0.0
-        return np.maximum(rule.flops * rule.points() * share * self._peaks[key], traffic) + launch
+        return np.maximum(work * self._peaks[key], traffic) + launch
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""

@@ -38,7 +38,7 @@ def splittable(rule: Rule) -> Iterator[int]:
         )
         once = all(sum(factor in dim for dim in dims) <= 1 for dims in maps)
         held = any(factor in dim for dims in rule.outputs for dim in dims)
-        if major and once and (held or factor in rule.reduced):
+        if major and once and (held or factor in rule.reduced or factor in rule.unaffected):
             yield factor
 
 
@@ -103,13 +103,12 @@ def operand_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...
 def result_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each result is: partial over axes that split a summed factor or whose operands are partial."""
     found = []
-    for dims in rule.outputs:
-        held = {f for dim in dims for f in dim}
+    for k, dims in enumerate(rule.outputs):
         partial = tuple(
             sorted(
                 axis
                 for axis, choice in zip(mesh.axes, lane, strict=True)
-                if choice < WHOLE or (choice >= 0 and choice not in held and rule.reduced.get(choice) == "sum")
+                if choice < WHOLE or (choice >= 0 and rule.is_addend(choice, k))
             )
         )
         found.append(_lay(dims, lane, mesh, partial))
@@ -123,6 +122,18 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
         if choice >= 0 and mesh.axis_size(axis) > 1 and (op := rule.reduced.get(choice)) not in (None, "sum"):
             found[op] = (*found.get(op, ()), axis)
     return found
+
+
+def inner_sums(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], int, int]]:
+    """All-reduces in the body of an equation: axes, payload in bytes, how often."""
+    cut = pieces(rule, lane, mesh)
+    for total in rule.sums:
+        axes = tuple(
+            axis for axis, choice in zip(mesh.axes, lane, strict=True)
+            if choice == total.factor and mesh.axis_size(axis) > 1
+        )  # fmt: skip
+        if axes:
+            yield axes, total.nbytes // math.prod(cut.get(f, 1) for f in total.held), total.times
 
 
 def lane_operands(equation: Equation, rule: Rule, lane_index: int) -> Sequence[int]:

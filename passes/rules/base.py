@@ -29,6 +29,9 @@ class Local(Protocol):
     def start(self, factor: int) -> Any:
         """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
 
+    def total(self, factor: int, x: Any) -> Any:
+        """The sum of every piece's `x`, on every piece."""
+
 
 Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]
 
@@ -42,6 +45,16 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any
 def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """For primitives whose parameters name no sizes."""
     return bind(eqn, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerSum:
+    """A sum over the pieces of a factor in the midst of an equation with a body."""
+
+    factor: int
+    nbytes: int  # of the whole array
+    held: frozenset[int]  # factors whose pieces it is cut into
+    times: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,11 +78,26 @@ class Rule:
     unit: Literal["matmul", "vector", "none"] = "vector"  # "none": moves or renames data at most
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
+    # Of an equation with a body:
+    unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
+    sums: tuple[InnerSum, ...] = ()
+    work_of: Callable[[Mapping[int, int]], float] | None = None  # FLOPs with some factors cut in so many pieces
 
     def points(self, split: Mapping[int, int] | None = None) -> int:
         """Size of the iteration space, with some factors cut in so many pieces."""
         split = split or {}
         return math.prod(size // split.get(f, 1) for f, size in enumerate(self.factors))
+
+    def work(self, split: Mapping[int, int]) -> float:
+        """FLOPs of one piece, with some factors cut in so many pieces."""
+        if self.work_of is not None:
+            return self.work_of(split)
+        return self.flops * self.points() / math.prod(split.values())
+
+    def is_addend(self, factor: int, result: int) -> bool:
+        """Whether the pieces of a factor leave addends of a result."""
+        held = any(factor in dim for dim in self.outputs[result])
+        return self.reduced.get(factor) == "sum" and not held and result not in self.unaffected.get(factor, ())
 
 
 def is_fusible(rule: Rule) -> bool:

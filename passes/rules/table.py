@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from autopar.errors import MissingRuleWarning, UserError
 from autopar.ir.graph import Equation
-from autopar.passes.rules import dot, elementwise, gather, layout, random, reduce, slicing
+from autopar.passes.rules import dot, elementwise, gather, layout, loops, random, reduce, slicing
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.building import RuleBuilder, replicated
 
@@ -22,6 +22,13 @@ _BUILT_IN: dict[str, RuleBuilder] = {
     **random.RULES,
 }
 _REGISTERED: dict[str, RuleBuilder] = {}  # by users; these win
+
+
+def _rule_of(equation: Equation) -> Rule:
+    return rule_of(equation)
+
+
+_BUILT_IN.update(loops.rules(_rule_of))
 
 
 def has_rule(name: str) -> bool:
@@ -77,11 +84,12 @@ def find_fault(equation: Equation, rule: Rule) -> str | None:
                 return f"{kind} {position} uses a factor twice"
     read = {f for dims in rule.inputs for dim in dims for f in dim}
     written = {f for dims in rule.outputs for dim in dims for f in dim}
-    unexplained = read - written - set(rule.reduced) - rule.whole
+    unexplained = read - written - set(rule.reduced) - set(rule.unaffected) - rule.whole
     if unexplained:
         return f"factors {sorted(unexplained)} are in no result, so they must be reduced or whole"
-    if written & set(rule.reduced):
-        return f"factors {sorted(written & set(rule.reduced))} are reduced and yet in a result"
+    both = {f for f in written & set(rule.reduced) if f not in rule.unaffected}
+    if both:
+        return f"factors {sorted(both)} are reduced and yet in a result"
     return None
 
 
@@ -94,9 +102,10 @@ def warn_missing(equations: Iterable[Equation]) -> None:
             continue
         seen.add(place)
         name, source = equation.primitive.name, equation.source or "unknown source"
+        why = f"nothing in '{name}' can be split" if has_rule(name) else f"no sharding rule for primitive '{name}'"
         warnings.warn(
-            f"no sharding rule for primitive '{name}' (from {source}): its operands are gathered and it runs whole on "
-            f"every device; give it a rule with @autopar.register_sharding_rule('{name}')",
+            f"{why} (from {source}): its operands are gathered and it runs whole on every device; give it a rule with "
+            f"@autopar.register_sharding_rule('{name}')",
             MissingRuleWarning,
             stacklevel=2,
         )

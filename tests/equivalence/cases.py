@@ -32,10 +32,11 @@ class Case:
     variant: str
     stages: int  # pipeline stages asked for
     microbatches: int
+    scan: bool = False  # the layers in one loop
 
     def __str__(self) -> str:
         name = f"{self.method}-{self.variant}" if self.variant else self.method
-        return f"{name}-{self.stages}stages-{self.microbatches}microbatches"
+        return f"{name}-{self.stages}stages-{self.microbatches}microbatches" + ("-scan" if self.scan else "")
 
     @property
     def num_layers(self) -> int:
@@ -134,3 +135,13 @@ def covering(cases: Sequence[Case]) -> list[Case]:
 
 def _times_used(case: Case, chosen: Iterable[Case]) -> int:
     return sum((case.stages == other.stages) + (case.microbatches == other.microbatches) for other in chosen)
+
+
+# A loop over the layers is one operator yet, so that it stays in one stage.
+SCANNED = (
+    Case("data_parallel", "", 1, 2, scan=True),
+    Case("zero", "stage3", 1, 1, scan=True),
+    Case("megatron", "dp1", 1, 1, scan=True),
+    Case("megatron", "dp2", 1, 2, scan=True),
+    Case("intra_op_only", "", 1, 4, scan=True),
+)

@@ -49,9 +49,9 @@ class Deviation:
         return self.loss <= LOSS_LIMIT and self.tree <= TREE_LIMIT and self.leaf <= 1.0
 
 
-def config(num_layers: int) -> gpt.GPTConfig:
+def config(num_layers: int, scan: bool = False) -> gpt.GPTConfig:
     """A tiny GPT whose heads can be cut over eight devices; dropout is on."""
-    return gpt.GPTConfig(64, sequence_length=16, num_layers=num_layers, width=32, num_heads=NUM_HEADS, dropout=0.1)
+    return gpt.GPTConfig(64, 16, num_layers, width=32, num_heads=NUM_HEADS, dropout=0.1, scan=scan)
 
 
 def adamw() -> optax.GradientTransformation:
@@ -93,11 +93,11 @@ def measure(run: Run, batch_size: int) -> Reference:
 
 
 def run_on_one_device(
-    num_layers: int, optimizer: optax.GradientTransformation, data: list[gpt.Batch]
+    model: gpt.GPTConfig, optimizer: optax.GradientTransformation, data: list[gpt.Batch]
 ) -> tuple[Any, Any, float]:
     """Under `jax.jit`."""
-    step = jax.jit(gpt.make_train_step(config(num_layers), optimizer), donate_argnums=0)
-    state = jax.jit(gpt.make_init(config(num_layers), optimizer))(jax.random.key(0))
+    step = jax.jit(gpt.make_train_step(model, optimizer), donate_argnums=0)
+    state = jax.jit(gpt.make_init(model, optimizer))(jax.random.key(0))
     before = _on_host(state["params"])
     for batch in data:
         state, metrics = step(state, batch)
@@ -105,9 +105,9 @@ def run_on_one_device(
 
 
 @functools.cache
-def reference(num_layers: int, batch_size: int) -> Reference:
+def reference(model: gpt.GPTConfig, batch_size: int) -> Reference:
     """Computed once per process."""
-    return measure(functools.partial(run_on_one_device, num_layers), batch_size)
+    return measure(functools.partial(run_on_one_device, model), batch_size)
 
 
 def deviation(measured: Reference, expected: Reference, stages: int, reductions: int) -> Deviation:
@@ -192,7 +192,7 @@ def run_case(case: Case) -> Deviation:
     reductions: list[int] = []
 
     def run(optimizer: optax.GradientTransformation, data: list[gpt.Batch]) -> tuple[Any, Any, float]:
-        model = config(case.num_layers)
+        model = config(case.num_layers, case.scan)
         init_state = gpt.make_init(model, optimizer)
         key = jax.random.key(0)
         step = autopar.parallelize(
@@ -213,4 +213,5 @@ def run_case(case: Case) -> Deviation:
         return before, _on_host(autopar.gather(state)["params"]), float(metrics["loss"])
 
     measured = measure(run, case.batch_size)
-    return deviation(measured, reference(case.num_layers, case.batch_size), min(stages), reductions[-1])
+    expected = reference(config(case.num_layers, case.scan), case.batch_size)
+    return deviation(measured, expected, min(stages), reductions[-1])

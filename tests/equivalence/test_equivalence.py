@@ -28,6 +28,11 @@ def test_covering_set(case: Case) -> None:
     _check(case, compare.run_case(case))
 
 
+@pytest.mark.parametrize("case", cases.SCANNED, ids=str)
+def test_layers_in_one_loop(case: Case) -> None:
+    _check(case, compare.run_case(case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PRODUCT, ids=str)
 def test_full_product(case: Case) -> None:

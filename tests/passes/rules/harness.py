@@ -115,6 +115,9 @@ class Piece:
     def start(self, factor: int) -> Any:
         return self.starts.get(factor, 0)
 
+    def total(self, factor: int, x: Any) -> Any:
+        raise NotImplementedError("these pieces are computed apart")
+
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
     """As numbers; a key becomes its words, in a dimension of their own."""

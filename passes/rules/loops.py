@@ -1,0 +1,202 @@
+"""Rules of equations with a body: `scan`, `while`, `cond`. Each cut of the body is a factor.
+
+What `while` does is counted as one round, what `cond` does as the mean of its branches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.graph import BatchDim, Equation
+from autopar.passes.rules.base import DimMap, Emit, InnerSum, Local, Rule, bind
+from autopar.passes.rules.building import Factors, RuleBuilder, replicated, work_per_point
+from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, make_body
+
+Run = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Any]]  # pieces, operands -> results
+
+
+def rules(rule_of: Callable[[Equation], Rule]) -> dict[str, RuleBuilder]:
+    """The rules by primitive; `rule_of` gives those of the equations in a body."""
+
+    @functools.lru_cache(maxsize=256)
+    def scan_body(closed: Any, consts: int, carries: int) -> tuple[Body, list[Cut]]:
+        carried = {k: consts + k for k in range(carries)}
+        body = make_body(closed.in_avals, [(closed, range(len(closed.in_avals)))], rule_of, carried=carried)
+        return body, find_cuts(body)
+
+    @functools.lru_cache(maxsize=256)
+    def while_body(condition: Any, body: Any, of_condition: int, of_body: int) -> tuple[Body, list[Cut]]:
+        """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on."""
+        carries = len(body.out_avals)
+        first = of_condition + of_body
+        carry = range(first, first + carries)
+        avals = [*condition.in_avals[:of_condition], *body.in_avals]
+        parts = [(body, [*range(of_condition, first), *carry]), (condition, [*range(of_condition), *carry])]
+        carried = dict(enumerate(carry))
+        made = make_body(avals, parts, rule_of, carried=carried, whole=(carries,))
+        return made, find_cuts(made)
+
+    @functools.lru_cache(maxsize=256)
+    def cond_body(branches: tuple[Any, ...]) -> tuple[Body, list[Cut]]:
+        """Outputs: those of the first branch, of the second, .."""
+        avals, count = branches[0].in_avals, len(branches[0].out_avals)
+        parts = [(branch, range(len(avals))) for branch in branches]
+        agreeing = tuple(tuple(range(k, count * len(branches), count)) for k in range(count))
+        body = make_body(avals, parts, rule_of, agreeing=agreeing)
+        return body, find_cuts(body)
+
+    def scan(eqn: Equation) -> Rule:
+        p = eqn.params
+        consts, carries = p["num_consts"], p["num_carry"]
+        body, cuts = scan_body(p["jaxpr"], consts, carries)
+        everything = range(len(body.outputs))
+
+        def run(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+            fixed, start = operands[:consts], operands[consts : consts + carries]
+
+            def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+                found = evaluate(body, everything, pieces, [*fixed, *carry, *xs])
+                return found[:carries], found[carries:]
+
+            end, ys = jax.lax.scan(
+                one_round, _starts(body, range(consts, consts + carries), start, pieces),
+                list(operands[consts + carries :]),
+                length=p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1),
+            )  # fmt: skip
+            return [*end, *ys]
+
+        stacked_in = range(consts + carries, len(body.inputs))
+        stacked_out = range(carries, len(body.outputs))
+        layout = _Layout(tuple(range(len(body.inputs))), tuple(everything), stacked_in, stacked_out, p["length"])
+        return _rule(eqn, body, cuts, layout, run, p["length"])
+
+    def while_(eqn: Equation) -> Rule:
+        p = eqn.params
+        first = p["cond_nconsts"] + p["body_nconsts"]
+        body, cuts = while_body(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
+        carries = range(len(body.outputs) - 1)
+
+        def run(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+            def go_on(carry: list[Any]) -> Any:
+                return evaluate(body, [len(carries)], pieces, [*operands[:first], *carry])[0]
+
+            def one_round(carry: list[Any]) -> list[Any]:
+                return evaluate(body, carries, pieces, [*operands[:first], *carry])
+
+            start = _starts(body, range(first, first + len(carries)), operands[first:], pieces)
+            found: list[Any] = jax.lax.while_loop(go_on, one_round, start)
+            return found
+
+        return _rule(eqn, body, cuts, _Layout(tuple(range(len(body.inputs))), tuple(carries)), run, 1.0)
+
+    def cond(eqn: Equation) -> Rule:
+        branches = eqn.params["branches"]
+        body, cuts = cond_body(tuple(branches))
+        count = len(eqn.outputs)
+
+        def run(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+            def branch(b: int) -> Callable[..., list[Any]]:
+                return lambda *xs: evaluate(body, range(b * count, (b + 1) * count), pieces, xs)
+
+            found: list[Any] = jax.lax.switch(operands[0], [branch(b) for b in range(len(branches))], *operands[1:])
+            return found
+
+        layout = _Layout((None, *range(len(body.inputs))), tuple(range(count)))
+        return _rule(eqn, body, cuts, layout, run, 1 / len(branches))
+
+    return {"scan": scan, "while": while_, "cond": cond}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Which inputs and outputs of the body the operands and results of the equation are."""
+
+    inputs: Sequence[int | None]  # None: a scalar beside the body
+    outputs: Sequence[int]
+    stacked_in: Sequence[int] = ()  # of the body's inputs: with a leading axis of rounds
+    stacked_out: Sequence[int] = ()
+    length: int = 1
+
+
+def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float) -> Rule:
+    """One factor a cut; `times` weighs what an equation of the body costs."""
+    work = {e.id: times * body.flops(e) for e in body.equations}
+    total = sum(work.values())
+    products = sum(work[e.id] for e in body.equations if body.rules[e.id].unit == "matmul")
+    unit: Any = "matmul" if products > total / 2 else "vector"
+    if not cuts:
+        whole = replicated(eqn)
+        flops = total / max(1, math.prod(whole.factors))
+        return Rule(
+            whole.factors, whole.inputs, whole.outputs, whole=whole.whole, replicates=True, flops=flops, unit=unit
+        )
+    factors = Factors()
+    numbers = [factors.new(cut.units)[0] for cut in cuts]
+    numbered = list(zip(numbers, cuts, strict=True))
+
+    def dims(operand: Any, stacked: bool) -> DimMap:
+        lead = (factors.new_whole(layout.length),) if stacked else ()
+        return (*lead, *(_dim(operand, d, n, numbered, factors) for d, n in enumerate(operand.shape)))
+
+    inputs = [() if i is None else dims(body.inputs[i], i in layout.stacked_in) for i in layout.inputs]
+    outputs = [dims(body.outputs[o], o in layout.stacked_out) for o in layout.outputs]
+
+    def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
+        return run(pieces, operands) if pieces else bind(eqn, operands)
+
+    def work_of(split: Mapping[int, int]) -> float:
+        found = 0.0
+        for i, flops in work.items():
+            found += flops / math.prod(split.get(f, 1) for f, cut in numbered if i in cut.splits)
+        return found
+
+    left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
+    emission: Emit = emit
+    return factors.rule(
+        inputs, outputs, emit=emission, sums=_sums(body, numbered, max(1, int(times))), work_of=work_of,
+        reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
+        unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
+        flops=work_per_point(total, factors), unit=unit,
+    )  # fmt: skip
+
+
+def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[InnerSum, ...]:
+    found = []
+    for f, cut in numbered:
+        for v in sorted(cut.sums, key=lambda v: v.id):
+            held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
+            found.append(InnerSum(f, v.nbytes, held, times))
+        for e in body.equations:
+            if e.id in cut.splits:
+                inner = (s for s in body.rules[e.id].sums if s.factor == cut.splits[e.id].factor)
+                found += [InnerSum(f, s.nbytes, frozenset(), s.times * times) for s in inner]
+    return tuple(found)
+
+
+def _dim(operand: Any, dim: int, size: int, numbered: Sequence[tuple[int, Cut]], factors: Factors) -> tuple[int, ...]:
+    """The factors of one dimension of what enters or leaves the body."""
+    for factor, cut in numbered:
+        state = cut.state(operand)
+        if isinstance(state, BatchDim) and state.dim == dim:
+            inner = size // state.outer // cut.units
+            return (*factors.new_whole(state.outer), factor, *factors.new_whole(inner))
+    return factors.new_whole(size)
+
+
+def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
+    """A running sum starts with its first value on the first piece, with zero on the others."""
+    found = []
+    for i, x in zip(positions, values, strict=True):
+        for piece in pieces:
+            if piece.cut.states.get(body.inputs[i]) is PARTIAL:
+                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x))
+        found.append(x)
+    return found

@@ -1,0 +1,458 @@
+"""Ways to split an equation with a body (`scan`, `while`, `cond`), from the rules of the equations in the body.
+
+A *cut* is one way to split the whole: some dimensions of what enters the body are split, and every equation in it
+splits a factor of its own, keeps its addends, or runs alike on every piece. Cuts are found by propagation from each
+dimension that enters, forward through the equations and backward to what they need split, until the carry comes out
+as it went in and branches agree. Addends that something cannot take as such are summed on the spot: a collective in
+the loop. Each cut becomes a factor of the equation's rule; `evaluate` runs the body on pieces, by the rules' own
+emissions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.build import Builder, live_equations
+from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
+from autopar.passes.rules.base import Local, Rule, bind
+from autopar.passes.rules.building import is_number
+from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, batch_to_factor, split_of
+
+RuleOf = Callable[[Equation], Rule]
+
+_MAX_ROUNDS = 100  # of propagation, for one cut
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """One or several jaxprs with the same inputs, as equations with their rules."""
+
+    equations: tuple[Equation, ...]
+    inputs: tuple[Value, ...]
+    outputs: tuple[Operand, ...]
+    constants: Mapping[Value, Any]
+    rules: Mapping[int, Rule]
+    carried: Mapping[int, int]  # output index -> input index that it becomes in the next round
+    agreeing: tuple[tuple[int, ...], ...] = ()  # outputs that must be in the same state (of branches)
+    whole: tuple[int, ...] = ()  # outputs that every piece must have whole
+
+    def flops(self, equation: Equation) -> float:
+        """Work of one equation in one round."""
+        rule = self.rules[equation.id]
+        return rule.flops * rule.points()
+
+
+def make_body(
+    avals: Sequence[Any], parts: Sequence[tuple[Any, Sequence[int]]], rule_of: RuleOf, *,
+    carried: Mapping[int, int] | None = None, agreeing: tuple[tuple[int, ...], ...] = (), whole: tuple[int, ...] = (),
+) -> Body:  # fmt: skip
+    """The body of closed jaxprs, each with the positions of its inputs; outputs follow one another. Calls inlined."""
+    builder = Builder()
+    inputs = tuple(builder.value(aval) for aval in avals)
+    outputs: list[Operand] = []
+    for closed, positions in parts:
+        outputs += builder.inline(closed.jaxpr, closed.consts, [inputs[i] for i in positions])
+    equations = tuple(live_equations(builder.equations, outputs))
+    rules = {eqn.id: rule_of(eqn) for eqn in equations}
+    return Body(equations, inputs, tuple(outputs), builder.constants, rules, carried or {}, agreeing, whole)
+
+
+class _Partial:
+    """State of a value whose pieces are addends."""
+
+
+PARTIAL = _Partial()
+State = BatchDim | _Partial | None  # None: every piece has the whole
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cut:
+    """One way to split a body."""
+
+    units: int  # into how many pieces at most; others must divide it
+    states: Mapping[Value, State]  # those that are not None
+    splits: Mapping[int, Split]  # by equation id: the factor it splits
+    passing: frozenset[int]  # ids of equations that keep addends, or pass each state on
+    sums: frozenset[Value]  # addends that some reader needs summed
+    slices: Mapping[tuple[int, int], BatchDim]  # (equation id, operand): a whole value of which it takes a slice
+    ends: frozenset[int]  # outputs whose addends are summed before they leave
+
+    def leaving(self, body: Body, output: int) -> State:
+        """How an output leaves the body."""
+        return None if output in self.ends else self.state(body.outputs[output])
+
+    def state(self, operand: Operand) -> State:
+        return _state(self.states, operand)
+
+
+def find_cuts(body: Body) -> list[Cut]:
+    """Cuts that share no work, those that split most first; cuts in need of sums are merged where they can be."""
+    found: list[Cut] = []
+    for value in body.inputs:
+        if value.is_key:
+            continue
+        for dim, size in enumerate(value.shape):
+            if size < 2 or any(_holds(cut.states.get(value), dim) for cut in found):
+                continue
+            cut = _best({value: BatchDim(dim, 1, size, 1)}, body)
+            if cut is not None and cut.splits:
+                found.append(cut)
+    work = {e.id: body.flops(e) for e in body.equations}
+    found.sort(key=lambda cut: -sum(work[i] for i in cut.splits))
+    chosen: list[Cut] = []
+    for cut in found:
+        if any(_clash(cut, other) for other in chosen):
+            continue
+        for index, other in enumerate(chosen):
+            if cut.sums and other.sums and (merged := _merged(cut, other)) is not None:
+                chosen[index] = merged
+                break
+        else:
+            chosen.append(cut)
+    return chosen
+
+
+def _best(seed: dict[Value, State], body: Body) -> Cut | None:
+    """The cut that follows, with those carries as running sums of addends that save sums in the loop."""
+    cut = _Propagation(body).run(seed)
+    for i in body.carried.values() if cut is not None else ():
+        entering = body.inputs[i]
+        if cut is None or not cut.sums or entering in cut.states or not is_number(entering):
+            continue
+        other = _Propagation(body).run({**seed, entering: PARTIAL})
+        if other is not None and other.states.get(entering) is PARTIAL and len(other.sums) < len(cut.sums):
+            cut, seed = other, {**seed, entering: PARTIAL}
+    return cut
+
+
+def _holds(state: State, dim: int) -> bool:
+    return isinstance(state, BatchDim) and state.dim == dim
+
+
+def _merged(a: Cut, b: Cut) -> Cut | None:
+    """Both at once, if they have nothing in common."""
+    if a.states.keys() & b.states.keys() or (a.splits.keys() | a.passing) & (b.splits.keys() | b.passing):
+        return None
+    units = math.gcd(a.units, b.units)
+    if units == 1:
+        return None
+    return Cut(
+        units, {**a.states, **b.states}, {**a.splits, **b.splits}, a.passing | b.passing, a.sums | b.sums,
+        {**a.slices, **b.slices}, a.ends | b.ends,
+    )  # fmt: skip
+
+
+def _clash(a: Cut, b: Cut) -> bool:
+    """Whether both split the same dimension of a value or the same factor of an equation."""
+    return any(_holds(b.states.get(v), s.dim) for v, s in a.states.items() if isinstance(s, BatchDim)) or any(
+        i in b.splits and b.splits[i].factor == s.factor for i, s in a.splits.items()
+    )
+
+
+class _Failed(Exception):
+    """There is no such cut."""
+
+
+class _Propagation:
+    """Finds the cut that follows from splitting some inputs of a body."""
+
+    def __init__(self, body: Body) -> None:
+        self.body = body
+        self.producer = {v: e for e in body.equations for v in e.outputs}
+        self.given: dict[Value, State] = {}  # inputs
+        self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
+        self.ends: set[int] = set()  # outputs whose addends are summed before they leave
+
+    def run(self, seeds: Mapping[Value, State]) -> Cut | None:
+        self.given = dict(seeds)
+        try:
+            for _ in range(_MAX_ROUNDS):
+                self._forward()
+                if not (self._tie() or self._demand()):
+                    return self._cut()
+        except _Failed:
+            pass
+        return None
+
+    def _forward(self) -> None:
+        self.states: dict[Value, State] = dict(self.given)
+        self.splits: dict[int, Split] = {}
+        self.passing: set[int] = set()
+        self.sums: set[Value] = set()
+        self.wanted: dict[Value, list[BatchDim | None]] = defaultdict(list)  # what readers want of whole values
+        self.slices: dict[tuple[int, int], BatchDim] = {}
+        for eqn in self.body.equations:
+            if eqn.id in self.chosen or any(self.states.get(v) is not None for v in eqn.values):
+                self._equation(eqn)
+            else:
+                for v in eqn.values:
+                    self.wanted[v].append(None)
+
+    def _equation(self, eqn: Equation) -> None:
+        rule = self.body.rules[eqn.id]
+        if rule.separable:
+            self.passing.add(eqn.id)
+            for v, out in zip(eqn.inputs, eqn.outputs, strict=True):
+                if isinstance(v, Value) and self.states.get(v) is not None:
+                    self.states[out] = self.states[v]
+            return
+        states = [_state(self.states, v) for v in eqn.inputs]
+        partial = frozenset(i for i, s in enumerate(states) if s is PARTIAL)
+        batches = {i: s for i, s in enumerate(states) if isinstance(s, BatchDim)}
+        if partial and not batches and eqn.id not in self.chosen and partial in rule.linear:
+            self.passing.add(eqn.id)
+            self.states.update(dict.fromkeys(eqn.outputs, PARTIAL))
+            self.wanted.update({v: [*self.wanted[v], None] for i, v in enumerate(eqn.inputs)
+                                if isinstance(v, Value) and i not in partial})  # fmt: skip
+            return
+        self.sums.update(eqn.inputs[i] for i in partial)  # type: ignore[misc]
+        split = self.chosen.get(eqn.id)
+        if batches:
+            try:
+                split = split_of(rule, batches)
+            except Unsplittable as error:
+                raise _Failed from error
+        if split is None:
+            return
+        self.splits[eqn.id] = split
+        for i, (v, dims) in enumerate(zip(eqn.inputs, rule.inputs, strict=True)):
+            if not isinstance(v, Value) or i in batches:
+                continue
+            piece = batch_in_dims(split, dims, rule.factors)
+            if piece is not None:
+                self.slices[eqn.id, i] = piece
+            if states[i] is None:
+                self.wanted[v].append(piece)
+        for k, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
+            piece = batch_in_dims(split, dims, rule.factors)
+            if piece is not None:
+                self.states[v] = piece
+            elif rule.is_addend(split.factor, k):
+                self.states[v] = PARTIAL
+
+    def _leaving(self, output: int) -> State:
+        return None if output in self.ends else _state(self.states, self.body.outputs[output])
+
+    def _tie(self) -> bool:
+        """The carry must come out as it went in, and branches agree; True if something had to be changed for it."""
+        changed = False
+        for o, i in self.body.carried.items():
+            entering = self.body.inputs[i]
+            before, after = self.states.get(entering), self._leaving(o)
+            if _alike(before, after):
+                continue
+            if before is None:
+                self.given[entering] = after
+            elif before is PARTIAL and after is None:
+                self.given.pop(entering)
+                self.ends.add(o)
+            elif after is None:
+                self._ask(o, before)
+                continue
+            else:
+                raise _Failed
+            changed = True
+        for group in self.body.agreeing:
+            states = {o: self._leaving(o) for o in group}
+            split = next((s for s in states.values() if isinstance(s, BatchDim)), None)
+            for o, state in states.items():
+                if split is None and state is PARTIAL and not all(s is PARTIAL for s in states.values()):
+                    self.ends.add(o)
+                    changed = True
+                elif split is not None and state is None:
+                    self._ask(o, split)
+                elif split is not None and not _alike(split, state):
+                    raise _Failed
+        if any(self._leaving(o) is not None for o in self.body.whole):
+            raise _Failed
+        return changed
+
+    def _ask(self, output: int, state: State) -> None:
+        """An output should leave in pieces."""
+        out = self.body.outputs[output]
+        if isinstance(out, Value) and isinstance(state, BatchDim):
+            self.wanted[out].append(state)
+
+    def _settled(self) -> bool:
+        carried = all(
+            _alike(self.states.get(self.body.inputs[i]), self._leaving(o)) for o, i in self.body.carried.items()
+        )
+        return carried and all(
+            _alike(self._leaving(group[0]), self._leaving(o)) for group in self.body.agreeing for o in group
+        )
+
+    def _demand(self) -> bool:
+        """Let what every reader wants split in the same way be made so; True if something changed."""
+        body = self.body
+        for eqn in reversed(body.equations):
+            rule = body.rules[eqn.id]
+            if rule.separable:
+                for v, out in zip(eqn.inputs, eqn.outputs, strict=True):
+                    if isinstance(v, Value) and out in self.wanted:
+                        self.wanted[v] += [w for w in self.wanted[out] if w is not None]
+        for v, wishes in self.wanted.items():
+            wish = wishes[0]
+            if wish is None or any(not _alike(wish, w) for w in wishes) or self.states.get(v) is not None:
+                continue
+            if v in self.producer:
+                eqn = self.producer[v]
+                rule = body.rules[eqn.id]
+                if eqn.id in self.splits or rule.separable or len(eqn.outputs) > 1:
+                    continue
+                try:
+                    split = batch_to_factor(wish, rule.outputs[0][wish.dim], rule.factors)
+                except (Unsplittable, IndexError):
+                    continue
+                if split.factor in rule.whole or split.batch.units < wish.units:
+                    continue
+                self.chosen[eqn.id] = split
+                return True
+            if v in body.constants or v.is_key:
+                continue
+            self.given[v] = wish
+            return True
+        if not self._settled():
+            raise _Failed  # no one could split what leaves whole
+        return False
+
+    def _cut(self) -> Cut | None:
+        units = 0
+        for state in self.states.values():
+            if isinstance(state, BatchDim):
+                units = math.gcd(units, state.units)
+        for split in self.splits.values():
+            units = math.gcd(units, split.batch.units)
+        for piece in self.slices.values():
+            units = math.gcd(units, piece.units)
+        if units < 2:
+            return None
+        states = {v: s for v, s in self.states.items() if s is not None}
+        ends = frozenset(o for o in self.ends if _state(states, self.body.outputs[o]) is PARTIAL)
+        self.sums.update(self.body.outputs[o] for o in ends)  # type: ignore[misc]
+        slices = {(e, i): piece for (e, i), piece in self.slices.items()
+                  if self.states.get(self._operand(e, i)) is None or self._operand(e, i) in self.sums}  # fmt: skip
+        return Cut(
+            units, states, dict(self.splits), frozenset(self.passing), frozenset(self.sums), slices, ends
+        )  # fmt: skip
+
+    def _operand(self, eqn_id: int, position: int) -> Value:
+        if not hasattr(self, "_by_id"):
+            self._by_id = {e.id: e for e in self.body.equations}
+        return self._by_id[eqn_id].inputs[position]  # type: ignore[return-value]
+
+
+def _state(states: Mapping[Value, State], operand: Operand) -> State:
+    return states.get(operand) if isinstance(operand, Value) else None
+
+
+def _alike(a: State, b: State) -> bool:
+    if isinstance(a, BatchDim) and isinstance(b, BatchDim):
+        return (a.dim, a.outer, a.size) == (b.dim, b.outer, b.size)
+    return a is b
+
+
+# Evaluation.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Which piece of a cut is computed."""
+
+    cut: Cut
+    factor: int  # the cut's factor in the rule of the whole
+    local: Local
+
+    @property
+    def count(self) -> int:
+        return self.cut.units // self.local.size(self.factor)
+
+    def index(self) -> Any:
+        """int32 scalar, traced."""
+        return self.local.start(self.factor) // self.local.size(self.factor)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _InBody:
+    """The piece of one equation of the body."""
+
+    rule: Rule
+    pieces: Sequence[tuple[Split, Piece]]
+
+    def _cuts(self, factor: int) -> Iterator[tuple[Split, Piece]]:
+        return ((s, p) for s, p in self.pieces if s.factor == factor)
+
+    def size(self, factor: int) -> int:
+        return self.rule.factors[factor] // math.prod(p.count for _, p in self._cuts(factor))
+
+    def is_split(self, factor: int) -> bool:
+        return any(True for _ in self._cuts(factor))
+
+    def start(self, factor: int) -> Any:
+        for split, piece in self._cuts(factor):
+            if split.batch.outer > 1:
+                raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+            return piece.index() * self.size(factor)
+        return 0
+
+    def total(self, factor: int, x: Any) -> Any:
+        for _, piece in self._cuts(factor):
+            x = piece.local.total(piece.factor, x)
+        return x
+
+
+def evaluate(body: Body, outputs: Sequence[int], pieces: Sequence[Piece], arguments: Sequence[Any]) -> list[Any]:
+    """Some outputs of one round, in the states that the cuts say, from inputs in the states that they say."""
+    values: dict[Value, Any] = dict(zip(body.inputs, arguments, strict=True))
+    values.update({v: jnp.asarray(c) if not v.is_key else c for v, c in body.constants.items()})
+    totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
+
+    def total(v: Value, over: tuple[Piece, ...]) -> Any:
+        key = (v, tuple(p.factor for p in over))
+        if key not in totals:
+            x = values[v]
+            for piece in over:
+                x = piece.local.total(piece.factor, x)
+            totals[key] = x
+        return totals[key]
+
+    def read(eqn: Equation, position: int) -> Any:
+        v = eqn.inputs[position]
+        if isinstance(v, Literal):
+            return v.value
+        summed = tuple(p for p in pieces if p.cut.states.get(v) is PARTIAL and eqn.id not in p.cut.passing)
+        x = total(v, summed)
+        for piece in pieces:
+            batch = piece.cut.slices.get((eqn.id, position))
+            if batch is not None:
+                x = _slice(x, batch, piece)
+        return x
+
+    for eqn in live_equations(body.equations, [body.outputs[o] for o in outputs]):
+        rule = body.rules[eqn.id]
+        operands = [read(eqn, i) for i in range(len(eqn.inputs))]
+        splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
+        results = rule.emit(_InBody(rule, splits), eqn, operands) if splits else bind(eqn, operands)
+        values.update(zip(eqn.outputs, results, strict=True))
+    found = []
+    for o in outputs:
+        out = body.outputs[o]
+        if isinstance(out, Literal):
+            found.append(jnp.asarray(out.value, out.dtype))
+        else:
+            found.append(total(out, tuple(p for p in pieces if o in p.cut.ends)))
+    return found
+
+
+def _slice(x: Any, batch: BatchDim, piece: Piece) -> Any:
+    d = batch.dim
+    parts = x.reshape(*x.shape[:d], batch.outer, batch.units, batch.inner, *x.shape[d + 1 :])
+    size = batch.units // piece.count
+    part = jax.lax.dynamic_slice_in_dim(parts, piece.index() * size, size, d + 1)
+    return part.reshape(*x.shape[:d], batch.outer * size * batch.inner, *x.shape[d + 1 :])

@@ -1,0 +1,304 @@
+"""Equations with a body: every factor, and every pair of them, computed in pieces, equals the whole.
+
+The pieces run together under `jax.vmap` with a named axis for each factor, since bodies may add up over the pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from autopar.ir.graph import Equation, Value
+from autopar.passes.intra_op.strategies import splittable
+from autopar.passes.rules.base import DimMap, Rule, bind
+from autopar.passes.rules.table import find_fault, rule_of
+from autopar.trace import trace
+
+WIDTH, HEADS, DEPTH, HIDDEN, LAYERS, BATCH, TIME = 8, 4, 2, 16, 3, 4, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """A `Local`: one of the pieces that run side by side."""
+
+    rule: Rule
+    split: Mapping[int, int]
+
+    def size(self, factor: int) -> int:
+        return self.rule.factors[factor] // self.split.get(factor, 1)
+
+    def is_split(self, factor: int) -> bool:
+        return factor in self.split
+
+    def start(self, factor: int) -> Any:
+        return lax.axis_index(f"f{factor}") * self.size(factor) if self.is_split(factor) else 0
+
+    def total(self, factor: int, x: Any) -> Any:
+        return lax.psum(x, f"f{factor}")
+
+
+def window(rule: Rule, dims: DimMap, split: Mapping[int, int], index: Mapping[int, int]) -> tuple[slice, ...]:
+    """Where a piece lies in an array unfolded into its factors."""
+    sizes = {f: rule.factors[f] // split.get(f, 1) for dim in dims for f in dim}
+    return tuple(slice(index.get(f, 0) * n, (index.get(f, 0) + 1) * n) for f, n in sizes.items())
+
+
+def unfolded(rule: Rule, dims: DimMap) -> list[int]:
+    return [rule.factors[f] for dim in dims for f in dim]
+
+
+def in_pieces(equation: Equation, rule: Rule, split: Mapping[int, int], operands: Sequence[Any]) -> list[Any]:
+    """The results, put together from pieces by the rule."""
+    indices = [dict(zip(split, index, strict=True)) for index in np.ndindex(*split.values())]
+
+    def piece(x: Any, dims: DimMap, index: Mapping[int, int]) -> Any:
+        part = x.reshape(unfolded(rule, dims))[window(rule, dims, split, index)]
+        return part.reshape([math.prod(rule.factors[f] // split.get(f, 1) for f in dim) for dim in dims])
+
+    names = tuple(f"f{f}" for f in split)
+
+    def run(*xs: Any) -> Any:
+        local = [x.reshape(x.shape[len(split) :]) for x in xs]
+        results = rule.emit(Together(rule, split), equation, local)
+        return tuple(x.reshape(*[1] * len(split), *x.shape) for x in results)
+
+    pieces = [
+        jnp.stack([piece(jnp.asarray(x), dims, index) for index in indices]).reshape(
+            *split.values(), *[math.prod(rule.factors[f] // split.get(f, 1) for f in dim) for dim in dims]
+        )
+        for x, dims in zip(operands, rule.inputs, strict=True)
+    ]
+    mesh = jax.make_mesh(tuple(split.values()), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    spec = PartitionSpec(*names)
+    together = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    found = []
+    for k, (results, dims) in enumerate(zip(together(*pieces), rule.outputs, strict=True)):
+        if jnp.issubdtype(results.dtype, jax.dtypes.prng_key):
+            results = jax.random.key_data(results)[..., 0]
+        whole = np.zeros(unfolded(rule, dims), results.dtype)
+        held = {f for dim in dims for f in dim}
+        first = {f for f in split if f not in held and not rule.is_addend(f, k)}  # alike on all pieces
+        for index in indices:
+            part = np.asarray(results[tuple(index.values())])
+            place = window(rule, dims, split, index)
+            if any(index[f] for f in first):
+                same = results[tuple(0 if f in first else n for f, n in index.items())]
+                np.testing.assert_allclose(part, np.asarray(same), rtol=1e-5, atol=1e-5)
+            else:
+                whole[place] += part.reshape(whole[place].shape)
+        found.append(whole.reshape(equation.outputs[k].shape))
+    return found
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape) * 0.3
+
+
+def recurrent(w: Any, u: Any, b: Any, xs: Any) -> Any:
+    """An LSTM-like cell over time."""
+
+    def cell(state: Any, x: Any) -> Any:
+        h, c = state
+        gates = x @ w + h @ u + b
+        i, f, o = jnp.split(gates, 3, axis=-1)
+        c = jax.nn.sigmoid(f) * c + jnp.tanh(i)
+        h = jax.nn.sigmoid(o) * c
+        return (h, c), h
+
+    zero = jnp.zeros((xs.shape[1], u.shape[0]))
+    (h, _), hs = lax.scan(cell, (zero, zero), xs)
+    return (hs**2).mean() + h.sum()
+
+
+def decay(a: Any, xs: Any) -> Any:
+    """A diagonal state space, run backwards, that keeps no outputs."""
+    return lax.scan(lambda h, x: (h * jax.nn.sigmoid(a) + x, None), jnp.zeros_like(xs[0]), xs, reverse=True)[0].sum()
+
+
+def layers(ws: Any, x: Any) -> Any:
+    """Transformer layers: attention, and a perceptron with normalisation, heads and hidden units to cut."""
+
+    def layer(x: Any, w: Any) -> Any:
+        h = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-3)
+        q, k, v = (jnp.einsum("btd,dhk->bhtk", h, w[name]) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
+        x = x + jnp.einsum("bhtk,hkd->btd", weights @ v, w["o"])
+        return x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"], (x * x).mean()
+
+    y, norms = lax.scan(layer, x, ws)
+    return (y**2).mean() + norms.sum()
+
+
+LAYER_WEIGHTS = {
+    **{name: normal(i, LAYERS, WIDTH, HEADS, DEPTH) for i, name in enumerate("qkv")},
+    "o": normal(4, LAYERS, HEADS, DEPTH, WIDTH),
+    "up": normal(5, LAYERS, WIDTH, HIDDEN),
+    "bias": normal(6, LAYERS, HIDDEN),
+    "down": normal(7, LAYERS, HIDDEN, WIDTH),
+}
+
+
+def accumulated(w: Any, xs: Any) -> Any:
+    """A user's own accumulation of gradients over slices of the batch."""
+
+    def add(total: Any, x: Any) -> Any:
+        loss, g = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return (total[0] + loss, total[1] + g), loss
+
+    (loss, g), losses = lax.scan(add, (0.0, jnp.zeros_like(w)), xs)
+    return loss + (g**2).sum() + losses.max()
+
+
+def nested(w: Any, xs: Any) -> Any:
+    """A scan in a scan, with a counter and random bits."""
+
+    def outer(state: Any, x: Any) -> Any:
+        step, key, h = state
+        key, sub = jax.random.split(key)
+        mask = jax.random.bernoulli(sub, 0.5, h.shape)
+        h, ys = lax.scan(lambda h, w: (jnp.tanh(h @ w + x) * mask, h.mean()), h, w)
+        return (step + 1, key, h), (ys, step)
+
+    (_, _, h), (ys, steps) = lax.scan(outer, (0, jax.random.key(0), xs[0]), xs)
+    return (h**2).sum() + ys.sum() + steps.sum()
+
+
+def powers(a: Any, x: Any, rounds: Any) -> Any:
+    """Power iteration, as often as the caller says, that adds up what it saw."""
+
+    def once(_: Any, state: Any) -> Any:
+        x, seen, total = state
+        y = jnp.tanh(x @ a)
+        return y, seen + x.T @ y, total + (y**2).sum()
+
+    return lax.fori_loop(0, rounds, once, (x, jnp.zeros((x.shape[1], x.shape[1])), 0.0))
+
+
+def chosen(which: Any, w: Any, x: Any) -> Any:
+    """Branches that compute, pass on, and sum over examples."""
+
+    def matrix(w: Any, x: Any) -> Any:
+        return jnp.tanh(x @ w), (x @ w).sum(0), x[:, :2] * 2
+
+    def same(w: Any, x: Any) -> Any:
+        return x, jnp.zeros(w.shape[1]), x[:, 2:4]
+
+    def means(w: Any, x: Any) -> Any:
+        return jax.nn.softmax(x) * w[0], (x * x).sum(0) * 3, x[:, 1:3]
+
+    return lax.switch(which, [matrix, same, means], w, x)
+
+
+def stepwise(w: Any, xs: Any) -> Any:
+    """A loop with a branch in it."""
+
+    def once(h: Any, x: Any) -> Any:
+        h = lax.cond(x.mean() > 0, lambda h: jnp.tanh(h @ w), lambda h: h * 0.5, h)
+        return h, h.sum()
+
+    return lax.scan(once, jnp.ones((BATCH, w.shape[0])), xs)
+
+
+FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
+    "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
+    "chosen 2": (chosen, (np.int32(2), normal(1, 8, 8), normal(2, BATCH, 8))),
+    "stepwise": (stepwise, (normal(1, 8, 8), normal(2, 3, BATCH))),
+}
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "recurrent": (recurrent, (normal(1, 5, 24), normal(2, 8, 24), normal(3, 24), normal(4, TIME, BATCH, 5))),
+    "decay": (decay, (normal(1, 8), normal(2, TIME, BATCH, 8))),
+    "layers": (layers, (LAYER_WEIGHTS, normal(9, BATCH, TIME, WIDTH))),
+    "accumulated": (accumulated, (normal(1, 6, 4), normal(2, 3, BATCH, 6))),
+    "nested": (nested, (normal(1, 2, 8, 8), normal(2, 3, BATCH, 8))),
+}
+
+
+def loops(name: str) -> list[tuple[Equation, list[Any], list[Any]]]:
+    """The equations with a body, of a function and of its gradient, with the numbers that they meet and make."""
+    fun, args = {**CASES, **FORWARD}[name]
+    graph = trace(fun if name in FORWARD else jax.value_and_grad(fun, tuple(range(len(args)))), args, {}, name=name)
+    values: dict[Any, Any] = {**graph.constants, **dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))}
+    found = []
+    for eqn in graph.equations:
+        operands = [values[v] if isinstance(v, Value) else jnp.asarray(v.value, v.dtype) for v in eqn.inputs]
+        results = list(bind(eqn, operands))
+        values.update(zip(eqn.outputs, results, strict=True))
+        if eqn.primitive.name in ("scan", "while", "cond"):
+            found.append((eqn, operands, results))
+    return found
+
+
+@pytest.mark.parametrize("name", [*CASES, *FORWARD])
+def test_pieces_give_the_whole(name: str) -> None:
+    tried = 0
+    for eqn, operands, expected in loops(name):
+        rule = rule_of(eqn)
+        assert find_fault(eqn, rule) is None
+        by_work = sorted(splittable(rule), key=lambda f: rule.work({f: 2}))
+        least = {f: min(n for n in range(2, 9) if rule.factors[f] % n == 0) for f in by_work[:6]}
+        splits = [{f: n} for f, n in least.items()]
+        pairs = itertools.combinations(by_work[:3], 2)
+        splits += [{f: least[f], g: least[g]} for f, g in pairs if least[f] * least[g] <= 8]
+        for split in splits:
+            tried += 1
+            for k, (x, y) in enumerate(zip(in_pieces(eqn, rule, split, operands), expected, strict=True)):
+                if jnp.issubdtype(y.dtype, jax.dtypes.prng_key):
+                    continue  # compared among the pieces
+                np.testing.assert_allclose(x, y, rtol=2e-4, atol=1e-5, err_msg=f"{split}, result {k}")
+    assert tried > 0
+
+
+def test_a_loop_over_examples_is_cut_by_examples() -> None:
+    """`while`: no sum in the loop, though what it adds up leaves it as addends."""
+    ((eqn, _, _),) = loops("powers")
+    rule = rule_of(eqn)
+    examples = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    assert len(examples) == 1
+    assert not any(s.factor == examples[0] for s in rule.sums)
+    assert sum(rule.is_addend(examples[0], k) for k in range(len(rule.outputs))) == 2
+
+
+def cuts_of(name: str, which: int = 0) -> Rule:
+    return rule_of(loops(name)[which][0])
+
+
+def test_heads_and_hidden_units_are_one_factor() -> None:
+    """Megatron's cut: queries, keys, values and the output by heads, the perceptron by hidden units; two sums."""
+    rule = cuts_of("layers")
+    (factor,) = [
+        f for f in splittable(rule)
+        if all(any(f in dim for dim in rule.inputs[i]) for i, n in enumerate(rule.inputs) if len(n) > 1 and i > 0)
+        and not any(f in dim for dim in rule.inputs[0])
+    ]  # fmt: skip
+    assert rule.factors[factor] == math.gcd(HEADS, HIDDEN)
+    assert [s.times for s in rule.sums if s.factor == factor] == [LAYERS, LAYERS]
+    assert rule.work({factor: 2}) < 0.6 * rule.work({})
+
+
+def test_gradients_are_addends_over_examples() -> None:
+    """Over the batch nothing is summed in the loop: the weights' gradients come out as addends."""
+    rule = cuts_of("layers", 1)
+    batch = max(splittable(rule), key=lambda f: sum(any(f in dim for dim in dims) for dims in rule.inputs))
+    assert not any(s.factor == batch for s in rule.sums)
+    assert sum(rule.is_addend(batch, k) for k in range(len(rule.outputs))) == len(LAYER_WEIGHTS)
+
+
+def test_what_cannot_be_cut_is_replicated() -> None:
+    def sort_all(x: Any) -> Any:
+        return lax.scan(lambda c, _: (jnp.sort(c.reshape(-1)).reshape(c.shape), None), x, None, length=2)[0]
+
+    graph = trace(sort_all, (normal(0, 4, 6),), {}, name="f")
+    (rule,) = [rule_of(e) for e in graph.equations if e.primitive.name == "scan"]
+    assert rule.replicates
+    assert not list(splittable(rule))
