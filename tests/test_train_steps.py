@@ -1,0 +1,246 @@
+"""The ways in which users write a train step, unmodified: the same numbers as `jax.jit` after two steps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import PlanError
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+FEATURES, HIDDEN, CLASSES, BATCH, TIME = 16, 32, 8, 32, 5
+
+
+def parameters() -> dict[str, jax.Array]:
+    w, v = jax.random.split(jax.random.key(0))
+    return {
+        "w": 0.2 * jax.random.normal(w, (FEATURES, HIDDEN)),
+        "b": jnp.zeros(HIDDEN),
+        "v": 0.2 * jax.random.normal(v, (HIDDEN, CLASSES)),
+    }
+
+
+def examples() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(0)
+    return {
+        "x": random.normal(size=(BATCH, FEATURES)).astype(np.float32),
+        "y": random.normal(size=(BATCH, CLASSES)).astype(np.float32),
+    }
+
+
+def network(p: Any, x: Any) -> Any:
+    return jnp.tanh(x @ p["w"] + p["b"]) @ p["v"]
+
+
+def squared_error(p: Any, batch: Any) -> Any:
+    return jnp.mean((network(p, batch["x"]) - batch["y"]) ** 2)
+
+
+def descend(p: Any, g: Any, rate: float = 0.1) -> Any:
+    return jax.tree.map(lambda a, b: a - rate * b, p, g)
+
+
+def accumulating_optimizer() -> tuple[Step, Any]:
+    """Updates every second step only: `lax.cond` in the update."""
+    optimizer = optax.MultiSteps(optax.adam(1e-2), 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(squared_error)(state["params"], batch)
+        updates, opt = optimizer.update(g, state["opt"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, loss
+
+    return step, {"params": parameters(), "opt": optimizer.init(parameters())}
+
+
+def accumulation_by_hand() -> tuple[Step, Any]:
+    """A scan over slices of the batch."""
+
+    def step(p: Any, batch: Any) -> Any:
+        slices = jax.tree.map(lambda x: x.reshape(4, -1, *x.shape[1:]), batch)
+
+        def add(total: Any, piece: Any) -> Any:
+            loss, g = jax.value_and_grad(squared_error)(p, piece)
+            return (total[0] + loss, jax.tree.map(jnp.add, total[1], g)), None
+
+        (loss, g), _ = jax.lax.scan(add, (0.0, jax.tree.map(jnp.zeros_like, p)), slices)
+        return descend(p, g, 0.1 / 4), loss / 4
+
+    return step, parameters()
+
+
+def recurrent() -> tuple[Step, Any]:
+    """An LSTM by `scan` over time, the batch in the second dimension."""
+    w, u, o = jax.random.split(jax.random.key(1), 3)
+    start = {
+        "w": 0.2 * jax.random.normal(w, (FEATURES, 4 * HIDDEN)),
+        "u": 0.2 * jax.random.normal(u, (HIDDEN, 4 * HIDDEN)),
+        "o": 0.2 * jax.random.normal(o, (HIDDEN, CLASSES)),
+    }
+
+    def loss(p: Any, batch: Any) -> Any:
+        def cell(state: Any, x: Any) -> Any:
+            h, c = state
+            i, f, o, z = jnp.split(x @ p["w"] + h @ p["u"], 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(z)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), h
+
+        zero = jnp.zeros((batch["x"].shape[0], HIDDEN))
+        series = jnp.stack([batch["x"] * t for t in range(TIME)])
+        (h, _), hs = jax.lax.scan(cell, (zero, zero), series)
+        return jnp.mean(((h + hs.mean(0)) @ p["o"] - batch["y"]) ** 2)
+
+    def step(p: Any, batch: Any) -> Any:
+        value, g = jax.value_and_grad(loss)(p, batch)
+        return descend(p, g), value
+
+    return step, start
+
+
+def vjp_by_hand() -> tuple[Step, Any]:
+    def step(p: Any, batch: Any) -> Any:
+        found, pullback = jax.vjp(lambda p: network(p, batch["x"]), p)
+        rest = found - batch["y"]
+        (g,) = pullback(2 * rest / rest.size)
+        return descend(p, g), jnp.mean(rest**2)
+
+    return step, parameters()
+
+
+def clipping_each_example() -> tuple[Step, Any]:
+    def step(p: Any, batch: Any) -> Any:
+        def one(p: Any, x: Any, y: Any) -> Any:
+            return jnp.mean((network(p, x) - y) ** 2)
+
+        gs = jax.vmap(jax.grad(one), (None, 0, 0))(p, batch["x"], batch["y"])
+        norms = jnp.sqrt(sum((g**2).reshape(BATCH, -1).sum(1) for g in jax.tree.leaves(gs)))
+        scale = jnp.minimum(1, 0.5 / norms)
+        g = jax.tree.map(lambda g: jnp.tensordot(scale, g, 1) / scale.size, gs)
+        return descend(p, g), norms.mean()
+
+    return step, parameters()
+
+
+def gradient_penalty() -> tuple[Step, Any]:
+    def loss(p: Any, batch: Any) -> Any:
+        slopes = jax.vmap(jax.grad(lambda x: network(p, x).sum()))(batch["x"])
+        return squared_error(p, batch) + 0.1 * jnp.mean((jnp.linalg.norm(slopes, axis=-1) - 1) ** 2)
+
+    def step(p: Any, batch: Any) -> Any:
+        value, g = jax.value_and_grad(loss)(p, batch)
+        return descend(p, g), value
+
+    return step, parameters()
+
+
+def frozen_and_averaged() -> tuple[Step, Any]:
+    """One matrix is frozen, the others have a moving average; metrics in a dict, `None` in the state."""
+    labels = {"w": "frozen", "v": "trained", "b": "trained"}
+    optimizer = optax.multi_transform({"trained": optax.adam(1e-2), "frozen": optax.set_to_zero()}, labels)
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(squared_error)(state["params"], batch)
+        updates, opt = optimizer.update(g, state["opt"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        average = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, state["average"], params)
+        return {"params": params, "opt": opt, "average": average, "extra": None}, {
+            "loss": loss,
+            "norm": (g["v"] ** 2).sum(),
+        }
+
+    p = parameters()
+    return step, {"params": p, "opt": optimizer.init(p), "average": p, "extra": None}
+
+
+def two_losses() -> tuple[Step, Any]:
+    """Two optimizers, as for a generator and its critic."""
+    first, second = optax.sgd(0.1), optax.adam(1e-2)
+
+    def step(state: Any, batch: Any) -> Any:
+        loss_a, g_a = jax.value_and_grad(squared_error)(state["a"], batch)
+        made = jax.lax.stop_gradient(network(state["a"], batch["x"]))
+        loss_b, g_b = jax.value_and_grad(lambda p: jnp.mean((network(p, batch["x"]) - made) ** 2))(state["b"])
+        up_a, opt_a = first.update(g_a, state["opt_a"], state["a"])
+        up_b, opt_b = second.update(g_b, state["opt_b"], state["b"])
+        a, b = optax.apply_updates(state["a"], up_a), optax.apply_updates(state["b"], up_b)
+        return {"a": a, "b": b, "opt_a": opt_a, "opt_b": opt_b}, (loss_a, loss_b)
+
+    p = parameters()
+    q = jax.tree.map(lambda x: x * 0.5, p)
+    return step, {"a": p, "b": q, "opt_a": first.init(p), "opt_b": second.init(q)}
+
+
+def dynamic_loss_scale() -> tuple[Step, Any]:
+    """float16, float32 master weights; an update only where all gradients are finite."""
+
+    def step(state: Any, batch: Any) -> Any:
+        half = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float16))
+
+        def loss(p: Any) -> Any:
+            return squared_error(half(p), half(batch)).astype(jnp.float32) * state["scale"]
+
+        value, g = jax.value_and_grad(loss)(state["params"])
+        g = jax.tree.map(lambda x: x / state["scale"], g)
+        finite = jnp.all(jnp.array([jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(g)]))
+        params = jax.lax.cond(finite, descend, lambda p, g: p, state["params"], g)
+        scale = jnp.where(finite, state["scale"], state["scale"] / 2)
+        return {"params": params, "scale": scale, "count": state["count"] + 1}, value
+
+    return step, {"params": parameters(), "scale": jnp.float32(1024), "count": jnp.int32(0)}
+
+
+STEPS = [
+    accumulating_optimizer, accumulation_by_hand, recurrent, vjp_by_hand, clipping_each_example, gradient_penalty,
+    frozen_and_averaged, two_losses, dynamic_loss_scale,
+]  # fmt: skip
+METHODS: dict[str, Any] = {
+    "data_parallel": recipes.data_parallel(),
+    "two_microbatches": recipes.data_parallel(2),
+    "pipeline": recipes.gpipe(2, 2),
+    "auto": "auto",
+}
+
+
+@functools.cache
+def expected(make: Callable[[], tuple[Step, Any]]) -> Any:
+    step, state = make()
+    for _ in range(2):
+        state, metrics = jax.jit(step)(state, examples())
+    return state, metrics
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+def test_same_as_one_device(make: Callable[[], tuple[Step, Any]], method: str) -> None:
+    step, state = make()
+    parallel = autopar.parallelize(step, method=METHODS[method])
+    if make in (accumulation_by_hand, recurrent) and method == "pipeline":  # a loop lies in one stage
+        with pytest.raises(PlanError, match=r"the forward pass of step has only . heavy operations"):
+            parallel.plan(state, examples())
+        return
+    for _ in range(2):
+        state, metrics = parallel(state, examples())
+    tolerance = 2e-3 if make is dynamic_loss_scale else 2e-5
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance),
+        autopar.gather((state, metrics)), expected(make),
+    )  # fmt: skip
+
+
+def test_accumulation_by_hand_is_shared_out() -> None:
+    """The batch is reshaped to (4, 8) and looped over: it is cut along the 8."""
+    step, state = accumulation_by_hand()
+
+    def flops(**how: Any) -> float:
+        executable = autopar.parallelize(step, **how).compile(state, examples())
+        return float(sum(program.cost_analysis()["flops"] for program in executable._runtime.programs))
+
+    assert flops(method=recipes.data_parallel()) < 0.25 * flops(devices=jax.devices()[:1])
