@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Mapping, Set
 from typing import Any
 
@@ -11,7 +11,6 @@ import jax
 from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph, Value
 
-_log = logging.getLogger("autopar")
 _REMEDY = "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
 
 
@@ -21,7 +20,7 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
     `batch_axes` is "auto" or, like the `in_axes` of `jax.vmap`, an int, None, or a pytree prefix of the positional
     arguments (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. "auto"
     takes the leaves that are not state (carried from inputs to outputs, or in `state`), are no PRNG keys, and share
-    the size of their leading axis.
+    the size of their leading axis, and says on stderr which they are.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
@@ -77,7 +76,9 @@ def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
             f"batch_axes='auto' is ambiguous for {graph.name}: the candidates {_listed(candidates)} have different "
             f"leading sizes{hint}. {_REMEDY}"
         )
-    _log.info("%s: batch of %d along axis 0 of %s", graph.name, leading.pop(), ", ".join(candidates.values()))
+    where = ", ".join(candidates.values())
+    # The one thing that is decided for users without their word.
+    print(f"autopar: {graph.name}: batch of {leading.pop()} along axis 0 of {where}", file=sys.stderr)  # noqa: T201
     return dict.fromkeys(candidates, 0)
 
 
