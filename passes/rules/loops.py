@@ -54,7 +54,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> dict[str, RuleBuilder]:
 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
-        consts, carries = p["num_consts"], p["num_carry"]
+        consts, carries = _scan_counts(p)
         body, cuts = scan_body(p["jaxpr"], consts, carries)
         everything = range(len(body.outputs))
 
@@ -112,6 +112,14 @@ def rules(rule_of: Callable[[Equation], Rule]) -> dict[str, RuleBuilder]:
         return _rule(eqn, body, cuts, layout, run, 1 / len(branches))
 
     return {"scan": scan, "while": while_, "cond": cond}
+
+
+def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """How many constants and carries a scan has: among its first operands, in this order."""
+    if "ft_in" in params:  # jax 0.12
+        consts, carries, _ = params["ft_in"].unpack()
+        return len(consts), len(carries)
+    return params["num_consts"], params["num_carry"]
 
 
 @dataclasses.dataclass(frozen=True)
