@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.errors import InfeasiblePlanError, InternalError, PlanError, PlanMismatchError
+from autopar.errors import InfeasiblePlanError, InternalError, MicrobatchError, PlanError, PlanMismatchError
 from autopar.ir.graph import Equation, Literal, Phase, StepGraph, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
@@ -103,6 +103,12 @@ class Planner:
         fixed = num_microbatches if num_microbatches is not None else method.num_microbatches
         best: tuple[Plan, LoweredStep] | None = None
         for m, stages in self._candidates(fixed):
+            try:
+                self.layered(m)
+            except MicrobatchError:
+                if fixed is not None:
+                    raise
+                continue
             found = self._plan_for(m, stages)
             if found is not None and found[0].step_time < self._best_time:
                 best = found

@@ -211,6 +211,8 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
                     without = Kind.PARTIAL if rule.is_addend(split.factor, k) else Kind.ALIKE
                     states[v] = State(without if batch is None else Kind.BATCHED, batch, parameters)
                 continue
+        elif Kind.ALIKE in present and eqn.phase is Phase.UPDATE:
+            reason = "once is enough"
         elif Kind.ALIKE in present:
             when[eqn.id] = When.LOOP
             states.update((v, State(Kind.ALIKE, None, parameters)) for v in eqn.outputs)

@@ -197,9 +197,33 @@ def dynamic_loss_scale() -> tuple[Step, Any]:
     return step, {"params": parameters(), "scale": jnp.float32(1024), "count": jnp.int32(0)}
 
 
+def constrained_loop() -> tuple[Step, Any]:
+    """A user's own sharding constraint in a loop over layers: a wish, which the plan overrides."""
+    mesh = jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
+    wish = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "z"))
+
+    def loss(p: Any, batch: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            return jnp.tanh(h @ jax.lax.with_sharding_constraint(w, wish)), None
+
+        h, _ = jax.lax.scan(layer, batch["x"], p["layers"])
+        return jnp.mean((h @ p["out"] - batch["y"]) ** 2)
+
+    def step(p: Any, batch: Any) -> Any:
+        value, g = jax.value_and_grad(loss)(p, batch)
+        return descend(p, g), value
+
+    layers, out = jax.random.split(jax.random.key(2))
+    shape = (3, FEATURES, FEATURES)
+    return step, {
+        "layers": 0.2 * jax.random.normal(layers, shape),
+        "out": 0.2 * jax.random.normal(out, (FEATURES, CLASSES)),
+    }
+
+
 STEPS = [
     accumulating_optimizer, accumulation_by_hand, recurrent, vjp_by_hand, clipping_each_example, gradient_penalty,
-    frozen_and_averaged, two_losses, dynamic_loss_scale,
+    frozen_and_averaged, two_losses, dynamic_loss_scale, constrained_loop,
 ]  # fmt: skip
 METHODS: dict[str, Any] = {
     "data_parallel": recipes.data_parallel(),

@@ -129,6 +129,7 @@ RULES: dict[str, RuleBuilder] = {
     "reduce_precision": elementwise(_in_first, 1.0),
     "select_n": elementwise(_in_cases, 1.0),
     "sharding_constraint": _constraint,
+    "reshard": _constraint,
     "stage": elementwise(_in_first, 0.0, "none"),
     "stop_gradient": elementwise(_in_first, 0.0, "none"),
     "sub": elementwise(_in_all_at_once, 1.0),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, fin
 Run = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Any]]  # pieces, operands -> results
 
 
-def rules(rule_of: Callable[[Equation], Rule]) -> dict[str, RuleBuilder]:
-    """The rules by primitive; `rule_of` gives those of the equations in a body."""
+def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], Callable[[], None]]:
+    """The rules by primitive, and what forgets the bodies seen; `rule_of` gives the rules of equations in a body."""
 
     @functools.lru_cache(maxsize=256)
     def scan_body(closed: Any, consts: int, carries: int) -> tuple[Body, list[Cut]]:
@@ -111,7 +112,11 @@ def rules(rule_of: Callable[[Equation], Rule]) -> dict[str, RuleBuilder]:
         layout = _Layout((None, *range(len(body.inputs))), tuple(range(count)))
         return _rule(eqn, body, cuts, layout, run, 1 / len(branches))
 
-    return {"scan": scan, "while": while_, "cond": cond}
+    def forget() -> None:
+        for seen in (scan_body, while_body, cond_body):
+            seen.cache_clear()
+
+    return {"scan": scan, "while": while_, "cond": cond}, forget
 
 
 def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
@@ -158,13 +163,16 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
-        return run(pieces, operands) if pieces else bind(eqn, operands)
+        if eqn.params.get("branches_platforms") is not None and not pieces:
+            return bind(eqn, operands)  # branches for other platforms than this one
+        return run(pieces, operands)
+
+    by_factors: dict[tuple[int, ...], float] = defaultdict(float)
+    for i, flops in work.items():
+        by_factors[tuple(f for f, cut in numbered if i in cut.splits)] += flops
 
     def work_of(split: Mapping[int, int]) -> float:
-        found = 0.0
-        for i, flops in work.items():
-            found += flops / math.prod(split.get(f, 1) for f, cut in numbered if i in cut.splits)
-        return found
+        return sum(flops / math.prod(split.get(f, 1) for f in held) for held, flops in by_factors.items())
 
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     emission: Emit = emit
@@ -184,8 +192,11 @@ def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[
             found.append(InnerSum(f, v.nbytes, held, times))
         for e in body.equations:
             if e.id in cut.splits:
-                inner = (s for s in body.rules[e.id].sums if s.factor == cut.splits[e.id].factor)
-                found += [InnerSum(f, s.nbytes, frozenset(), s.times * times) for s in inner]
+                for s in body.rules[e.id].sums:
+                    if s.factor == cut.splits[e.id].factor:
+                        cuts = ((g, other.splits.get(e.id)) for g, other in numbered)
+                        held = frozenset(g for g, split in cuts if split is not None and split.factor in s.held)
+                        found.append(InnerSum(f, s.nbytes, held, s.times * times))
     return tuple(found)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
-from autopar.passes.rules.base import Local, Rule, bind
+from autopar.passes.rules.base import DimMap, Local, Rule
 from autopar.passes.rules.building import is_number
 from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, batch_to_factor, split_of
 
@@ -126,8 +126,8 @@ def _best(seed: dict[Value, State], body: Body) -> Cut | None:
         entering = body.inputs[i]
         if cut is None or not cut.sums or entering in cut.states or not is_number(entering):
             continue
-        other = _Propagation(body).run({**seed, entering: PARTIAL})
-        if other is not None and other.states.get(entering) is PARTIAL and len(other.sums) < len(cut.sums):
+        other = _Propagation(body).run({**seed, entering: PARTIAL}, fewer_sums_than=len(cut.sums))
+        if other is not None and other.states.get(entering) is PARTIAL:
             cut, seed = other, {**seed, entering: PARTIAL}
     return cut
 
@@ -151,9 +151,10 @@ def _merged(a: Cut, b: Cut) -> Cut | None:
 
 def _clash(a: Cut, b: Cut) -> bool:
     """Whether both split the same dimension of a value or the same factor of an equation."""
-    return any(_holds(b.states.get(v), s.dim) for v, s in a.states.items() if isinstance(s, BatchDim)) or any(
-        i in b.splits and b.splits[i].factor == s.factor for i, s in a.splits.items()
-    )
+    values = any(_holds(b.states.get(v), s.dim) for v, s in a.states.items() if isinstance(s, BatchDim))
+    equations = any(i in b.splits and b.splits[i].factor == s.factor for i, s in a.splits.items())
+    slices = any(at in b.slices and b.slices[at].dim == s.dim for at, s in a.slices.items())
+    return values or equations or slices
 
 
 class _Failed(Exception):
@@ -170,11 +171,13 @@ class _Propagation:
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
         self.ends: set[int] = set()  # outputs whose addends are summed before they leave
 
-    def run(self, seeds: Mapping[Value, State]) -> Cut | None:
+    def run(self, seeds: Mapping[Value, State], fewer_sums_than: int | None = None) -> Cut | None:
         self.given = dict(seeds)
         try:
             for _ in range(_MAX_ROUNDS):
                 self._forward()
+                if fewer_sums_than is not None and (len(self.sums) >= fewer_sums_than or seeds.keys() - self.given):
+                    return None
                 if not (self._tie() or self._demand()):
                     return self._cut()
         except _Failed:
@@ -238,7 +241,8 @@ class _Propagation:
                 self.states[v] = PARTIAL
 
     def _leaving(self, output: int) -> State:
-        return None if output in self.ends else _state(self.states, self.body.outputs[output])
+        state = _state(self.states, self.body.outputs[output])
+        return None if state is PARTIAL and output in self.ends else state
 
     def _tie(self) -> bool:
         """The carry must come out as it went in, and branches agree; True if something had to be changed for it."""
@@ -246,6 +250,8 @@ class _Propagation:
         for o, i in self.body.carried.items():
             entering = self.body.inputs[i]
             before, after = self.states.get(entering), self._leaving(o)
+            if before is PARTIAL and entering in self.sums:  # its readers sum it: then once, where it leaves
+                after = None
             if _alike(before, after):
                 continue
             if before is None:
@@ -297,8 +303,9 @@ class _Propagation:
                 for v, out in zip(eqn.inputs, eqn.outputs, strict=True):
                     if isinstance(v, Value) and out in self.wanted:
                         self.wanted[v] += [w for w in self.wanted[out] if w is not None]
+        changed = False
         for v, wishes in self.wanted.items():
-            wish = wishes[0]
+            wish = wishes[0] if wishes else None
             if wish is None or any(not _alike(wish, w) for w in wishes) or self.states.get(v) is not None:
                 continue
             if v in self.producer:
@@ -310,13 +317,17 @@ class _Propagation:
                     split = batch_to_factor(wish, rule.outputs[0][wish.dim], rule.factors)
                 except (Unsplittable, IndexError):
                     continue
-                if split.factor in rule.whole or split.batch.units < wish.units:
+                # Where the batch is not the major dimension no piece has a position; such a value is sliced.
+                if split.factor in rule.whole or split.batch.units < wish.units or split.batch.outer > 1:
                     continue
                 self.chosen[eqn.id] = split
-                return True
+                changed = True
+                continue
             if v in body.constants or v.is_key:
                 continue
             self.given[v] = wish
+            changed = True
+        if changed:
             return True
         if not self._settled():
             raise _Failed  # no one could split what leaves whole
@@ -331,7 +342,7 @@ class _Propagation:
             units = math.gcd(units, split.batch.units)
         for piece in self.slices.values():
             units = math.gcd(units, piece.units)
-        if units < 2:
+        if units < 2 or not all(self._needs_no_position(e) for e in self.body.equations if e.id in self.splits):
             return None
         states = {v: s for v, s in self.states.items() if s is not None}
         ends = frozenset(o for o in self.ends if _state(states, self.body.outputs[o]) is PARTIAL)
@@ -342,10 +353,57 @@ class _Propagation:
             units, states, dict(self.splits), frozenset(self.passing), frozenset(self.sums), slices, ends
         )  # fmt: skip
 
+    def _needs_no_position(self, eqn: Equation) -> bool:
+        """Whether the pieces can be computed where the split dimension is not the major one."""
+        rule, split = self.body.rules[eqn.id], self.splits[eqn.id]
+        if split.batch.outer == 1:
+            return True
+        local = _Anywhere(rule, split.factor, split.batch.units)
+
+        def shape(v: Operand, dims: DimMap) -> Any:
+            sizes = tuple(math.prod(local.size(f) for f in dim) for dim in dims)
+            return jax.ShapeDtypeStruct(sizes, v.dtype) if isinstance(v, Value) else v.value
+
+        operands = [shape(v, dims) for v, dims in zip(eqn.inputs, rule.inputs, strict=True)]
+        arrays = [x for x in operands if isinstance(x, jax.ShapeDtypeStruct)]
+
+        def emit(*xs: Any) -> Any:
+            supply = iter(xs)
+            return rule.emit(local, eqn, [next(supply) if isinstance(x, jax.ShapeDtypeStruct) else x for x in operands])
+
+        try:
+            jax.eval_shape(emit, *arrays)
+        except Unsplittable:
+            return False
+        return True
+
     def _operand(self, eqn_id: int, position: int) -> Value:
         if not hasattr(self, "_by_id"):
             self._by_id = {e.id: e for e in self.body.equations}
         return self._by_id[eqn_id].inputs[position]  # type: ignore[return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Anywhere:
+    """A piece without a position."""
+
+    rule: Rule
+    factor: int
+    pieces: int
+
+    def size(self, factor: int) -> int:
+        return self.rule.factors[factor] // (self.pieces if factor == self.factor else 1)
+
+    def is_split(self, factor: int) -> bool:
+        return factor == self.factor
+
+    def start(self, factor: int) -> Any:
+        if factor == self.factor:
+            raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+        return 0
+
+    def total(self, factor: int, x: Any) -> Any:
+        return x
 
 
 def _state(states: Mapping[Value, State], operand: Operand) -> State:
@@ -438,7 +496,7 @@ def evaluate(body: Body, outputs: Sequence[int], pieces: Sequence[Piece], argume
         rule = body.rules[eqn.id]
         operands = [read(eqn, i) for i in range(len(eqn.inputs))]
         splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
-        results = rule.emit(_InBody(rule, splits), eqn, operands) if splits else bind(eqn, operands)
+        results = rule.emit(_InBody(rule, splits), eqn, operands)
         values.update(zip(eqn.outputs, results, strict=True))
     found = []
     for o in outputs:

@@ -28,7 +28,8 @@ def _rule_of(equation: Equation) -> Rule:
     return rule_of(equation)
 
 
-_BUILT_IN.update(loops.rules(_rule_of))
+_LOOPS, _forget_bodies = loops.rules(_rule_of)
+_BUILT_IN.update(_LOOPS)
 
 
 def has_rule(name: str) -> bool:
@@ -132,6 +133,7 @@ def register_sharding_rule(primitive_name: str) -> Callable[[RuleBuilder], RuleB
                 f"but is {builder!r}"
             )
         _REGISTERED[primitive_name] = builder
+        _forget_bodies()
         return builder
 
     return register

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Equation, Value
 from autopar.passes.intra_op.strategies import splittable
+from autopar.passes.rules import table
 from autopar.passes.rules.base import DimMap, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.trace import trace
@@ -209,17 +210,70 @@ def stepwise(w: Any, xs: Any) -> Any:
     return lax.scan(once, jnp.ones((BATCH, w.shape[0])), xs)
 
 
+def rematerialised(ws: Any, x: Any) -> Any:
+    """Layers with `jax.checkpoint`: the backward loop has a fence."""
+
+    def layer(h: Any, w: Any) -> Any:
+        return jax.checkpoint(lambda h, w: h + jnp.tanh(jnp.tanh(h @ w[0]) @ w[1]))(h, w), None
+
+    return lax.scan(layer, x, ws)[0].sum()
+
+
+def flattened(w: Any, x: Any) -> Any:
+    """Examples in the minor part of a dimension, where random bits and indices have no place of their own."""
+
+    def step(key: Any, x: Any) -> Any:
+        key, sub = jax.random.split(key)
+        y = x.reshape(-1, x.shape[-1]) @ w
+        y = y * jax.random.bernoulli(sub, 0.5, y.shape) + lax.iota(jnp.float32, y.shape[0])[:, None]
+        return key, y.reshape(*x.shape[:-1], -1)
+
+    return lax.scan(step, jax.random.key(3), x)[1]
+
+
+def regrouped(h: Any, b: Any) -> Any:
+    """Two ways to cut one dimension that a reshape takes apart."""
+    return lax.scan(lambda h, _: (jnp.tanh(h + b.reshape(4, 8)) * jnp.sort(b).sum(), None), h, None, length=2)[0]
+
+
+def many(xs: Any, h: Any) -> Any:
+    """More inputs that must be cut together than rounds of propagation."""
+
+    def product(h: Any, xs: Any) -> Any:
+        for x in xs:
+            h = h * x
+        return h, None
+
+    return lax.scan(product, h, xs)[0]
+
+
+def stepping(p: Any, x: Any) -> Any:
+    """Examples reduced to what decides whether to go on, and read again in the loop."""
+
+    def once(state: Any) -> Any:
+        x, error, n = state
+        y = x / (1 + jnp.sqrt(error))
+        return y, (y**2).sum(), n + 1
+
+    return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 4), once, (x * p, jnp.float32(1), 0))
+
+
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
     "chosen 2": (chosen, (np.int32(2), normal(1, 8, 8), normal(2, BATCH, 8))),
     "stepwise": (stepwise, (normal(1, 8, 8), normal(2, 3, BATCH))),
+    "flattened": (flattened, (normal(1, 4, 8), normal(2, 2, TIME, BATCH, 4))),
+    "regrouped": (regrouped, (normal(1, 4, 8), normal(2, 32))),
+    "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
+    "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
 }
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "recurrent": (recurrent, (normal(1, 5, 24), normal(2, 8, 24), normal(3, 24), normal(4, TIME, BATCH, 5))),
     "decay": (decay, (normal(1, 8), normal(2, TIME, BATCH, 8))),
     "layers": (layers, (LAYER_WEIGHTS, normal(9, BATCH, TIME, WIDTH))),
     "accumulated": (accumulated, (normal(1, 6, 4), normal(2, 3, BATCH, 6))),
+    "rematerialised": (rematerialised, (normal(1, LAYERS, 2, WIDTH, WIDTH), normal(2, BATCH, WIDTH))),
     "nested": (nested, (normal(1, 2, 8, 8), normal(2, 3, BATCH, 8))),
 }
 
@@ -292,6 +346,26 @@ def test_gradients_are_addends_over_examples() -> None:
     batch = max(splittable(rule), key=lambda f: sum(any(f in dim for dim in dims) for dims in rule.inputs))
     assert not any(s.factor == batch for s in rule.sums)
     assert sum(rule.is_addend(batch, k) for k in range(len(rule.outputs))) == len(LAYER_WEIGHTS)
+
+
+def test_a_rule_registered_later_reaches_bodies_seen_before() -> None:
+    def search(x: Any) -> Any:
+        return lax.scan(lambda c, _: (c + lax.approx_max_k(c, 1)[0], None), x, None, length=2)[0]
+
+    def rule() -> Rule:
+        graph = trace(search, (normal(0, 4, 6),), {}, name="f")
+        return next(rule_of(e) for e in graph.equations if e.primitive.name == "scan")
+
+    assert rule().replicates
+    before = dict(table._REGISTERED)
+
+    @table.register_sharding_rule("approx_top_k")
+    def by_rows(_: Equation) -> Rule:
+        return Rule((4, 6), (((0,), (1,)),), (((0,), ()), ((0,), ())), whole=frozenset({1}))
+
+    assert not rule().replicates
+    table._REGISTERED.clear()
+    table._REGISTERED.update(before)
 
 
 def test_what_cannot_be_cut_is_replicated() -> None:
