@@ -98,16 +98,9 @@ def assemble(
             held = layout_at_source(value, source)
             itemsize = value.nbytes // max(1, math.prod(value.shape))
             plan = plan_transfer(
-                value.shape,
-                itemsize,
-                held,
-                shardings[source].mesh,
-                layouts[program.stage][value],
-                shardings[program.stage].mesh,
-                resharders[source],
-                resharders[program.stage],
-                link,
-            )
+                value.shape, itemsize, held, shardings[source].mesh, layouts[program.stage][value],
+                shardings[program.stage].mesh, resharders[source], resharders[program.stage], link,
+            )  # fmt: skip
             crossings.append(Crossing(value, source, program.stage, plan))
             arrivals[program.stage][value] = plan.received
             if plan.sent == held:

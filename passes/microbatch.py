@@ -19,7 +19,14 @@ from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Rule
-from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, batch_to_factor
+from autopar.passes.rules.split import (
+    Split,
+    Unsplittable,
+    batch_in_dims,
+    batch_to_factor,
+    check_position,
+    slice_units,
+)
 
 
 @dataclasses.dataclass
@@ -41,8 +48,7 @@ class _TimeLocal:
     def start(self, factor: int) -> Any:
         if not self.is_split(factor):
             return 0
-        if self.split.batch.outer > 1:
-            raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+        check_position(self.split.batch)
         return self.index * self.size(factor)
 
     def total(self, factor: int, x: Any) -> Any:
@@ -220,14 +226,8 @@ class _Splitter:
             return None
 
     def _slice(self, v: Operand, batch: BatchDim) -> Operand:
-        m = self.m
-
         def slice_out(x: Any, index: Any) -> Sequence[Any]:
-            d = batch.dim
-            parts = x.reshape(*x.shape[:d], batch.outer, batch.units, batch.inner, *x.shape[d + 1 :])
-            size = batch.units // m
-            piece = jax.lax.dynamic_slice_in_dim(parts, index * size, size, d + 1)
-            return [piece.reshape(*x.shape[:d], batch.local_size(m), *x.shape[d + 1 :])]
+            return [slice_units(x, batch, self.m, index)]
 
         return self._trace(slice_out, [v, self.microbatch], Phase.FORWARD, "")[0]
 

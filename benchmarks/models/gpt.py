@@ -159,14 +159,15 @@ def _block(config: GPTConfig, params: Params, x: jax.Array, key: jax.Array | Non
 
 def logits(config: GPTConfig, params: Params, inputs: jax.Array, key: jax.Array | None = None) -> jax.Array:
     """Scores of the next token, float32 (B, T, V); `inputs`: int32 (B, T). Without a key there is no dropout."""
-    keys = [None] * (1 + config.num_layers) if key is None else list(jax.random.split(key, 1 + config.num_layers))
+    split = None if key is None else jax.random.split(key, 1 + config.num_layers)
+    keys = [None] * (1 + config.num_layers) if split is None else list(split)
     embedded = params["tokens"][inputs] + params["positions"][: inputs.shape[1]]
     x = _dropout(embedded.astype(config.dtype), config.dropout, keys[0])
     block: Callable[..., jax.Array] = functools.partial(_block, config)
     if config.remat:
         block = jax.checkpoint(block)
     if config.scan:
-        block_keys = None if key is None else jax.random.split(key, 1 + config.num_layers)[1:]
+        block_keys = None if split is None else split[1:]
         x, _ = jax.lax.scan(lambda x, layer: (block(layer[0], x, layer[1]), None), x, (params["blocks"], block_keys))
     else:
         for block_params, block_key in zip(params["blocks"], keys[1:], strict=True):

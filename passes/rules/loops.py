@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import BatchDim, Equation
-from autopar.passes.rules.base import DimMap, Emit, InnerSum, Local, Rule, bind
+from autopar.passes.rules.base import DimMap, InnerSum, Local, Rule, bind
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated, work_per_point
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, make_body
 
@@ -144,12 +144,16 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     total = sum(work.values())
     products = sum(work[e.id] for e in body.equations if body.rules[e.id].unit == "matmul")
     unit: Any = "matmul" if products > total / 2 else "vector"
+
+    def run_or_bind(pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if eqn.params.get("branches_platforms") is not None and not pieces:
+            return bind(eqn, operands)  # branches for other platforms than this one
+        return run(pieces, operands)
+
     if not cuts:
         whole = replicated(eqn)
         flops = total / max(1, math.prod(whole.factors))
-        return Rule(
-            whole.factors, whole.inputs, whole.outputs, whole=whole.whole, replicates=True, flops=flops, unit=unit
-        )
+        return dataclasses.replace(whole, flops=flops, unit=unit, emit=lambda _, eqn, xs: run_or_bind([], eqn, xs))
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
     numbered = list(zip(numbers, cuts, strict=True))
@@ -162,10 +166,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     outputs = [dims(body.outputs[o], o in layout.stacked_out) for o in layout.outputs]
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
-        if eqn.params.get("branches_platforms") is not None and not pieces:
-            return bind(eqn, operands)  # branches for other platforms than this one
-        return run(pieces, operands)
+        return run_or_bind([Piece(cut, f, local) for f, cut in numbered if local.is_split(f)], eqn, operands)
 
     by_factors: dict[tuple[int, ...], float] = defaultdict(float)
     for i, flops in work.items():
@@ -175,9 +176,8 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         return sum(flops / math.prod(split.get(f, 1) for f in held) for held, flops in by_factors.items())
 
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
-    emission: Emit = emit
     return factors.rule(
-        inputs, outputs, emit=emission, sums=_sums(body, numbered, max(1, int(times))), work_of=work_of,
+        inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), work_of=work_of,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
         flops=work_per_point(total, factors), unit=unit,

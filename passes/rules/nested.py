@@ -11,6 +11,7 @@ emissions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,15 @@ from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
 from autopar.passes.rules.base import DimMap, Local, Rule
 from autopar.passes.rules.building import is_number
-from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, batch_to_factor, split_of
+from autopar.passes.rules.split import (
+    Split,
+    Unsplittable,
+    batch_in_dims,
+    batch_to_factor,
+    check_position,
+    slice_units,
+    split_of,
+)
 
 RuleOf = Callable[[Equation], Rule]
 
@@ -42,6 +51,16 @@ class Body:
     carried: Mapping[int, int]  # output index -> input index that it becomes in the next round
     agreeing: tuple[tuple[int, ...], ...] = ()  # outputs that must be in the same state (of branches)
     whole: tuple[int, ...] = ()  # outputs that every piece must have whole
+
+    @functools.cached_property
+    def by_id(self) -> Mapping[int, Equation]:
+        """Equations by id."""
+        return {e.id: e for e in self.equations}
+
+    @functools.cached_property
+    def producer(self) -> Mapping[Value, Equation]:
+        """The equation that makes a value."""
+        return {v: e for e in self.equations for v in e.outputs}
 
     def flops(self, equation: Equation) -> float:
         """Work of one equation in one round."""
@@ -166,7 +185,6 @@ class _Propagation:
 
     def __init__(self, body: Body) -> None:
         self.body = body
-        self.producer = {v: e for e in body.equations for v in e.outputs}
         self.given: dict[Value, State] = {}  # inputs
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
         self.ends: set[int] = set()  # outputs whose addends are summed before they leave
@@ -194,7 +212,7 @@ class _Propagation:
         for eqn in self.body.equations:
             if eqn.id in self.chosen or any(self.states.get(v) is not None for v in eqn.values):
                 self._equation(eqn)
-            else:
+            elif not self.body.rules[eqn.id].separable:  # that wants what its readers want
                 for v in eqn.values:
                     self.wanted[v].append(None)
 
@@ -212,8 +230,9 @@ class _Propagation:
         if partial and not batches and eqn.id not in self.chosen and partial in rule.linear:
             self.passing.add(eqn.id)
             self.states.update(dict.fromkeys(eqn.outputs, PARTIAL))
-            self.wanted.update({v: [*self.wanted[v], None] for i, v in enumerate(eqn.inputs)
-                                if isinstance(v, Value) and i not in partial})  # fmt: skip
+            for i, v in enumerate(eqn.inputs):
+                if isinstance(v, Value) and i not in partial:
+                    self.wanted[v].append(None)
             return
         self.sums.update(eqn.inputs[i] for i in partial)  # type: ignore[misc]
         split = self.chosen.get(eqn.id)
@@ -302,14 +321,14 @@ class _Propagation:
             if rule.separable:
                 for v, out in zip(eqn.inputs, eqn.outputs, strict=True):
                     if isinstance(v, Value) and out in self.wanted:
-                        self.wanted[v] += [w for w in self.wanted[out] if w is not None]
+                        self.wanted[v] += self.wanted[out]
         changed = False
         for v, wishes in self.wanted.items():
             wish = wishes[0] if wishes else None
             if wish is None or any(not _alike(wish, w) for w in wishes) or self.states.get(v) is not None:
                 continue
-            if v in self.producer:
-                eqn = self.producer[v]
+            if v in body.producer:
+                eqn = body.producer[v]
                 rule = body.rules[eqn.id]
                 if eqn.id in self.splits or rule.separable or len(eqn.outputs) > 1:
                     continue
@@ -347,8 +366,11 @@ class _Propagation:
         states = {v: s for v, s in self.states.items() if s is not None}
         ends = frozenset(o for o in self.ends if _state(states, self.body.outputs[o]) is PARTIAL)
         self.sums.update(self.body.outputs[o] for o in ends)  # type: ignore[misc]
-        slices = {(e, i): piece for (e, i), piece in self.slices.items()
-                  if self.states.get(self._operand(e, i)) is None or self._operand(e, i) in self.sums}  # fmt: skip
+        slices = {}
+        for (e, i), piece in self.slices.items():
+            operand = self.body.by_id[e].inputs[i]
+            if _state(states, operand) is None or operand in self.sums:
+                slices[e, i] = piece
         return Cut(
             units, states, dict(self.splits), frozenset(self.passing), frozenset(self.sums), slices, ends
         )  # fmt: skip
@@ -358,7 +380,7 @@ class _Propagation:
         rule, split = self.body.rules[eqn.id], self.splits[eqn.id]
         if split.batch.outer == 1:
             return True
-        local = _Anywhere(rule, split.factor, split.batch.units)
+        local = _Anywhere(rule, split)
 
         def shape(v: Operand, dims: DimMap) -> Any:
             sizes = tuple(math.prod(local.size(f) for f in dim) for dim in dims)
@@ -377,29 +399,23 @@ class _Propagation:
             return False
         return True
 
-    def _operand(self, eqn_id: int, position: int) -> Value:
-        if not hasattr(self, "_by_id"):
-            self._by_id = {e.id: e for e in self.body.equations}
-        return self._by_id[eqn_id].inputs[position]  # type: ignore[return-value]
-
 
 @dataclasses.dataclass(frozen=True)
 class _Anywhere:
     """A piece without a position."""
 
     rule: Rule
-    factor: int
-    pieces: int
+    split: Split
 
     def size(self, factor: int) -> int:
-        return self.rule.factors[factor] // (self.pieces if factor == self.factor else 1)
+        return self.rule.factors[factor] // (self.split.batch.units if self.is_split(factor) else 1)
 
     def is_split(self, factor: int) -> bool:
-        return factor == self.factor
+        return factor == self.split.factor
 
     def start(self, factor: int) -> Any:
-        if factor == self.factor:
-            raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+        if self.is_split(factor):
+            check_position(self.split.batch)
         return 0
 
     def total(self, factor: int, x: Any) -> Any:
@@ -454,8 +470,7 @@ class _InBody:
 
     def start(self, factor: int) -> Any:
         for split, piece in self._cuts(factor):
-            if split.batch.outer > 1:
-                raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+            check_position(split.batch)
             return piece.index() * self.size(factor)
         return 0
 
@@ -489,7 +504,7 @@ def evaluate(body: Body, outputs: Sequence[int], pieces: Sequence[Piece], argume
         for piece in pieces:
             batch = piece.cut.slices.get((eqn.id, position))
             if batch is not None:
-                x = _slice(x, batch, piece)
+                x = slice_units(x, batch, piece.count, piece.index())
         return x
 
     for eqn in live_equations(body.equations, [body.outputs[o] for o in outputs]):
@@ -506,11 +521,3 @@ def evaluate(body: Body, outputs: Sequence[int], pieces: Sequence[Piece], argume
         else:
             found.append(total(out, tuple(p for p in pieces if o in p.cut.ends)))
     return found
-
-
-def _slice(x: Any, batch: BatchDim, piece: Piece) -> Any:
-    d = batch.dim
-    parts = x.reshape(*x.shape[:d], batch.outer, batch.units, batch.inner, *x.shape[d + 1 :])
-    size = batch.units // piece.count
-    part = jax.lax.dynamic_slice_in_dim(parts, piece.index() * size, size, d + 1)
-    return part.reshape(*x.shape[:d], batch.outer * size * batch.inner, *x.shape[d + 1 :])

@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
 
 from autopar.ir.graph import BatchDim
 from autopar.passes.rules.base import DimMap, Rule
@@ -20,6 +23,25 @@ class Split:
 
 class Unsplittable(Exception):
     """The equation cannot be split along the batch; the message says why."""
+
+
+def check_position(batch: BatchDim) -> None:
+    """Raise where the pieces of a dimension are scattered over it, so that none of them has a first element.
+
+    Raises:
+      Unsplittable: the batch is not the major dimension.
+    """
+    if batch.outer > 1:
+        raise Unsplittable("the position of an example is needed where the batch is not the major dimension")
+
+
+def slice_units(x: Any, batch: BatchDim, count: int, index: Any) -> Any:
+    """Piece number `index` of `count` of an array that is whole along the batch."""
+    before, after = x.shape[: batch.dim], x.shape[batch.dim + 1 :]
+    parts = x.reshape(*before, batch.outer, batch.units, batch.inner, *after)
+    size = batch.units // count
+    part = jax.lax.dynamic_slice_in_dim(parts, index * size, size, batch.dim + 1)
+    return part.reshape(*before, batch.outer * size * batch.inner, *after)
 
 
 def _coarsen(batch: BatchDim, divisor: int) -> BatchDim:

@@ -24,14 +24,6 @@ _BUILT_IN: dict[str, RuleBuilder] = {
 _REGISTERED: dict[str, RuleBuilder] = {}  # by users; these win
 
 
-def _rule_of(equation: Equation) -> Rule:
-    return rule_of(equation)
-
-
-_LOOPS, _forget_bodies = loops.rules(_rule_of)
-_BUILT_IN.update(_LOOPS)
-
-
 def has_rule(name: str) -> bool:
     """Whether the primitive of this name has a rule, built in or registered."""
     return name in _REGISTERED or name in _BUILT_IN
@@ -60,6 +52,10 @@ def rule_of(equation: Equation) -> Rule:
     if fault is not None:
         raise UserError(f"the sharding rule registered for primitive '{name}' does not fit {equation!r}: {fault}")
     return rule
+
+
+_LOOPS, _forget_bodies = loops.rules(rule_of)
+_BUILT_IN.update(_LOOPS)
 
 
 def find_fault(equation: Equation, rule: Rule) -> str | None:

@@ -369,10 +369,25 @@ def test_a_rule_registered_later_reaches_bodies_seen_before() -> None:
 
 
 def test_what_cannot_be_cut_is_replicated() -> None:
-    def sort_all(x: Any) -> Any:
-        return lax.scan(lambda c, _: (jnp.sort(c.reshape(-1)).reshape(c.shape), None), x, None, length=2)[0]
+    """It runs whole, but for a wish for a sharding in it, which would name axes of another mesh."""
+    mesh = jax.make_mesh((8,), ("z",), axis_types=(jax.sharding.AxisType.Auto,))
+    wish = jax.sharding.NamedSharding(mesh, PartitionSpec("z"))
 
-    graph = trace(sort_all, (normal(0, 4, 6),), {}, name="f")
-    (rule,) = [rule_of(e) for e in graph.equations if e.primitive.name == "scan"]
+    def sort_all(x: Any) -> Any:
+        def once(c: Any, _: None) -> Any:
+            return jnp.sort(lax.with_sharding_constraint(c.reshape(-1), wish)).reshape(c.shape), None
+
+        return lax.scan(once, x, None, length=2)[0]
+
+    x = normal(0, 4, 6)
+    graph = trace(sort_all, (x,), {}, name="f")
+    (eqn,) = [e for e in graph.equations if e.primitive.name == "scan"]
+    rule = rule_of(eqn)
     assert rule.replicates
     assert not list(splittable(rule))
+
+    def whole(x: Any) -> Any:
+        return rule.emit(Together(rule, {}), eqn, [x])[0]
+
+    assert "sharding_constraint" not in str(jax.make_jaxpr(whole)(x))
+    np.testing.assert_array_equal(whole(x), np.sort(x.reshape(-1)).reshape(x.shape))
