@@ -120,7 +120,7 @@ def find_cuts(body: Body) -> list[Cut]:
         for dim, size in enumerate(value.shape):
             if size < 2 or any(_holds(cut.states.get(value), dim) for cut in found):
                 continue
-            cut = _best({value: BatchDim(dim, 1, size, 1)}, body)
+            cut = _Propagation(body).run({value: BatchDim(dim, 1, size, 1)})
             if cut is not None and cut.splits:
                 found.append(cut)
     work = {e.id: body.flops(e) for e in body.equations}
@@ -135,19 +135,23 @@ def find_cuts(body: Body) -> list[Cut]:
                 break
         else:
             chosen.append(cut)
+    for index, cut in enumerate(chosen):  # after merging: addends in the carry would be a state that cuts share
+        improved = _with_addends_carried(cut, body)
+        if not any(_clash(improved, other) for other in chosen if other is not cut):
+            chosen[index] = improved
     return chosen
 
 
-def _best(seed: dict[Value, State], body: Body) -> Cut | None:
-    """The cut that follows, with those carries as running sums of addends that save sums in the loop."""
-    cut = _Propagation(body).run(seed)
-    for i in body.carried.values() if cut is not None else ():
+def _with_addends_carried(cut: Cut, body: Body) -> Cut:
+    """The cut with those carries as running sums of addends that save sums in the loop."""
+    for i in body.carried.values():
         entering = body.inputs[i]
-        if cut is None or not cut.sums or entering in cut.states or not is_number(entering):
+        if not cut.sums or entering in cut.states or not is_number(entering):
             continue
-        other = _Propagation(body).run({**seed, entering: PARTIAL}, fewer_sums_than=len(cut.sums))
-        if other is not None and other.states.get(entering) is PARTIAL:
-            cut, seed = other, {**seed, entering: PARTIAL}
+        seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
+        other = _Propagation(body).run({**seeds, entering: PARTIAL}, fewer_sums_than=len(cut.sums))
+        if other is not None and other.states.get(entering) is PARTIAL and cut.splits.keys() <= other.splits.keys():
+            cut = other
     return cut
 
 

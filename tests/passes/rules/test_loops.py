@@ -340,6 +340,14 @@ def test_heads_and_hidden_units_are_one_factor() -> None:
     assert rule.work({factor: 2}) < 0.6 * rule.work({})
 
 
+def test_so_they_are_in_the_backward_loop() -> None:
+    rule = cuts_of("layers", 1)
+    adding = [f for f in splittable(rule) if any(s.factor == f for s in rule.sums)]
+    least = min(adding, key=lambda f: rule.work({f: 2}))
+    assert rule.factors[least] == math.gcd(HEADS, HIDDEN)
+    assert rule.work({least: 2}) < 0.6 * rule.work({})
+
+
 def test_gradients_are_addends_over_examples() -> None:
     """Over the batch nothing is summed in the loop: the weights' gradients come out as addends."""
     rule = cuts_of("layers", 1)
