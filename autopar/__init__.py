@@ -8,6 +8,7 @@ from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
+from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.passes.rules.table import register_sharding_rule
 
@@ -22,6 +23,7 @@ __all__ = [
     "Link",
     "Method",
     "Parallelized",
+    "Pieces",
     "Plan",
     "UserError",
     "cluster_from_devices",

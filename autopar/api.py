@@ -15,17 +15,18 @@ import numpy as np
 
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
-from autopar.errors import PlanError, PlanMismatchError, TraceError
-from autopar.ir.graph import Graph, Value
+from autopar.errors import PlanError, PlanMismatchError, StateError, TraceError
+from autopar.ir.graph import Graph, LeafCut
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
+from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of, warn_missing
-from autopar.planner import Planner
+from autopar.planner import LeafHome, Planner
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
 from autopar.trace import leaf_specs, matching_leaves, trace
@@ -37,7 +38,8 @@ class Executable:
 
     plan: Plan
     _runtime: RuntimeExecutable
-    _graph: Graph
+    _graph: Graph  # as traced
+    _planned: Graph  # with an input for each piece of a leaf that is cut between stages
     _devices: tuple[jax.Device, ...]
 
     @property
@@ -76,7 +78,7 @@ class Executable:
           PlanMismatchError: the arguments have another structure or other shapes than those compiled for.
           StateError, StateLostError: see `autopar.errors`.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = _flatten((args, kwargs))
         graph = self._graph
         if tree != graph.in_tree:
             raise PlanMismatchError(
@@ -91,7 +93,35 @@ class Executable:
         return self._run(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._graph.out_tree, self._runtime(leaves))
+        results = self._runtime(self._inputs(leaves))
+        cuts = self._planned.output_cuts
+        if cuts:
+            results = [
+                Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
+                for o, at in enumerate(self._planned.outputs_of)
+            ]
+        return jax.tree.unflatten(self._graph.out_tree, results)
+
+    def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments' leaves, in the pieces that the plan cuts them into."""
+        cuts = self._planned.input_cuts
+        if not cuts and not any(isinstance(leaf, Pieces) for leaf in leaves):
+            return leaves
+        found: list[Any] = []
+        for i, leaf in enumerate(leaves):
+            cut = cuts.get(i)
+            if not isinstance(leaf, Pieces):
+                found += [leaf] if cut is None else _pieces(leaf, cut)
+            elif leaf.cut == cut:
+                found += leaf.pieces
+            else:
+                kept = "whole" if cut is None else f"in pieces {cut.bounds} of axis {cut.axis}"
+                raise StateError(
+                    f"{self._graph.input_paths[i]} lies in pieces {leaf.cut.bounds} of axis {leaf.cut.axis}, but the "
+                    f"plan of {self._graph.name} keeps it {kept}. State is never moved silently: make the function "
+                    "with follow=, or pass autopar.gather(state)."
+                )
+        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -187,26 +217,34 @@ class Parallelized:
         leaves, tree = jax.tree.flatten(shapes)
         first = _position_of(executable._graph, tree, leaves)
         homes = executable._runtime.wiring.homes
-        shardings = [
-            homes[value].sharding if value in homes else None  # what no program reads lies anywhere
-            for value in executable._graph.inputs[first : first + len(leaves)]
-        ]
-        by_mesh: dict[Any, list[int]] = {}
-        for i, sharding in enumerate(shardings):
-            by_mesh.setdefault(None if sharding is None else sharding.mesh, []).append(i)
-        placed: list[Any] = [None] * len(leaves)
-        for mesh, indices in by_mesh.items():
+        planned = executable._planned
+        cuts = {i: cut for i in range(len(leaves)) if (cut := planned.input_cuts.get(first + i)) is not None}
+        shardings: dict[tuple[int, int], Any] = {}  # by leaf and piece; None: what no program reads lies anywhere
+        for i in range(len(leaves)):
+            for k, at in enumerate(planned.inputs_of[first + i]):
+                home = homes.get(planned.inputs[at])
+                shardings[i, k] = None if home is None else home.sharding
+        by_mesh: dict[Any, list[tuple[int, int]]] = {}
+        for piece, sharding in shardings.items():
+            by_mesh.setdefault(None if sharding is None else sharding.mesh, []).append(piece)
+        placed: dict[tuple[int, int], Any] = {}
+        for mesh, pieces in by_mesh.items():
 
-            def make(*xs: Any, indices: list[int] = indices) -> list[Any]:
+            def make(*xs: Any, pieces: list[tuple[int, int]] = pieces) -> list[Any]:
                 state = jax.tree.leaves(init_fn(*xs))
-                return [state[i] for i in indices]
+                return [_pieces(state[i], cuts[i])[k] if i in cuts else state[i] for i, k in pieces]
 
-            wanted = None if mesh is None else [shardings[i] for i in indices]
+            wanted = None if mesh is None else [shardings[piece] for piece in pieces]
             # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
             made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args)))
-            for i, x in zip(indices, made, strict=True):
-                placed[i] = x
-        return jax.tree.unflatten(tree, placed)
+            placed.update(zip(pieces, made, strict=True))
+        return jax.tree.unflatten(
+            tree,
+            [
+                Pieces(tuple(placed[i, k] for k in range(len(cuts[i].windows))), cuts[i]) if i in cuts else placed[i, 0]
+                for i in range(len(leaves))
+            ],
+        )
 
     # Within.
 
@@ -216,7 +254,7 @@ class Parallelized:
             numbers, names = dict(positional), dict(named)
             args = tuple(a for i, a in enumerate(args) if i not in numbers)
             kwargs = {k: v for k, v in kwargs.items() if k not in names}
-        leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+        leaves, tree = _flatten((args, dict(kwargs)))
         return _Call(tuple(leaves), tree, positional, named, (tree, leaf_specs(leaves), positional, named))
 
     def _static(
@@ -244,12 +282,14 @@ class Parallelized:
 
     def _analyse(self, call: _Call) -> BatchAnalysis:
         if call.key not in self._analyses:
-            args, kwargs = jax.tree.unflatten(call.tree, call.leaves)
+            whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Pieces) else x for x in call.leaves]
+            args, kwargs = jax.tree.unflatten(call.tree, whole)
             graph = trace(_bind_static(self._fun, call), args, kwargs, name=self._name)
             warn_missing(graph.equations)
             leader = self._leader()
             lies = {} if leader is None else _lies(leader, graph, call.leaves)
-            axes = resolve_batch_axes(graph, self._batch_axes, frozenset(lies))
+            state = frozenset(graph.inputs[i] for i in lies)
+            axes = resolve_batch_axes(graph, self._batch_axes, state)
             self._analyses[call.key] = analyse_batch(graph, axes, rule_of)
         return self._analyses[call.key]
 
@@ -276,12 +316,12 @@ class Parallelized:
         if leader is None:
             return self._planned_anew(analysis, self._own_cluster(), self._method)
         lies = _lies(leader, analysis.graph, call.leaves)
-        pinned = {v: where for v, where in lies.items() if analysis.states[v].batch is None}
-        planner = Planner(analysis, leader.plan.cluster, AUTO, pinned)
+        fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
+        planner = Planner(analysis, leader.plan.cluster, AUTO)
         limit = 1 if analysis.couplings else analysis.max_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        return planner.follow([stage.mesh for stage in leader.plan.stages], count)
+        return planner.follow([stage.mesh for stage in leader.plan.stages], count, fixed)
 
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
@@ -309,9 +349,11 @@ class Parallelized:
         devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
         check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
         plan, lowered = self._planned(call, analysis)
-        rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
-        runtime = build(lowered, plan.schedule, rules, devices, self._donated(call, analysis.graph))
-        self._executables[call.key] = Executable(plan, runtime, analysis.graph, devices)
+        step = lowered.placed.step
+        rules = {e.id: rule_of(e) for e in step.equations}
+        donated = frozenset(k for i in self._donated(call, analysis.graph) for k in step.graph.inputs_of[i])
+        runtime = build(lowered, plan.schedule, rules, devices, donated)
+        self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices)
         return self._executables[call.key]
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
@@ -390,6 +432,15 @@ def _position_of(graph: Graph, tree: Any, leaves: Sequence[Any]) -> int:
     )
 
 
+def _flatten(tree: Any) -> tuple[list[Any], Any]:
+    """As `jax.tree.flatten`, with a leaf in pieces as one leaf."""
+    return jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Pieces))
+
+
+def _pieces(x: Any, cut: LeafCut) -> list[Any]:
+    return [x[(slice(None),) * cut.axis + (slice(start, stop),)] for start, stop in cut.windows]
+
+
 def _uncommitted(x: Any) -> Any:
     """An array that no device is committed to, so that any mesh may use it."""
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -398,8 +449,8 @@ def _uncommitted(x: Any) -> Any:
     return np.asarray(x) if isinstance(x, jax.Array) else x
 
 
-def _lies(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[Value, tuple[int, Sharding]]:
-    """The inputs that are state of the leader, each with its stage and sharding.
+def _lies(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:
+    """Where the argument leaves lie that are state of the leader, by number.
 
     State is what lies on a mesh of the leader's plan, and what looks like state of the leader though it lies nowhere
     yet (shapes, numpy arrays).
@@ -410,16 +461,22 @@ def _lies(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[Value
     )
     alike = {mine: theirs for theirs, mine in matches.items()}
     meshes = [_device_mesh(stage.mesh, leader._devices) for stage in leader.plan.stages]
-    found: dict[Value, tuple[int, Sharding]] = {}
-    for i, (value, leaf) in enumerate(zip(graph.inputs, leaves, strict=True)):
-        plan = leader.plan.leaves[alike[i]] if i in alike else None
-        sharding = getattr(leaf, "sharding", None)
-        if plan is not None and not plan.state:
+    found: dict[int, LeafHome] = {}
+    kept = leader.plan.pieces
+    for i, leaf in enumerate(leaves):
+        planned = kept[alike[i]] if i in alike else ()
+        if planned and not planned[0].state:
             continue
-        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes:
-            found[value] = (meshes.index(sharding.mesh), _sharding_of(sharding, len(value.shape)))
-        elif plan is not None:
-            found[value] = (plan.stage, plan.sharding)
+        shardings = [getattr(x, "sharding", None) for x in (leaf.pieces if isinstance(leaf, Pieces) else (leaf,))]
+        at = tuple(
+            (meshes.index(sharding.mesh), _sharding_of(sharding, len(leaf.shape)))
+            for sharding in shardings
+            if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes
+        )
+        if len(at) == len(shardings):
+            found[i] = LeafHome(at, leaf.cut if isinstance(leaf, Pieces) else None)
+        elif planned:
+            found[i] = LeafHome(tuple((p.stage, p.sharding) for p in planned), leader.plan.leaf_cuts.get(alike[i]))
     return found
 
 
@@ -435,7 +492,13 @@ def _sharding_of(sharding: jax.sharding.NamedSharding, rank: int) -> Sharding:
 def gather(tree: Any) -> Any:
     """A pytree whose arrays lie whole on the first device: what `jax.jit` accepts, whatever the plan was."""
     device = jax.devices()[0]
-    return jax.tree.map(lambda x: jax.device_put(_uncommitted(x), device) if isinstance(x, jax.Array) else x, tree)
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, Pieces):
+            return jax.device_put(np.asarray(x), device)
+        return jax.device_put(_uncommitted(x), device) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Pieces))
 
 
 @overload

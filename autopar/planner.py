@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import InfeasiblePlanError, InternalError, MicrobatchError, PlanError, PlanMismatchError
-from autopar.ir.graph import Equation, Literal, Phase, StepGraph, Value
+from autopar.ir.graph import Equation, LeafCut, Literal, Phase, StepGraph, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
@@ -26,7 +26,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
-from autopar.passes.batch import BatchAnalysis
+from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.limits import method_limits
 from autopar.passes.intra_op.problem import Infeasible
@@ -38,6 +38,7 @@ from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
+from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
 from autopar.pricing import Prices
 
 _MAX_LAYERS = 16
@@ -50,6 +51,7 @@ _FINAL_SECONDS = 3.0
 class Layered:
     """A step graph with its rules and the layers of its forward pass."""
 
+    analysis: BatchAnalysis
     step: StepGraph
     rules: Mapping[int, Rule]
     forward: tuple[Equation, ...]  # forward equations that are placed, in program order
@@ -65,6 +67,14 @@ class Layered:
         return place(self.step, stages, len(cuts) + 1, {})
 
 
+@dataclasses.dataclass(frozen=True)
+class LeafHome:
+    """Where an argument leaf lies: the stage and the sharding of each of its pieces."""
+
+    at: tuple[tuple[int, Sharding], ...]
+    cut: LeafCut | None  # None: it is whole
+
+
 class Planner:
     """Finds a plan for one traced step on one cluster."""
 
@@ -73,12 +83,11 @@ class Planner:
         analysis: BatchAnalysis,
         cluster: Cluster,
         method: Method = AUTO,
-        pinned: Mapping[Value, tuple[int, Sharding]] | None = None,
         num_layers: int | None = None,
     ) -> None:
         self.analysis, self.cluster, self.method = analysis, cluster, method
         self.graph = analysis.graph
-        self.pinned = dict(pinned or {})
+        self.pinned: dict[Value, tuple[int, Sharding]] = {}  # inputs that lie somewhere already
         self.num_layers = num_layers
         self.nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
         self.nearest_where = ""
@@ -104,7 +113,7 @@ class Planner:
         best: tuple[Plan, LoweredStep] | None = None
         for m, stages in self._candidates(fixed):
             try:
-                self.layered(m)
+                self.layered(m, stages != 1)
             except MicrobatchError:
                 if fixed is not None:
                     raise
@@ -160,7 +169,7 @@ class Planner:
         )
 
     def _plan_for(self, m: int, num_stages: int | None) -> tuple[Plan, LoweredStep] | None:
-        layered = self.layered(m)
+        layered = self.layered(m, num_stages != 1)
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
@@ -182,8 +191,48 @@ class Planner:
                 )
         if found is None:
             return None
-        placed = layered.placed([choice.span[0] for choice in found.stages[1:]])
-        return self.finish(layered, placed, [choice.mesh for choice in found.stages], schedule)
+        spans = [choice.span for choice in found.stages]
+        layered = self._joined(layered, [start for start, _ in spans[1:]])
+        placed = layered.placed(range(1, len(spans)))
+        finished = self.finish(layered, placed, [choice.mesh for choice in found.stages], schedule)
+        return None if finished is None else (_with_layers(finished[0], spans), finished[1])
+
+    def _joined(self, layered: Layered, cuts: Sequence[int]) -> Layered:
+        """The step with its stages as layers, its loops cut only where a stage ends."""
+        m = layered.step.num_microbatches
+        stage = np.searchsorted(cuts, layered.layers, side="right")
+        if layered.analysis is self.analysis:
+            return dataclasses.replace(layered, layers=tuple(map(int, stage)), num_layers=len(cuts) + 1)
+        at = list(zip(layered.forward, map(int, stage), strict=True))
+        analysis = self._cut(self.stacks.leaf_cuts(loop_bounds(at, self.stacks)))
+        step, rules, forward = self._in_microbatches(analysis, m)
+        # Pieces in one stage begin with the first of the finer ones.
+        stage_of = {eqn.origin: s for eqn, s in reversed(at)}
+        stages, latest = [], 0
+        for eqn in forward:
+            latest = max(latest, stage_of.get(eqn.origin, latest))
+            stages.append(latest)
+        return Layered(analysis, step, rules, forward, tuple(stages), len(cuts) + 1)
+
+    @functools.cached_property
+    def stacks(self) -> Stacks:
+        """The loops that stages may share."""
+        return find_stacks(self.analysis)
+
+    def _cut(self, cuts: Mapping[int, LeafCut]) -> BatchAnalysis:
+        """The analysis of the graph with these argument leaves in pieces."""
+        if not cuts:
+            return self.analysis
+        axes = {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
+        return analyse_batch(cut_leaves(self.analysis, cuts), axes, rule_of)
+
+    def _in_microbatches(
+        self, analysis: BatchAnalysis, m: int
+    ) -> tuple[StepGraph, Mapping[int, Rule], tuple[Equation, ...]]:
+        """The step in microbatches, the rules of its equations, and its forward equations that are placed."""
+        step = split_batch(analysis, m)
+        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
+        return step, rules, tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
 
     def _flat_meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
         return tuple(mesh for mesh in self._meshes(cluster, start, size) if len(mesh.shape) == 1)
@@ -200,11 +249,11 @@ class Planner:
         return (Mesh(meshes[0].devices, shape, ("x", "y", "z")[: len(shape)]),)
 
     @functools.cache  # noqa: B019 - a planner lives as long as one call
-    def layered(self, m: int) -> Layered:
-        """The step in microbatches, with its forward pass in layers."""
-        step = split_batch(self.analysis, m)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+    def layered(self, m: int, pipelined: bool) -> Layered:
+        """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
+        finest = self.stacks.leaf_cuts(self.stacks.loops) if pipelined and self.cluster.num_devices > 1 else {}
+        analysis = self._cut(finest)
+        step, rules, forward = self._in_microbatches(analysis, m)
 
         def flops(eqn: Equation) -> float:
             rule = rules[eqn.id]
@@ -212,7 +261,7 @@ class Planner:
 
         wanted = self.method.num_stages or 1
         if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
-            return Layered(step, rules, forward, (0,) * len(forward), 1)
+            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
         heavy = int(heavy_equations(np.array([flops(e) for e in forward])).sum())
         if wanted > max(1, heavy):
             raise PlanError(
@@ -222,9 +271,9 @@ class Planner:
         number = self.num_layers or max(wanted, default_num_layers(forward, flops, _MAX_LAYERS))
         number = min(number, max(1, heavy))
         if number == 1:
-            return Layered(step, rules, forward, (0,) * len(forward), 1)
+            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
         layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
-        return Layered(step, rules, forward, layers, number)
+        return Layered(analysis, step, rules, forward, layers, number)
 
     # Stages.
 
@@ -338,10 +387,17 @@ class Planner:
         gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
         return self._price(layered, lowered, schedule, bound, gap), lowered
 
-    def follow(self, meshes: Sequence[Mesh], num_microbatches: int) -> tuple[Plan, LoweredStep]:
-        """Plan where the pinned inputs lie: no stage search, an equation goes where its parameters are."""
-        self.analysis.check(num_microbatches)
-        step = split_batch(self.analysis, num_microbatches)
+    def follow(
+        self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]
+    ) -> tuple[Plan, LoweredStep]:
+        """Plan where some argument leaves lie: no stage search, an equation goes where its parameters are."""
+        analysis = self._cut({i: home.cut for i, home in lies.items() if home.cut is not None})
+        analysis.check(num_microbatches)
+        graph = analysis.graph
+        self.pinned = {
+            graph.inputs[k]: at for i, home in lies.items() for k, at in zip(graph.inputs_of[i], home.at, strict=True)
+        }
+        step = split_batch(analysis, num_microbatches)
         rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
         homes = {v: stage for v, (stage, _) in self.pinned.items()}
         at: dict[Value, int] = dict(homes)
@@ -354,7 +410,7 @@ class Planner:
                 stages[eqn.id] = stage
         placed = place(step, stages, len(meshes), homes)
         forward = tuple(e for e in step.equations if e.id in stages)
-        layered = Layered(step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
+        layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
         found = self.finish(layered, placed, meshes, self.method.schedule or "1f1b")
         if found is None:
             raise self._infeasible()
@@ -371,14 +427,20 @@ class Planner:
                 f"the plan is for {plan.function!r} with fingerprint {plan.fingerprint}, but {self.graph.name!r} with "
                 f"these shapes has {self.graph.fingerprint}: make a plan for this function and these shapes."
             )
-        step = split_batch(self.analysis, plan.num_microbatches)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+        for i, cut in plan.leaf_cuts.items():
+            shape = self.graph.inputs[i].shape if i < len(self.graph.inputs) else ()
+            if cut.axis >= len(shape) or cut.bounds[-1] != shape[cut.axis]:
+                raise PlanMismatchError(
+                    f"the plan for {plan.function!r} cuts leaf {i}, of shape {shape}, along axis {cut.axis} at "
+                    f"{cut.bounds}: it was edited inconsistently. Make it again."
+                )
+        analysis = self._cut(plan.leaf_cuts)
+        step, rules, forward = self._in_microbatches(analysis, plan.num_microbatches)
         layers = tuple(
             next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
             for i in range(len(forward))
         )
-        layered = Layered(step, rules, forward, layers, len(plan.stages))
+        layered = Layered(analysis, step, rules, forward, layers, len(plan.stages))
         placed = layered.placed(range(1, len(plan.stages)))
         values = {v.id: v for v in _all_values(placed)}
         try:
@@ -396,9 +458,8 @@ class Planner:
                 "inconsistently, or made by another version of autopar or JAX. Make it again."
             ) from error
         fresh = self._price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
-        spans = [stage.layers for stage in plan.stages]
-        stages = tuple(dataclasses.replace(s, layers=span) for s, span in zip(fresh.stages, spans, strict=True))
-        return dataclasses.replace(fresh, method=plan.method, stages=stages), lowered, layered
+        fresh = _with_layers(fresh, [stage.layers for stage in plan.stages])
+        return dataclasses.replace(fresh, method=plan.method), lowered, layered
 
     def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
         """Local programs of all stages, with the transfers between them."""
@@ -407,7 +468,12 @@ class Planner:
 
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:
         layer_of = {e.id: layer for e, layer in zip(layered.forward, layered.layers, strict=True)}
-        return self.prices.price(self.analysis, self.method.name, lowered, layer_of, schedule, bound, gap)
+        return self.prices.price(layered.analysis, self.method.name, lowered, layer_of, schedule, bound, gap)
+
+
+def _with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:
+    stages = tuple(dataclasses.replace(s, layers=span) for s, span in zip(plan.stages, spans, strict=True))
+    return dataclasses.replace(plan, stages=stages)
 
 
 def _digest(placed: PlacedStep, stage: int, pinned: Mapping[Value, Any]) -> str:

@@ -188,6 +188,11 @@ def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ..
     graph = analysis.graph
     carried = set(graph.carried.values())
     found = []
+    windows = {
+        k: (cut.axis, *window)
+        for leaf, cut in graph.input_cuts.items()
+        for k, window in zip(graph.inputs_of[leaf], cut.windows, strict=True)
+    }
     for i, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         batch = analysis.states[value].batch
         port = lowered.homes[value]
@@ -200,6 +205,7 @@ def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ..
                 port.sharding,
                 i in carried,
                 batch.dim if batch else None,
+                windows.get(i),
             )
         )
     return tuple(found)

@@ -9,6 +9,7 @@ the inputs that the outputs replace.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from jax.extend import core as jex_core
 from autopar.errors import TraceError
 from autopar.ir.build import Builder, live_equations, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
+from autopar.ir.pieces import Pieces
 
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 
@@ -28,7 +30,8 @@ LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 def leaf_specs(leaves: Sequence[Any]) -> tuple[LeafSpec, ...]:
     """Shape and dtype of each leaf as JAX sees it; of what is no array its type, for `trace` to complain about."""
     return tuple(
-        (x.shape, x.dtype) if isinstance(x, jax.Array | jax.ShapeDtypeStruct) else _spec_on_host(x) for x in leaves
+        (x.shape, x.dtype) if isinstance(x, jax.Array | jax.ShapeDtypeStruct | Pieces) else _spec_on_host(x)
+        for x in leaves
     )
 
 
@@ -90,7 +93,7 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
     outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
-    equations = tuple(live_equations(builder.equations, outputs))
+    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
     used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
     constants = {v: c for v, c in builder.constants.items() if v in used}
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]

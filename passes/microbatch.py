@@ -221,9 +221,14 @@ class _Splitter:
             split = batch_to_factor(batch, rule.outputs[eqn.outputs.index(v)][batch.dim], rule.factors)
             if split.batch.units != batch.units or split.factor in rule.whole:
                 return None
-            return self._emit(eqn, rule, split)[eqn.outputs.index(v)]
+            first = len(self.builder.equations)
+            found = self._emit(eqn, rule, split)[eqn.outputs.index(v)]
         except (Unsplittable, IndexError):
             return None
+        emitted = self.builder.equations[first:]
+        if all(x is not self.microbatch for e in emitted for x in e.values) and rule.unit != "matmul":
+            self.replicable.update(e.id for e in emitted)  # alike in every microbatch
+        return found
 
     def _slice(self, v: Operand, batch: BatchDim) -> Operand:
         def slice_out(x: Any, index: Any) -> Sequence[Any]:
@@ -232,6 +237,7 @@ class _Splitter:
         return self._trace(slice_out, [v, self.microbatch], Phase.FORWARD, "")[0]
 
     def _emit_loop(self, eqn: Equation) -> None:
+        self.builder.origin = eqn.origin
         if self._is_fence(eqn):
             self._emit_fence(eqn)
             return

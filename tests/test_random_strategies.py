@@ -72,7 +72,7 @@ def test_any_choice_of_strategies_computes_the_same(seed: int, monkeypatch: pyte
 
     analysis = analyse(case.step, case.weights, case.x, batch_axes=(None, 0))
     search = planner.Planner(analysis, cluster_of(1, size * wanted), num_layers=wanted)
-    layered = search.layered(m)
+    layered = search.layered(m, False)
     stages = min(wanted, layered.num_layers)
     meshes = [
         Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)]) for stage in range(stages)

@@ -34,6 +34,7 @@ class Builder:
     """Collects equations while values are numbered in order of creation."""
 
     def __init__(self, first_id: int = 0) -> None:
+        self.origin = (-1, 0)  # of the equations that are added
         self.equations: list[Equation] = []
         self.constants: dict[Value, Any] = {}
         self._next = first_id
@@ -55,7 +56,9 @@ class Builder:
         source: str,
     ) -> tuple[Value, ...]:
         outputs = tuple(self.value(aval) for aval in avals)
-        self.equations.append(Equation(len(self.equations), primitive, params, tuple(inputs), outputs, phase, source))
+        self.equations.append(
+            Equation(len(self.equations), primitive, params, tuple(inputs), outputs, phase, source, self.origin)
+        )
         return outputs
 
     def inline(

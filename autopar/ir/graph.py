@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -70,6 +71,7 @@ class Equation:
     outputs: tuple[Value, ...]
     phase: Phase  # what JAX's name stack says: FORWARD, BACKWARD, or UPDATE for neither
     source: str = ""  # file:line (function) of the user's code
+    origin: tuple[int, int] = (-1, 0)  # the traced equation that it comes from, and the first round of its piece
 
     @property
     def values(self) -> tuple[Value, ...]:
@@ -81,9 +83,25 @@ class Equation:
         return f"{', '.join(map(repr, self.outputs))} = {self.primitive.name} {ins}  # {self.phase.value}"
 
 
+@dataclasses.dataclass(frozen=True)
+class LeafCut:
+    """A leaf of arguments or results cut along an axis: piece k is [bounds[k], bounds[k + 1])."""
+
+    axis: int
+    bounds: tuple[int, ...]  # from 0 to the size of the axis, rising
+
+    @property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop of each piece."""
+        return tuple(itertools.pairwise(self.bounds))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
-    """A traced function: pure equations in topological order, calls inlined."""
+    """A traced function: pure equations in topological order, calls inlined.
+
+    An argument leaf is one input, unless `input_cuts` says that it is one for each piece; results alike.
+    """
 
     name: str
     equations: tuple[Equation, ...]
@@ -96,11 +114,33 @@ class Graph:
     in_tree: Any
     out_tree: Any
     fingerprint: str  # hash of structure, shapes and dtypes
+    input_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
+    output_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the result leaf
+
+    @property
+    def inputs_of(self) -> tuple[range, ...]:
+        """The inputs of each argument leaf."""
+        return _numbers(self.input_cuts, len(self.inputs))
+
+    @property
+    def outputs_of(self) -> tuple[range, ...]:
+        """The outputs of each result leaf."""
+        return _numbers(self.output_cuts, len(self.outputs))
 
     def __repr__(self) -> str:
         lines = [f"graph {self.name}({', '.join(map(repr, self.inputs))}):"]
         lines += [f"  {eqn!r}" for eqn in self.equations]
         return "\n".join([*lines, f"  return {', '.join(map(repr, self.outputs))}"])
+
+
+def _numbers(cuts: Mapping[int, LeafCut], count: int) -> tuple[range, ...]:
+    found: list[range] = []
+    first = 0
+    while first < count:
+        number = len(cuts[len(found)].windows) if len(found) in cuts else 1
+        found.append(range(first, first + number))
+        first += number
+    return tuple(found)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ with a dot between axes: "[x.y,-]+z". Strategies are grouped by program, then by
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import typing
@@ -133,6 +134,7 @@ _BYTES = whole("a whole number of bytes, 0 or more", least=0)
 _SECONDS = number("seconds, 0 or more", least=0)
 _CHOICE = whole("a whole number", least=-(2**31))
 _SPAN = sequence(_INDEX, "two whole numbers, the first and one past the last", length=2)
+_WINDOW = "axis, start and stop of a piece, the pieces of a leaf one after the other, or null"
 _SHAPE = sequence(_INDEX, "a list of sizes")
 
 
@@ -215,7 +217,22 @@ def _read_leaf(value: Any, path: str) -> LeafPlan:
         raise bad(f"{path}.sharding", text, f"a sharding with {rank} entries, one for each dimension of {leaf.shape}")
     if leaf.batch_axis is not None and not -rank <= leaf.batch_axis < rank:
         raise bad(f"{path}.batch_axis", leaf.batch_axis, f"an axis of the shape {leaf.shape}, or null")
+    if leaf.window is not None:
+        axis, start, stop = leaf.window
+        if axis >= rank or leaf.shape[axis] != stop - start:
+            raise bad(f"{path}.window", list(leaf.window), f"a window of the size of its axis in {leaf.shape}")
     return leaf
+
+
+def _read_leaves(value: Any, path: str) -> tuple[LeafPlan, ...]:
+    leaves: tuple[LeafPlan, ...] = _LEAVES(value, path)
+    for i, (before, leaf) in enumerate(itertools.pairwise((None, *leaves))):
+        if leaf is None or leaf.window is None or leaf.window[1] == 0:
+            continue
+        axis, start, _ = leaf.window
+        if before is None or before.window is None or (before.window[0], before.window[2]) != (axis, start):
+            raise bad(f"{path}[{i}].window", list(leaf.window), _WINDOW)
+    return leaves
 
 
 def _read_memory(value: Any, path: str) -> StageMemory:
@@ -255,8 +272,10 @@ _LEAF = record(
         "sharding": _read_sharding,
         "state": read_boolean,
         "batch_axis": optional(whole("a whole number or null", least=-(2**31))),
+        "window": optional(sequence(_INDEX, _WINDOW, length=3)),
     }
 )
+_LEAVES = sequence(_read_leaf, "a list of leaves")
 _FIELDS: Mapping[str, Reader] = {
     "function": read_string,
     "fingerprint": read_string,
@@ -266,7 +285,7 @@ _FIELDS: Mapping[str, Reader] = {
     "batch_size": _COUNT,
     "schedule": choice(typing.get_args(ScheduleName)),
     "stages": sequence(_read_stage, "a list of at least one stage", least=1),
-    "leaves": sequence(_read_leaf, "a list of leaves"),
+    "leaves": _read_leaves,
     "step_time": _SECONDS,
     # A sum of times that rounding may leave a little above the whole.
     "bubble": number("a share of at most 1", most=1),

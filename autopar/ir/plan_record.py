@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.ir.graph import LeafCut
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.schedule import ScheduleName
 from autopar.ir.sharding import Sharding
@@ -45,7 +46,7 @@ class StagePlan:
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:
-    """Where one argument leaf lies between steps."""
+    """Where one argument leaf lies between steps, or one piece of a leaf that is cut between stages."""
 
     path: str
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class LeafPlan:
     sharding: Sharding
     state: bool  # carried from step to step
     batch_axis: int | None
+    window: tuple[int, int, int] | None = None  # of a piece: axis, start, stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +70,33 @@ class PlanRecord:
     batch_size: int
     schedule: ScheduleName
     stages: tuple[StagePlan, ...]
-    leaves: tuple[LeafPlan, ...]  # one per argument leaf
+    leaves: tuple[LeafPlan, ...]  # one per argument leaf, or per piece of one, in order
     step_time: float  # predicted seconds per step
     bubble: float  # predicted share of the stages' time that is idle
     flops: float  # of one step, whole cluster, as computed (rematerialisation and replication included)
     lower_bound: float  # seconds; of the sum of the stages' solver objectives
     gap: float  # (objective - lower bound) / objective of the stages' solvers
+
+    @property
+    def leaf_cuts(self) -> dict[int, LeafCut]:
+        """How argument leaves are cut between stages, by their number."""
+        found: dict[int, LeafCut] = {}
+        for i, pieces in enumerate(self.pieces):
+            windows = [piece.window for piece in pieces if piece.window is not None]
+            if windows:
+                found[i] = LeafCut(windows[0][0], (0, *(stop for _, _, stop in windows)))
+        return found
+
+    @property
+    def pieces(self) -> tuple[tuple[LeafPlan, ...], ...]:
+        """`leaves`, those of one argument leaf together."""
+        found: list[list[LeafPlan]] = []
+        for leaf in self.leaves:
+            if leaf.window is not None and leaf.window[1] > 0:
+                found[-1].append(leaf)
+            else:
+                found.append([leaf])
+        return tuple(map(tuple, found))
 
     @property
     def num_devices(self) -> int:

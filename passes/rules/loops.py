@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -119,6 +119,38 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     return {"scan": scan, "while": while_, "cond": cond}, forget
 
 
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """A loop whose rounds may be taken in parts, each a loop of its own with another `params["length"]`."""
+
+    length: int
+    stacked_in: range  # operands with a leading axis of rounds
+    stacked_out: range  # results with one
+    carried: Mapping[int, int]  # result -> the operand that it starts from
+    reverse: bool
+    adding: frozenset[int]  # carried results that every round only adds to
+
+
+def chain_of(eqn: Equation) -> Chain | None:
+    """The loop as a chain; None for an equation that is none."""
+    if eqn.primitive.name != "scan":
+        return None
+    consts, carries = _scan_counts(eqn.params)
+    body = eqn.params["jaxpr"].jaxpr
+    uses = Counter(v for e in body.eqns for v in e.invars if not hasattr(v, "val"))
+    uses.update(v for v in body.outvars if not hasattr(v, "val"))
+    adds = {e.outvars[0]: e.invars for e in body.eqns if e.primitive.name in ("add", "add_any")}
+    adding = set()
+    for k in range(carries):
+        start, end = body.invars[consts + k], body.outvars[k]
+        if end in adds and start in adds[end] and uses[start] == 1 and uses[end] == 1:
+            adding.add(k)
+    return Chain(
+        eqn.params["length"], range(consts + carries, len(eqn.inputs)), range(carries, len(eqn.outputs)),
+        {k: consts + k for k in range(carries)}, eqn.params["reverse"], frozenset(adding),
+    )  # fmt: skip
+
+
 def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
     """How many constants and carries a scan has: among its first operands, in this order."""
     if "ft_in" in params:  # jax 0.12
@@ -142,8 +174,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     """One factor a cut; `times` weighs what an equation of the body costs."""
     work = {e.id: times * body.flops(e) for e in body.equations}
     total = sum(work.values())
-    products = sum(work[e.id] for e in body.equations if body.rules[e.id].unit == "matmul")
-    unit: Any = "matmul" if products > total / 2 else "vector"
+    unit: Any = "matmul" if any(body.rules[e.id].unit == "matmul" for e in body.equations) else "vector"
 
     def run_or_bind(pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.params.get("branches_platforms") is not None and not pieces:
