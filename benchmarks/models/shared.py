@@ -154,13 +154,27 @@ def layer_norm(params: Params, x: jax.Array) -> jax.Array:
     return result.astype(x.dtype)
 
 
+def rms_norm_params(width: int) -> Params:
+    """Scale alone."""
+    return {"scale": jnp.ones(width)}
+
+
+def rms_norm(params: Params, x: jax.Array) -> jax.Array:
+    """By the root of the mean square over the last axis, in float32."""
+    wide = x.astype(jnp.float32)
+    result: jax.Array = (
+        wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + 1e-5) * params["scale"]
+    )
+    return result.astype(x.dtype)
+
+
 def causal_mask(length: int) -> jax.Array:
     """bool (T, T): which positions (columns) a position (row) may see."""
     return jnp.tril(jnp.ones((length, length), bool))
 
 
 def attention_weights(scores: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """Softmax of scores (.., T, S) in float32, over what the mask (T, S) allows."""
+    """Softmax of scores (.., T, S) in float32, over what the mask (broadcast against them) allows."""
     scores = scores.astype(jnp.float32)
     return jax.nn.softmax(scores if mask is None else jnp.where(mask, scores, -1e30), axis=-1)
 

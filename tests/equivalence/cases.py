@@ -158,6 +158,9 @@ BY_DEFAULT = (
     Case("megatron", "dp1", 1, 1, "gpt_scan"),
     Case("megatron", "dp2", 1, 2, "gpt_scan"),
     Case("intra_op_only", "", 1, 4, "gpt_scan"),
+    Case("megatron", "dp2", 1, 2, "moe"),
+    Case("zero", "stage3", 1, 2, "decoder"),
+    Case("gpipe", "", 2, 2, "encoder_decoder"),
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import jax
 import optax
 
-from benchmarks.models import gpt
+from benchmarks.models import decoder, encoder_decoder, gpt, moe
 from benchmarks.models.shared import Batch, Metrics, State
 
 
@@ -41,8 +41,26 @@ def _gpt(num_layers: int, scan: bool = False) -> gpt.GPTConfig:
     return gpt.GPTConfig(64, 16, num_layers, width=32, num_heads=8, dropout=0.1, scan=scan)
 
 
+def _moe(num_layers: int) -> moe.MoEConfig:
+    """A group spans two examples."""
+    return moe.MoEConfig(64, 16, num_layers, width=32, num_heads=8, num_experts=8, group_size=32, mlp_factor=2)
+
+
+def _decoder(num_layers: int) -> decoder.DecoderConfig:
+    return decoder.DecoderConfig(64, 16, num_layers, width=64, num_heads=16, num_key_value_heads=8, hidden=96)
+
+
+def _encoder_decoder(num_layers: int) -> encoder_decoder.EncoderDecoderConfig:
+    return encoder_decoder.EncoderDecoderConfig(
+        64, 12, 8, num_layers // 2, width=32, num_heads=8, head_dim=4, hidden=64, num_buckets=8, max_distance=16
+    )
+
+
 SUBJECTS: Mapping[str, Subject] = {
     "gpt": Subject(cast(Model, gpt), _gpt),
     # A loop over the layers is one operator yet, so that it stays in one stage.
     "gpt_scan": Subject(cast(Model, gpt), lambda num_layers: _gpt(num_layers, scan=True), max_stages=1),
+    "moe": Subject(cast(Model, moe), _moe, unit=2),
+    "decoder": Subject(cast(Model, decoder), _decoder),
+    "encoder_decoder": Subject(cast(Model, encoder_decoder), _encoder_decoder),
 }
