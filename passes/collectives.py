@@ -17,6 +17,7 @@ from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+from autopar.passes.rules.base import halo_hops
 
 
 def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh) -> Any:
@@ -57,6 +58,45 @@ def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
         case "permute":
             moved, pairs = permutation(step, mesh)
             return jax.lax.ppermute(x, moved, pairs) if moved else x
+
+
+def shift(axes: Sequence[str], distance: int, mesh: Mesh) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """The axes along which something moves that goes so many positions on along `axes` (major first, not around).
+
+    Also (from, to) for each position along these axes.
+    """
+    size = math.prod(mesh.axis_size(axis) for axis in axes)
+    pairs = tuple((i, i + distance) for i in range(size) if 0 <= i + distance < size)
+    return _moved_axes(axes, pairs, mesh), pairs
+
+
+def borrow(x: Any, dim: int, before: int, after: int, fill: Any, axes: tuple[str, ...], mesh: Mesh) -> Any:
+    """A local piece between what the pieces before and after it along `axes` (major first) hold next to it.
+
+    `before` and `after` elements along `dim`; `fill` (None: zeros) beyond the ends of the whole array.
+    """
+    size, count = x.shape[dim], math.prod(mesh.axis_size(axis) for axis in axes)
+
+    def shape(length: int) -> tuple[int, ...]:
+        return (*x.shape[:dim], length, *x.shape[dim + 1 :])
+
+    def side(width: int, way: int) -> list[Any]:
+        """From the piece beside this one to the one farthest away."""
+        parts = []
+        for distance, length in halo_hops(width, size, count):
+            part = jax.lax.slice_in_dim(x, size - length if way > 0 else 0, size if way > 0 else length, axis=dim)
+            _, pairs = shift(axes, way * distance, mesh)
+            part = jax.lax.ppermute(part, axes, pairs)  # zeros where nothing arrives
+            if fill is not None:
+                missing = (
+                    jax.lax.axis_index(axes) < distance if way > 0 else jax.lax.axis_index(axes) >= count - distance
+                )
+                part = jnp.where(missing, jnp.asarray(fill, x.dtype), part)
+            parts.append(part)
+        beyond = width - sum(part.shape[dim] for part in parts)
+        return [*parts, jnp.full(shape(beyond), 0 if fill is None else fill, x.dtype)] if beyond else parts
+
+    return jax.lax.concatenate([*side(before, 1)[::-1], x, *side(after, -1)], dim)
 
 
 # What a primitive is, and whether its payload is the result (else the operand); see `Collective`.

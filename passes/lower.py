@@ -24,10 +24,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import apply_steps
+from autopar.passes.collectives import apply_steps, borrow
 from autopar.passes.intra_op.strategies import (
     combined_axes,
-    inner_sums,
+    inner_collectives,
     lane_rules,
     operand_shardings,
     pieces,
@@ -250,8 +250,8 @@ class _Writer:
             for operation, axes in combined_axes(rule, strategy[0], mesh).items()
             for v, s in zip(eqn.outputs, results, strict=True)
         ) + tuple(
-            Collective("all_reduce", axes, payload)
-            for axes, payload, times in inner_sums(rule, strategy[0], mesh)
+            collective
+            for collective, times in inner_collectives(rule, strategy[0], mesh)
             for _ in range(times)
         )  # fmt: skip
         self.ops.append(
@@ -328,7 +328,7 @@ def _bridge(
 
 
 @dataclasses.dataclass
-class _SpaceLocal:
+class SpaceLocal:
     """The piece of one device, for `emit`."""
 
     rule: Rule
@@ -352,6 +352,11 @@ class _SpaceLocal:
 
     def total(self, factor: int, x: Any) -> Any:
         return jax.lax.psum(x, self.axes[factor]) if self.is_split(factor) else x
+
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        if not self.is_split(factor) or not (before or after):
+            return x
+        return borrow(x, dim, before, after, fill, self.axes[factor], self.mesh)
 
 
 def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:
@@ -388,13 +393,13 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
 
 def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
     if rule.separable:
-        return rule.emit(_SpaceLocal(rule, {}, {}, mesh), op.equation, operands)
+        return rule.emit(SpaceLocal(rule, {}, {}, mesh), op.equation, operands)
     lane = op.strategy[0]
     axes: dict[int, tuple[str, ...]] = defaultdict(tuple)
     for axis, choice in zip(mesh.axes, lane, strict=True):
         if choice >= 0:
             axes[choice] = (*axes[choice], axis)
-    results = rule.emit(_SpaceLocal(rule, pieces(rule, lane, mesh), axes, mesh), op.equation, operands)
+    results = rule.emit(SpaceLocal(rule, pieces(rule, lane, mesh), axes, mesh), op.equation, operands)
     for kind, over in combined_axes(rule, lane, mesh).items():
         results = [_combine(kind, x, over) for x in results]
     expected = [s.local_shape(v.shape, mesh) for v, s in zip(op.equation.outputs, op.results, strict=True)]

@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import Equation
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
-from autopar.passes.rules.base import DimMap, Rule
+from autopar.passes.collectives import shift
+from autopar.passes.rules.base import DimMap, Rule, halo_hops
 
 
 def lane_rules(rule: Rule) -> tuple[Rule, ...]:
@@ -124,16 +125,37 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
     return found
 
 
-def inner_sums(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """All-reduces in the body of an equation: axes, payload in bytes, how often."""
+def inner_collectives(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
+    """What pieces of an equation send one another while they are computed, and how often."""
     cut = pieces(rule, lane, mesh)
     for total in rule.sums:
-        axes = tuple(
-            axis for axis, choice in zip(mesh.axes, lane, strict=True)
-            if choice == total.factor and mesh.axis_size(axis) > 1
-        )  # fmt: skip
+        axes = cutting_axes(total.factor, lane, mesh)
         if axes:
-            yield axes, total.nbytes // math.prod(cut.get(f, 1) for f in total.held), total.times
+            payload = total.nbytes // math.prod(cut.get(f, 1) for f in total.held)
+            yield Collective("all_reduce", axes, payload), total.times
+    widths: dict[int, list[int]] = {}  # operand -> its piece's shape, with what has been borrowed so far
+    for halo in rule.halos:
+        dims = rule.inputs[halo.operand]
+        shape = widths.setdefault(
+            halo.operand, [math.prod(rule.factors[f] // cut.get(f, 1) for f in dim) for dim in dims]
+        )
+        axes = cutting_axes(halo.factor, lane, mesh)
+        if not axes:
+            continue
+        size = shape[halo.dim]
+        for width, way in ((halo.before, 1), (halo.after, -1)):
+            for distance, elements in halo_hops(width, size, cut[halo.factor]):
+                moved, _ = shift(axes, way * distance, mesh)
+                payload = elements * halo.itemsize * math.prod(shape) // size
+                yield Collective("permute", moved, payload), 1
+        shape[halo.dim] += halo.before + halo.after
+
+
+def cutting_axes(factor: int, lane: Lane, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of several devices that split a factor, major first."""
+    return tuple(
+        axis for axis, choice in zip(mesh.axes, lane, strict=True) if choice == factor and mesh.axis_size(axis) > 1
+    )
 
 
 def lane_operands(equation: Equation, rule: Rule, lane_index: int) -> Sequence[int]:
