@@ -60,13 +60,22 @@ def loop(optimizer: str) -> tuple[models.Step, Any, Any]:
     return _step(optimizer, models.loop_loss, models.loop_params(3, 32, 8), models.block_batch(16, 8, 32))
 
 
+def conv(optimizer: str) -> tuple[models.Step, Any, Any]:
+    return _step(optimizer, models.conv_loss, models.conv_params(16), models.conv_batch(16, 64))
+
+
 def _step(optimizer: str, loss: models.Loss, params: Any, batch: Any) -> tuple[models.Step, Any, Any]:
     if optimizer == "sgd":
         return models.sgd(loss), models.sgd_state(params), batch
     return models.adam(loss), models.adam_state(params), batch
 
 
-MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {"mlp": mlp, "block": block, "loop": loop}
+MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {
+    "mlp": mlp,
+    "block": block,
+    "loop": loop,
+    "conv": conv,
+}
 
 
 def plan(model: str, optimizer: str, how: Method, m: int, cluster: Cluster = EIGHT) -> Planned:

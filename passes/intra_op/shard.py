@@ -31,7 +31,8 @@ from autopar.passes.intra_op.strategies import (
     can_sum,
     combined_axes,
     enumerate_lane,
-    inner_collectives,
+    exchanges,
+    inner_sums,
     lane_operands,
     lane_rules,
     operand_shardings,
@@ -261,7 +262,9 @@ class StageProblem:
                             seconds[i] += setting.price("all_reduce", axes, int(payload))
                 if lane_rule.sums or lane_rule.halos:
                     for i, lane in enumerate(options.lanes):
-                        for c, times in inner_collectives(lane_rule, lane, setting.mesh):
+                        inner = [*inner_sums(lane_rule, lane, setting.mesh)]
+                        inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, setting.mesh)]
+                        for c, times in inner:
                             seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
                 node = self._node(seconds, program.in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)

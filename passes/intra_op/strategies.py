@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import Equation
@@ -12,7 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
 from autopar.passes.collectives import shift
-from autopar.passes.rules.base import DimMap, Rule, halo_hops
+from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
 
 
 def lane_rules(rule: Rule) -> tuple[Rule, ...]:
@@ -125,30 +126,53 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
     return found
 
 
-def inner_collectives(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
-    """What pieces of an equation send one another while they are computed, and how often."""
+def inner_sums(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
+    """All-reduces in the body of an equation, and how often."""
     cut = pieces(rule, lane, mesh)
     for total in rule.sums:
         axes = cutting_axes(total.factor, lane, mesh)
         if axes:
             payload = total.nbytes // math.prod(cut.get(f, 1) for f in total.held)
             yield Collective("all_reduce", axes, payload), total.times
-    widths: dict[int, list[int]] = {}  # operand -> its piece's shape, with what has been borrowed so far
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Some elements that every piece of an operand sends on: one hop of a halo.
+
+    Equal exchanges of the same operand in the same sharding are made once in a program.
+    """
+
+    operand: int
+    widened: tuple[Halo, ...]  # by which the piece has grown before
+    dim: int
+    distance: int  # in pieces, towards the end
+    elements: int
+    collective: Collective
+
+
+def exchanges(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[Exchange]:
+    """The exchanges that halos take, in the order in which they are made."""
+    cut = pieces(rule, lane, mesh)
+    grown: dict[int, tuple[Halo, ...]] = defaultdict(tuple)
     for halo in rule.halos:
-        dims = rule.inputs[halo.operand]
-        shape = widths.setdefault(
-            halo.operand, [math.prod(rule.factors[f] // cut.get(f, 1) for f in dim) for dim in dims]
-        )
         axes = cutting_axes(halo.factor, lane, mesh)
         if not axes:
             continue
+        shape = [math.prod(rule.factors[f] // cut.get(f, 1) for f in dim) for dim in rule.inputs[halo.operand]]
+        for other in grown[halo.operand]:
+            shape[other.dim] += other.before + other.after
         size = shape[halo.dim]
         for width, way in ((halo.before, 1), (halo.after, -1)):
             for distance, elements in halo_hops(width, size, cut[halo.factor]):
                 moved, _ = shift(axes, way * distance, mesh)
                 payload = elements * halo.itemsize * math.prod(shape) // size
-                yield Collective("permute", moved, payload), 1
-        shape[halo.dim] += halo.before + halo.after
+                yield Exchange(
+                    halo.operand, grown[halo.operand], halo.dim, way * distance, elements,
+                    Collective("permute", moved, payload),
+                )  # fmt: skip
+        # Factors are numbered by equation.
+        grown[halo.operand] += (dataclasses.replace(halo, operand=0, factor=0),)
 
 
 def cutting_axes(factor: int, lane: Lane, mesh: Mesh) -> tuple[str, ...]:

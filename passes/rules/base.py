@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from autopar.ir.graph import Equation
@@ -70,6 +70,7 @@ class Halo:
     before: int  # elements along the dimension
     after: int
     itemsize: int  # bytes
+    fill: Hashable  # says what is beyond the ends
 
 
 def halo_hops(width: int, piece: int, pieces: int) -> Iterator[tuple[int, int]]:
@@ -118,7 +119,7 @@ class Rule:
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""
-        return any(part.factor == factor for part in (*self.sums, *self.halos))
+        return factor in {*(total.factor for total in self.sums), *(halo.factor for halo in self.halos)}
 
     def is_addend(self, factor: int, result: int) -> bool:
         """Whether the pieces of a factor leave addends of a result."""

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.ir.graph import Equation
+from autopar.ir.graph import Equation, Value
 from autopar.passes.rules.base import DimMap, Halo, Local, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
@@ -79,17 +79,23 @@ class _Reach:
     before: int
     after: int
 
-    def borrow(self, local: Local, x: Any, dim: int, fill: Any) -> Any:
-        """A piece with its halo; `fill` (None: zeros) beyond the ends of the whole."""
-        x = local.halo(self.factor, x, dim, max(0, self.before), max(0, self.after), fill)
-        return lax.slice_in_dim(x, max(0, -self.before), x.shape[dim] - max(0, -self.after), axis=dim)
+
+def _borrow(local: Local, x: Any, reaches: Mapping[int, _Reach], fill: Any) -> Any:
+    """A piece as far as its windows reach, by dimension; `fill` (None: zeros) beyond the ends of the whole."""
+    split = {d: reach for d, reach in reaches.items() if local.is_split(reach.factor)}
+    for d, reach in split.items():
+        x = local.halo(reach.factor, x, d, max(0, reach.before), max(0, reach.after), fill)
+    for d, reach in split.items():  # last, so that all who borrow alike share what they borrow
+        if reach.before < 0 or reach.after < 0:
+            x = lax.slice_in_dim(x, max(0, -reach.before), x.shape[d] - max(0, -reach.after), axis=d)
+    return x
 
 
-def _halos(eqn: Equation, operand: int, reaches: Mapping[int, _Reach]) -> list[Halo]:
+def _halos(eqn: Equation, operand: int, reaches: Mapping[int, _Reach], fill: Hashable) -> list[Halo]:
     """What an operand borrows, dimension by dimension."""
     itemsize = eqn.inputs[operand].dtype.itemsize
     return [
-        Halo(operand, dim, reach.factor, max(0, reach.before), max(0, reach.after), itemsize)
+        Halo(operand, dim, reach.factor, max(0, reach.before), max(0, reach.after), itemsize, fill)
         for dim, reach in reaches.items()
         if reach.before > 0 or reach.after > 0
     ]
@@ -151,10 +157,10 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         x, kernel = operands
+        x = _borrow(local, x, reaches, None)
         padding = list(p["padding"])
         for i, ((a, k, o), w) in enumerate(zip(spatial, each, strict=True)):
             if a in reaches and local.is_split(reaches[a].factor):
-                x = reaches[a].borrow(local, x, a, None)
                 piece = dataclasses.replace(w, taps=local_size(local, of_right[k]), count=local_size(local, of_out[o]))
                 padding[i] = piece.padding(reaches[a].before, x.shape[a])
         count = {"feature_group_count": local_size(local, group)}
@@ -173,7 +179,7 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         emit=emit,
         flops=work_per_point(work, factors),
         unit="matmul",
-        halos=_halos(eqn, 0, reaches),
+        halos=_halos(eqn, 0, reaches, None),
     )
 
 
@@ -213,7 +219,15 @@ def _loser(eqn: Equation) -> Any:
     return _least(eqn.inputs[1].dtype) if eqn.params["select_prim"].name == "ge" else _greatest(eqn.inputs[1].dtype)
 
 
-Fills = Callable[[Equation, Sequence[Any]], Sequence[Any]]  # by array: what is beyond its ends
+@dataclasses.dataclass(frozen=True)
+class _Start:
+    """The scalar operand that a reduction starts from."""
+
+    value: int  # id
+    position: int = dataclasses.field(compare=False)
+
+
+Fills = Callable[[Equation], Sequence[Hashable]]  # by array: what is beyond its ends
 
 
 def _reduction(fills: Fills, linear: bool = False) -> RuleBuilder:
@@ -238,10 +252,9 @@ def _reduction(fills: Fills, linear: bool = False) -> RuleBuilder:
         def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             padding = list(eqn.params["padding"])
             pieces = list(operands)
-            for i, fill in zip(arrays, fills(eqn, operands), strict=True):
-                for d, reach in reaches.items():
-                    if local.is_split(reach.factor):
-                        pieces[i] = reach.borrow(local, pieces[i], d, fill)
+            for i, fill in zip(arrays, fills(eqn), strict=True):
+                fill = operands[fill.position] if isinstance(fill, _Start) else fill
+                pieces[i] = _borrow(local, operands[i], reaches, fill)
             for d, reach in reaches.items():
                 if local.is_split(reach.factor):
                     piece = dataclasses.replace(each[d], count=local_size(local, output[d]))
@@ -255,7 +268,7 @@ def _reduction(fills: Fills, linear: bool = False) -> RuleBuilder:
             linear=linear_sets(eqn, {0}) if linear else (),
             emit=emit,
             flops=work_per_point(work, factors),
-            halos=[halo for i in arrays for halo in _halos(eqn, i, reaches)],
+            halos=[halo for i, fill in zip(arrays, fills(eqn), strict=True) for halo in _halos(eqn, i, reaches, fill)],
         )
 
     return build
@@ -289,10 +302,9 @@ def _select_and_scatter_add(eqn: Equation) -> Rule:
         padding = list(eqn.params["padding"])
         split = [d for d in of_windows if local.is_split(of_windows[d].factor)]
         for d in split:
-            gradients = of_windows[d].borrow(local, gradients, d, None)
             padding[d] = (0, 0)  # the halo is as wide as the windows reach
-        for d in split:
-            x = of_elements[d].borrow(local, x, d, _loser(eqn))
+        gradients = _borrow(local, gradients, of_windows, None)
+        x = _borrow(local, x, of_elements, _loser(eqn))
         (result,) = bind(eqn, [gradients, x], padding=tuple(padding))
         for d in split:
             start = of_elements[d].before
@@ -306,16 +318,25 @@ def _select_and_scatter_add(eqn: Equation) -> Rule:
         linear=linear_sets(eqn, {0}),
         emit=emit,
         flops=work_per_point(work, factors),
-        halos=[*_halos(eqn, 0, of_windows), *_halos(eqn, 1, of_elements)],
+        halos=[*_halos(eqn, 0, of_windows, None), *_halos(eqn, 1, of_elements, _loser(eqn))],
     )
+
+
+def _starts(eqn: Equation) -> list[Hashable]:
+    """Of a user's own reduction: the second half of its operands."""
+    half = range(len(eqn.inputs) // 2, len(eqn.inputs))
+    return [
+        _Start(x.id, i) if isinstance(x, Value) else np.asarray(x.value).item()
+        for i, x in ((i, eqn.inputs[i]) for i in half)
+    ]
 
 
 RULES: dict[str, RuleBuilder] = {
     "conv_general_dilated": _conv_general_dilated,
-    "reduce_window": _reduction(lambda eqn, operands: operands[len(operands) // 2 :]),
-    "reduce_window_max": _reduction(lambda eqn, operands: [_least(eqn.inputs[0].dtype)]),
-    "reduce_window_min": _reduction(lambda eqn, operands: [_greatest(eqn.inputs[0].dtype)]),
-    "reduce_window_sum": _reduction(lambda eqn, operands: [None], linear=True),
-    "select_and_gather_add": _reduction(lambda eqn, operands: [None, _loser(eqn)], linear=True),
+    "reduce_window": _reduction(_starts),
+    "reduce_window_max": _reduction(lambda eqn: [_least(eqn.inputs[0].dtype)]),
+    "reduce_window_min": _reduction(lambda eqn: [_greatest(eqn.inputs[0].dtype)]),
+    "reduce_window_sum": _reduction(lambda eqn: [None], linear=True),
+    "select_and_gather_add": _reduction(lambda eqn: [None, _loser(eqn)], linear=True),
     "select_and_scatter_add": _select_and_scatter_add,
 }

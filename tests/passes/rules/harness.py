@@ -17,6 +17,7 @@ from jax.extend import core
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
+from autopar.passes.collectives import Halos
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings, splittable
 from autopar.passes.lower import SpaceLocal, partition_spec
 from autopar.passes.rules.base import DimMap, ReduceOp, Rule, bind
@@ -168,7 +169,7 @@ def compute_on_devices(application: Application, rule: Rule, split: Mapping[int,
     results = result_shardings(rule, lane, mesh)
 
     def run(*operands: Any) -> Sequence[Any]:
-        local = SpaceLocal(rule, split, {f: (name,) for f, name in names.items()}, mesh)
+        local = SpaceLocal(rule, split, {f: (name,) for f, name in names.items()}, mesh, Halos(mesh))
         pieces = rule.emit(local, equation, operands)
         return [jax.lax.psum(x, s.partial) if s.partial else x for x, s in zip(pieces, results, strict=True)]
 
