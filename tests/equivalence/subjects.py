@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 import jax
 import optax
 
-from benchmarks.models import decoder, encoder_decoder, gpt, moe
+from benchmarks.models import decoder, encoder_decoder, gpt, lstm, moe, unet, vit, wide_resnet
 from benchmarks.models.shared import Batch, Metrics, State
 
 
@@ -56,6 +56,23 @@ def _encoder_decoder(num_layers: int) -> encoder_decoder.EncoderDecoderConfig:
     )
 
 
+def _wide_resnet(num_layers: int) -> wide_resnet.WideResNetConfig:
+    return wide_resnet.WideResNetConfig((num_layers // 2,) * 2, 8, 2, num_classes=8, image_size=32)
+
+
+def _vit(num_layers: int) -> vit.ViTConfig:
+    return vit.ViTConfig(num_layers, 32, 8, patch_size=4, image_size=16, num_classes=8)
+
+
+def _unet(num_layers: int) -> unet.UNetConfig:
+    """`num_layers`: down and up."""
+    return unet.UNetConfig(16, 16, (1, 2), blocks_per_level=num_layers // 2, attention_sizes=(8,), num_groups=8)
+
+
+def _lstm(num_layers: int) -> lstm.LSTMConfig:
+    return lstm.LSTMConfig(64, 12, num_layers, width=32, dropout=0.1)
+
+
 SUBJECTS: Mapping[str, Subject] = {
     "gpt": Subject(cast(Model, gpt), _gpt),
     # A loop over the layers is one operator yet, so that it stays in one stage.
@@ -63,4 +80,8 @@ SUBJECTS: Mapping[str, Subject] = {
     "moe": Subject(cast(Model, moe), _moe, unit=2),
     "decoder": Subject(cast(Model, decoder), _decoder),
     "encoder_decoder": Subject(cast(Model, encoder_decoder), _encoder_decoder),
+    "wide_resnet": Subject(cast(Model, wide_resnet), _wide_resnet, max_microbatches=1),
+    "vit": Subject(cast(Model, vit), _vit),
+    "unet": Subject(cast(Model, unet), _unet),
+    "lstm": Subject(cast(Model, lstm), _lstm),
 }
