@@ -161,6 +161,8 @@ BY_DEFAULT = (
     Case("megatron", "dp2", 1, 2, "moe"),
     Case("zero", "stage3", 1, 2, "decoder"),
     Case("gpipe", "", 2, 2, "encoder_decoder"),
+    Case("megatron", "dp2", 1, 1, "wide_resnet"),
+    Case("data_parallel", "", 1, 2, "lstm"),
 )
 
 
