@@ -163,6 +163,8 @@ BY_DEFAULT = (
     Case("gpipe", "", 2, 2, "encoder_decoder"),
     Case("megatron", "dp2", 1, 1, "wide_resnet"),
     Case("data_parallel", "", 1, 2, "lstm"),
+    Case("zero", "stage1", 1, 1, "vit"),
+    Case("data_parallel", "", 1, 1, "unet"),
 )
 
 

@@ -66,7 +66,7 @@ def _vit(num_layers: int) -> vit.ViTConfig:
 
 def _unet(num_layers: int) -> unet.UNetConfig:
     """`num_layers`: down and up."""
-    return unet.UNetConfig(16, 16, (1, 2), blocks_per_level=num_layers // 2, attention_sizes=(8,), num_groups=8)
+    return unet.UNetConfig(8, 8, (1, 2), blocks_per_level=num_layers // 2, attention_sizes=(4,), num_groups=4)
 
 
 def _lstm(num_layers: int) -> lstm.LSTMConfig:
