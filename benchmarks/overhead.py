@@ -31,7 +31,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from benchmarks import common, text
-from benchmarks.models import gpt
+from benchmarks.models import gpt, shared
 
 DEVICES = 8
 ROUNDS = 100
@@ -39,7 +39,7 @@ SHORTEST_STEP = 0.1  # seconds
 BATCH_SIZE = 8  # examples per step
 CONFIG = gpt.GPTConfig(text.VOCABULARY, sequence_length=128, num_layers=4, width=192, num_heads=8)
 
-Step = Callable[[gpt.State, gpt.Batch], tuple[gpt.State, gpt.Metrics]]
+Step = Callable[[shared.State, shared.Batch], tuple[shared.State, shared.Metrics]]
 
 
 @dataclasses.dataclass
@@ -47,9 +47,9 @@ class Program:
     """A compiled step and the state that it works on."""
 
     step: Step
-    state: gpt.State
+    state: shared.State
 
-    def seconds(self, batch: gpt.Batch) -> float:
+    def seconds(self, batch: shared.Batch) -> float:
         """Time of one step, all its outputs there."""
         started = time.perf_counter()
         self.state, metrics = self.step(self.state, batch)
@@ -92,7 +92,7 @@ def ratio_of_medians(times: np.ndarray, reference: np.ndarray, seed: int) -> Rat
     return _bootstrap([times, reference], lambda a, b, axis: np.median(a, axis=axis) / np.median(b, axis=axis), seed)
 
 
-def interleaved(programs: Sequence[Program], batch: gpt.Batch, rounds: int, seed: int) -> np.ndarray:
+def interleaved(programs: Sequence[Program], batch: shared.Batch, rounds: int, seed: int) -> np.ndarray:
     """Seconds, (rounds, programs); the order within a round is random."""
     random = np.random.default_rng(seed)
     times = np.empty((rounds, len(programs)))
@@ -102,7 +102,7 @@ def interleaved(programs: Sequence[Program], batch: gpt.Batch, rounds: int, seed
     return times
 
 
-def replicated(mesh: Mesh, state: gpt.State) -> Any:
+def replicated(mesh: Mesh, state: shared.State) -> Any:
     """Data parallelism by hand: every device holds the whole state."""
     return jax.tree.map(lambda _: NamedSharding(mesh, P()), state)
 
@@ -123,7 +123,7 @@ _MEGATRON = {
 }
 
 
-def megatron(mesh: Mesh, state: gpt.State) -> Any:
+def megatron(mesh: Mesh, state: shared.State) -> Any:
     """Tensor parallelism by hand. AdamW's moments lie as their parameters do."""
 
     def sharding(path: Any, leaf: Any) -> NamedSharding:
@@ -158,7 +158,7 @@ class Comparison:
     limit: float
     num_devices: int
     method: Any  # of `autopar.parallelize`
-    state_shardings: Callable[[Mesh, gpt.State], Any]
+    state_shardings: Callable[[Mesh, shared.State], Any]
     batch_spec: P
 
 
@@ -174,7 +174,7 @@ def comparisons() -> list[Comparison]:
 
 
 def host_microseconds_per_instruction(
-    executable: autopar.Executable, program: Program, batch: gpt.Batch, steps: int = 10
+    executable: autopar.Executable, program: Program, batch: shared.Batch, steps: int = 10
 ) -> float:
     """What the worker takes on the host to issue one instruction, the median over some steps.
 
@@ -190,7 +190,7 @@ def host_microseconds_per_instruction(
 
 def compare(comparison: Comparison, rounds: int, seed: int) -> dict[str, Any]:
     """All numbers of one bar."""
-    optimizer = gpt.make_optimizer(1e-3, warmup_steps=10, decay_steps=10_000)
+    optimizer = shared.make_optimizer(1e-3, warmup_steps=10, decay_steps=10_000)
     init_state = gpt.make_init(CONFIG, optimizer)
     key = jax.random.key(seed)
     shapes = jax.eval_shape(init_state, key)

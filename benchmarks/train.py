@@ -25,15 +25,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import autopar
 from autopar.ir.plan import LeafPlan
 from benchmarks import common, text
-from benchmarks.models import gpt
+from benchmarks.models import gpt, shared
+from benchmarks.models.shared import Batch, Metrics, State
 
 DEVICES = 8
 BATCH_SIZE = 8  # examples per step
 CONFIG = gpt.GPTConfig(text.VOCABULARY, sequence_length=128, num_layers=4, width=128, num_heads=8)
 HELD_OUT_BATCHES = 16
 
-Step = Callable[[gpt.State, gpt.Batch], tuple[gpt.State, gpt.Metrics]]
-Evaluate = Callable[[gpt.State, gpt.Batch], gpt.Metrics]
+Step = Callable[[State, Batch], tuple[State, Metrics]]
+Evaluate = Callable[[State, Batch], Metrics]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,13 +106,20 @@ def tensor_sharded(leaves: Iterable[LeafPlan]) -> list[str]:
     ]
 
 
-def held_out_bits(evaluate: Evaluate, state: gpt.State, batches: Iterable[gpt.Batch]) -> float:
+def held_out_bits(evaluate: Evaluate, state: State, batches: Iterable[Batch]) -> float:
     """Mean loss in bits per byte."""
     return float(np.mean([float(evaluate(state, batch)["loss"]) for batch in batches])) / math.log(2)
 
 
 def train(
-    name: str, step: Step, evaluate: Evaluate, state: gpt.State, corpus: text.Text, steps: int, seed: int, out: Console
+    name: str,
+    step: Step,
+    evaluate: Evaluate,
+    state: State,
+    corpus: text.Text,
+    steps: int,
+    seed: int,
+    out: Console,
 ) -> Run:
     """Run all steps with a progress bar. Reading the loss after each step makes the clock honest."""
     held_out = text.held_out_batches(corpus, BATCH_SIZE, CONFIG.sequence_length, HELD_OUT_BATCHES)
@@ -173,7 +181,7 @@ def reference_run(corpus: text.Text, steps: int, seed: int, out: Console) -> Run
 
 def make_optimizer(steps: int) -> Any:
     """AdamW whose schedule ends with the run."""
-    return gpt.make_optimizer(1.5e-3, warmup_steps=min(15, steps // 2), decay_steps=max(steps, 2))
+    return shared.make_optimizer(1.5e-3, warmup_steps=min(15, steps // 2), decay_steps=max(steps, 2))
 
 
 def _report(run: Run, reference: Run, out: Console) -> dict[str, Any]:

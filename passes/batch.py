@@ -193,8 +193,8 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
         elif batches:
             try:
                 split = split_of(rule, batches)
-                if any(total.factor == split.factor for total in rule.sums):
-                    raise Unsplittable("it adds up examples on the way")
+                if rule.communicates(split.factor):
+                    raise Unsplittable("its pieces need something of one another")
             except Unsplittable as error:
                 if not parameters:
                     when[eqn.id] = When.BEFORE

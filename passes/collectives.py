@@ -17,6 +17,7 @@ from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+from autopar.passes.rules.base import halo_hops
 
 
 def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh) -> Any:
@@ -57,6 +58,63 @@ def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
         case "permute":
             moved, pairs = permutation(step, mesh)
             return jax.lax.ppermute(x, moved, pairs) if moved else x
+
+
+def shift(axes: Sequence[str], distance: int, mesh: Mesh) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
+    """The axes along which something moves that goes so many positions on along `axes` (major first, not around).
+
+    Also (from, to) for each position along these axes.
+    """
+    size = math.prod(mesh.axis_size(axis) for axis in axes)
+    pairs = tuple((i, i + distance) for i in range(size) if 0 <= i + distance < size)
+    return _moved_axes(axes, pairs, mesh), pairs
+
+
+class Halos:
+    """What the pieces of one program borrow from one another; what two equations need alike is sent once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        # By the array's identity, so that the arrays must stay alive: (array, what was sent or made of it).
+        self._sent: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._grown: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    def borrow(self, x: Any, dim: int, before: int, after: int, fill: Any, axes: tuple[str, ...]) -> Any:
+        """A local piece between what the pieces before and after it along `axes` (major first) hold next to it.
+
+        `before` and `after` elements along `dim`; `fill` (None: zeros) beyond the ends of the whole array.
+        """
+        key = (id(x), dim, before, after, id(fill) if isinstance(fill, jax.Array) else fill)
+        if key not in self._grown:
+            parts = [*self._side(x, dim, before, 1, fill, axes)[::-1], x, *self._side(x, dim, after, -1, fill, axes)]
+            self._grown[key] = x, jax.lax.concatenate(parts, dim)
+        return self._grown[key][1]
+
+    def _side(self, x: Any, dim: int, width: int, way: int, fill: Any, axes: tuple[str, ...]) -> list[Any]:
+        """What comes from one side: from the piece beside this one to the one farthest away."""
+        count = math.prod(self._mesh.axis_size(axis) for axis in axes)
+        parts = []
+        for distance, length in halo_hops(width, x.shape[dim], count):
+            part = self._send(x, dim, way * distance, length, axes)
+            if fill is not None:
+                at = jax.lax.axis_index(axes)
+                missing = at < distance if way > 0 else at >= count - distance
+                part = jnp.where(missing, jnp.asarray(fill, x.dtype), part)
+            parts.append(part)
+        beyond = width - sum(part.shape[dim] for part in parts)
+        if beyond:
+            shape = (*x.shape[:dim], beyond, *x.shape[dim + 1 :])
+            parts.append(jnp.full(shape, 0 if fill is None else fill, x.dtype))
+        return parts
+
+    def _send(self, x: Any, dim: int, distance: int, length: int, axes: tuple[str, ...]) -> Any:
+        """The last elements of the piece so far before this one, or the first ones of one after it; else zeros."""
+        key = (id(x), dim, distance, length)
+        if key not in self._sent:
+            start = x.shape[dim] - length if distance > 0 else 0
+            part = jax.lax.slice_in_dim(x, start, start + length, axis=dim)
+            self._sent[key] = x, jax.lax.ppermute(part, axes, shift(axes, distance, self._mesh)[1])
+        return self._sent[key][1]
 
 
 # What a primitive is, and whether its payload is the result (else the operand); see `Collective`.

@@ -24,9 +24,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import apply_steps
+from autopar.passes.collectives import Halos, apply_steps
 from autopar.passes.intra_op.strategies import (
     combined_axes,
+    exchanges,
     inner_sums,
     lane_rules,
     operand_shardings,
@@ -250,8 +251,8 @@ class _Writer:
             for operation, axes in combined_axes(rule, strategy[0], mesh).items()
             for v, s in zip(eqn.outputs, results, strict=True)
         ) + tuple(
-            Collective("all_reduce", axes, payload)
-            for axes, payload, times in inner_sums(rule, strategy[0], mesh)
+            collective
+            for collective, times in inner_sums(rule, strategy[0], mesh)
             for _ in range(times)
         )  # fmt: skip
         self.ops.append(
@@ -282,7 +283,7 @@ class _Writer:
     def finish(self, replaced: Mapping[Port, Port]) -> LocalProgram:
         """The program. Outputs that replace an input stand in the inputs' order: JAX pairs donated buffers with
         outputs of their shape one by one, and XLA copies what lands in a buffer that is still to be read."""
-        ops = _live_ops(self.ops, self.outputs)
+        ops = _with_exchanges(_live_ops(self.ops, self.outputs), self.rules, self.sharding.mesh)
         position = {port: i for i, port in enumerate(self.inputs)}
         outputs = sorted(self.outputs, key=lambda port: position.get(replaced.get(port, port), len(position)))
         return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(outputs))
@@ -309,6 +310,24 @@ def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp,
     return tuple(reversed(kept))
 
 
+def _with_exchanges(ops: Sequence[LocalOp], rules: Mapping[int, Rule], mesh: Mesh) -> tuple[LocalOp, ...]:
+    """Each exchange of a halo at the first equation that needs it."""
+    made: set[tuple[object, ...]] = set()
+    found: list[LocalOp] = []
+    for op in ops:
+        if isinstance(op, Compute) and (rule := rules[op.equation.id]).halos:
+            new = []
+            for exchange in exchanges(rule, op.strategy[0], mesh):
+                i = exchange.operand
+                key = (op.equation.inputs[i], op.operands[i], dataclasses.replace(exchange, operand=0))
+                if key not in made:
+                    made.add(key)
+                    new.append(exchange.collective)
+            op = dataclasses.replace(op, combined=(*op.combined, *new))
+        found.append(op)
+    return tuple(found)
+
+
 def _bridge(
     stage: int, phase: Phase, pairs: Sequence[tuple[Port, Port]], sharding: StageSharding,
     rules: Mapping[int, Rule], resharder: Resharder,
@@ -328,13 +347,14 @@ def _bridge(
 
 
 @dataclasses.dataclass
-class _SpaceLocal:
+class SpaceLocal:
     """The piece of one device, for `emit`."""
 
     rule: Rule
     cut: Mapping[int, int]
     axes: Mapping[int, tuple[str, ...]]  # factor -> mesh axes that split it, major first
     mesh: Mesh
+    halos: Halos
 
     def size(self, factor: int) -> int:
         return self.rule.factors[factor] // self.cut.get(factor, 1)
@@ -353,6 +373,11 @@ class _SpaceLocal:
     def total(self, factor: int, x: Any) -> Any:
         return jax.lax.psum(x, self.axes[factor]) if self.is_split(factor) else x
 
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        if not self.is_split(factor) or not (before or after):
+            return x
+        return self.halos.borrow(x, dim, before, after, fill, self.axes[factor])
+
 
 def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:
     """The program as a function of local pieces, to be run under `jax.shard_map` over all axes of its mesh.
@@ -363,6 +388,7 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
 
     def run(*pieces_in: Any) -> tuple[Any, ...]:
         env: dict[tuple[Value, Sharding], Any] = {}
+        halos = Halos(mesh)
         for port, piece in zip(local.inputs, pieces_in, strict=True):
             env[port.value, port.sharding] = piece[0] if port.sharding.partial else piece
         for op in local.ops:
@@ -376,7 +402,7 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
                     v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
                     for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
                 ]
-                results = _emit_equation(op, rules[op.equation.id], operands, mesh)
+                results = _emit_equation(op, rules[op.equation.id], operands, mesh, halos)
                 for v, sharding, result in zip(op.equation.outputs, op.results, results, strict=True):
                     env[v, sharding] = result
         return tuple(
@@ -386,15 +412,15 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
     return run
 
 
-def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh, halos: Halos) -> Sequence[Any]:
     if rule.separable:
-        return rule.emit(_SpaceLocal(rule, {}, {}, mesh), op.equation, operands)
+        return rule.emit(SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands)
     lane = op.strategy[0]
     axes: dict[int, tuple[str, ...]] = defaultdict(tuple)
     for axis, choice in zip(mesh.axes, lane, strict=True):
         if choice >= 0:
             axes[choice] = (*axes[choice], axis)
-    results = rule.emit(_SpaceLocal(rule, pieces(rule, lane, mesh), axes, mesh), op.equation, operands)
+    results = rule.emit(SpaceLocal(rule, pieces(rule, lane, mesh), axes, mesh, halos), op.equation, operands)
     for kind, over in combined_axes(rule, lane, mesh).items():
         results = [_combine(kind, x, over) for x in results]
     expected = [s.local_shape(v.shape, mesh) for v, s in zip(op.equation.outputs, op.results, strict=True)]

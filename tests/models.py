@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -123,3 +124,38 @@ def block_params(width: int, heads: int) -> Params:
 def block_batch(size: int, length: int, width: int) -> dict[str, Any]:
     x, y = jax.random.split(jax.random.key(1))
     return {"x": jax.random.normal(x, (size, length, width)), "y": jax.random.normal(y, (size, length, width))}
+
+
+def conv_loss(params: Params, batch: dict[str, Any]) -> Any:
+    """Mean squared error of a strided convolution, batch norm, max-pooling, a residual bottleneck, and a dense head."""
+
+    def convolve(x: Any, kernel: Any, stride: int = 1) -> Any:
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    x = convolve(batch["x"], params["stem"], 2)
+    x = x - jnp.mean(x, (0, 1, 2))
+    x = jax.nn.relu(x * jax.lax.rsqrt(jnp.mean(x**2, (0, 1, 2)) + 1e-5) * params["scale"])
+    x = jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+    hidden = jax.nn.relu(convolve(x, params["down"]))
+    x = x + convolve(jax.nn.relu(convolve(hidden, params["middle"])), params["up"])
+    return jnp.mean((jnp.mean(x, (1, 2)) @ params["head"] - batch["y"]) ** 2)
+
+
+def conv_params(width: int) -> Params:
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def weight(*shape: int) -> Any:
+        return jax.random.normal(next(keys), shape) / math.prod(shape[:-1]) ** 0.5
+
+    return {
+        "stem": weight(3, 3, 8, width), "scale": jnp.ones(width),
+        "down": weight(1, 1, width, 8), "middle": weight(3, 3, 8, 8), "up": weight(1, 1, 8, width),
+        "head": weight(width, 8),
+    }  # fmt: skip
+
+
+def conv_batch(size: int, extent: int) -> dict[str, Any]:
+    x, y = jax.random.split(jax.random.key(1))
+    return {"x": jax.random.normal(x, (size, extent, extent, 8)), "y": jax.random.normal(y, (size, 8))}

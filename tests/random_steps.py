@@ -128,10 +128,46 @@ class _Chain:
 
         self.links.append(attend)
 
+    def spatial(self) -> tuple[int, int] | None:
+        """A channel dimension and one to slide windows over."""
+        if len(self.shape) != 3:
+            return None
+        d = self.feature()
+        return d, 3 - self.batch - d
+
+    def convolve(self) -> None:
+        if (found := self.spatial()) is None:
+            return
+        (d, e), batch = found, self.batch
+        stride, taps = int(self.random.integers(1, 3)), int(self.random.integers(1, 5))
+        if self.shape[e] % 4:
+            stride = 1
+        channels = int(self.random.choice(SIZES))
+        w = self.weight(taps * self.shape[d], channels)
+        names = "".join({batch: "N", d: "C", e: "W"}[i] for i in range(3))
+
+        def convolve(h: Any, ws: Sequence[Any]) -> Any:
+            kernel = ws[w].reshape(taps, -1, channels)
+            return jax.lax.conv_general_dilated(h, kernel, (stride,), "SAME", dimension_numbers=(names, "WIO", names))
+
+        self.links.append(convolve)
+        self.shape[d], self.shape[e] = channels, self.shape[e] // stride
+
+    def pool(self) -> None:
+        if (found := self.spatial()) is None:
+            return
+        window = tuple(3 if i == found[1] else 1 for i in range(3))
+        stride = (1, 1, 1)
+        if self.random.random() < 0.5:
+            self.links.append(lambda h, ws: jax.lax.reduce_window(h, 0.0, jax.lax.add, window, stride, "SAME") / 3)
+        else:
+            self.links.append(lambda h, ws: jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, window, stride, "SAME"))
+
 
 _LINKS = (
     _Chain.product, _Chain.product, _Chain.unary, _Chain.bias, _Chain.scale, _Chain.normalise, _Chain.softmax,
     _Chain.largest, _Chain.cumulative, _Chain.flip, _Chain.swap_halves, _Chain.transpose, _Chain.fold, _Chain.attend,
+    _Chain.convolve, _Chain.pool,
 )  # fmt: skip
 
 
@@ -139,6 +175,8 @@ def random_step(random: np.random.Generator) -> RandomStep:
     """A loss of a random chain, its gradient and an SGD update."""
     chain = _Chain(random)
     chain.product()
+    if random.random() < 0.5:
+        chain.fold()  # links between two features of an example need both
     for _ in range(random.integers(2, 7)):
         _LINKS[random.integers(len(_LINKS))](chain)
     links, batch = tuple(chain.links), chain.batch

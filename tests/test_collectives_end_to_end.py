@@ -60,13 +60,22 @@ def loop(optimizer: str) -> tuple[models.Step, Any, Any]:
     return _step(optimizer, models.loop_loss, models.loop_params(3, 32, 8), models.block_batch(16, 8, 32))
 
 
+def conv(optimizer: str) -> tuple[models.Step, Any, Any]:
+    return _step(optimizer, models.conv_loss, models.conv_params(16), models.conv_batch(16, 64))
+
+
 def _step(optimizer: str, loss: models.Loss, params: Any, batch: Any) -> tuple[models.Step, Any, Any]:
     if optimizer == "sgd":
         return models.sgd(loss), models.sgd_state(params), batch
     return models.adam(loss), models.adam_state(params), batch
 
 
-MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {"mlp": mlp, "block": block, "loop": loop}
+MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {
+    "mlp": mlp,
+    "block": block,
+    "loop": loop,
+    "conv": conv,
+}
 
 
 def plan(model: str, optimizer: str, how: Method, m: int, cluster: Cluster = EIGHT) -> Planned:
@@ -84,17 +93,25 @@ def agree(planned: Planned, sources: Any, programs: Any) -> None:
     assert some > 0, "the plan communicates nothing, so that nothing was compared"
 
 
-# Every model and method by default, with either optimizer and either number of microbatches; the others are slow.
+# Batch norm couples the examples, so that there is one microbatch.
+CONV_BY_DEFAULT = ("tensor_parallel-2x4", "zero_3_and_tensor_parallel-2x4", "free-2x4")
+
+
+def by_default(model: str, optimizer: str, m: int, i: int, j: int) -> bool:
+    """Every model and method, with either optimizer and either number of microbatches."""
+    if model == "conv":
+        return (optimizer, m) == ("sgd", 1) and list(METHODS)[j] in CONV_BY_DEFAULT
+    return (optimizer, m) == (("sgd", 1), ("adam", 2))[(i + j) % 2]
+
+
 CASES = [
-    pytest.param(
-        model, optimizer, name, m,
-        marks=[] if (optimizer, m) == (("sgd", 1), ("adam", 2))[(i + j) % 2] else [pytest.mark.slow],
-    )
+    pytest.param(model, optimizer, name, m, marks=[] if by_default(model, optimizer, m, i, j) else [pytest.mark.slow])
     for i, model in enumerate(MODELS)
     for j, name in enumerate(METHODS)
     for optimizer in ("sgd", "adam")
     for m in (1, 2)
-]  # fmt: skip
+    if m == 1 or model != "conv"
+]
 
 
 @pytest.mark.parametrize(("model", "optimizer", "name", "m"), CASES)
@@ -122,7 +139,7 @@ def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.
     monkeypatch.setattr(compiler, "Executable", lambda sources, wiring: sources)
     # XLA for GPUs makes reduce_scatter(a) + reduce_scatter(b) one reduce_scatter(a + b). A planner to whom links
     # cost next to nothing adds the smaller pieces instead, one that knows what they cost does as XLA does.
-    planned = plan(model, "adam", METHODS[name], 2, DEAR_LINKS)
+    planned = plan(model, "adam", METHODS[name], 1 if model == "conv" else 2, DEAR_LINKS)
     sources: Any = planned.build(topology.devices)
     agree(planned, sources, [source.lower().compile() for source in sources])
 

@@ -100,6 +100,8 @@ class Builder:
                 closed = isinstance(body, jex_core.ClosedJaxpr)
                 inner, inner_consts = (body.jaxpr, body.consts) if closed else (body, ())
                 results = self.inline(inner, inner_consts, inputs, here, where, phase)
+            elif name == "rev" and all(inputs[0].shape[d] == 1 for d in eqn.params["dimensions"]):
+                results = inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
             else:
                 avals = [var.aval for var in eqn.outvars]
                 results = self.add(eqn.primitive, eqn.params, inputs, avals, phase or _phase(here), where)

@@ -32,7 +32,7 @@ class Compute:
     flops: float  # on one device
     unit: Literal["matmul", "vector", "none"]
     fusible: bool  # an elementwise result that need not go through memory
-    combined: tuple[Collective, ...]  # all-reduces (max, min, ..) that belong to the equation
+    combined: tuple[Collective, ...]  # that belong to the equation: of results, of sums inside it, halos
 
 
 @dataclasses.dataclass(frozen=True)

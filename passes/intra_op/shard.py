@@ -31,6 +31,7 @@ from autopar.passes.intra_op.strategies import (
     can_sum,
     combined_axes,
     enumerate_lane,
+    exchanges,
     inner_sums,
     lane_operands,
     lane_rules,
@@ -259,10 +260,12 @@ class StageProblem:
                         for axes in combined_axes(lane_rule, lane, setting.mesh).values():
                             payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
                             seconds[i] += setting.price("all_reduce", axes, int(payload))
-                if lane_rule.sums:
+                if lane_rule.sums or lane_rule.halos:
                     for i, lane in enumerate(options.lanes):
-                        for axes, payload, times in inner_sums(lane_rule, lane, setting.mesh):
-                            seconds[i] += times * setting.price("all_reduce", axes, payload)
+                        inner = [*inner_sums(lane_rule, lane, setting.mesh)]
+                        inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, setting.mesh)]
+                        for c, times in inner:
+                            seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
                 node = self._node(seconds, program.in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 for place, position in enumerate(positions):

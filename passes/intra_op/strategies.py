@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import Equation
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
-from autopar.passes.rules.base import DimMap, Rule
+from autopar.passes.collectives import shift
+from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
 
 
 def lane_rules(rule: Rule) -> tuple[Rule, ...]:
@@ -124,16 +126,60 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
     return found
 
 
-def inner_sums(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[tuple[str, ...], int, int]]:
-    """All-reduces in the body of an equation: axes, payload in bytes, how often."""
+def inner_sums(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
+    """All-reduces in the body of an equation, and how often."""
     cut = pieces(rule, lane, mesh)
     for total in rule.sums:
-        axes = tuple(
-            axis for axis, choice in zip(mesh.axes, lane, strict=True)
-            if choice == total.factor and mesh.axis_size(axis) > 1
-        )  # fmt: skip
+        axes = cutting_axes(total.factor, lane, mesh)
         if axes:
-            yield axes, total.nbytes // math.prod(cut.get(f, 1) for f in total.held), total.times
+            payload = total.nbytes // math.prod(cut.get(f, 1) for f in total.held)
+            yield Collective("all_reduce", axes, payload), total.times
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Some elements that every piece of an operand sends on: one hop of a halo.
+
+    Equal exchanges of the same operand in the same sharding are made once in a program.
+    """
+
+    operand: int
+    widened: tuple[Halo, ...]  # by which the piece has grown before
+    dim: int
+    distance: int  # in pieces, towards the end
+    elements: int
+    collective: Collective
+
+
+def exchanges(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[Exchange]:
+    """The exchanges that halos take, in the order in which they are made."""
+    cut = pieces(rule, lane, mesh)
+    grown: dict[int, tuple[Halo, ...]] = defaultdict(tuple)
+    for halo in rule.halos:
+        axes = cutting_axes(halo.factor, lane, mesh)
+        if not axes:
+            continue
+        shape = [math.prod(rule.factors[f] // cut.get(f, 1) for f in dim) for dim in rule.inputs[halo.operand]]
+        for other in grown[halo.operand]:
+            shape[other.dim] += other.before + other.after
+        size = shape[halo.dim]
+        for width, way in ((halo.before, 1), (halo.after, -1)):
+            for distance, elements in halo_hops(width, size, cut[halo.factor]):
+                moved, _ = shift(axes, way * distance, mesh)
+                payload = elements * halo.itemsize * math.prod(shape) // size
+                yield Exchange(
+                    halo.operand, grown[halo.operand], halo.dim, way * distance, elements,
+                    Collective("permute", moved, payload),
+                )  # fmt: skip
+        # Factors are numbered by equation.
+        grown[halo.operand] += (dataclasses.replace(halo, operand=0, factor=0),)
+
+
+def cutting_axes(factor: int, lane: Lane, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of several devices that split a factor, major first."""
+    return tuple(
+        axis for axis, choice in zip(mesh.axes, lane, strict=True) if choice == factor and mesh.axis_size(axis) > 1
+    )
 
 
 def lane_operands(equation: Equation, rule: Rule, lane_index: int) -> Sequence[int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 from autopar.ir.graph import Equation
@@ -31,6 +31,9 @@ class Local(Protocol):
 
     def total(self, factor: int, x: Any) -> Any:
         """The sum of every piece's `x`, on every piece."""
+
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
 
 
 Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]
@@ -58,6 +61,25 @@ class InnerSum:
 
 
 @dataclasses.dataclass(frozen=True)
+class Halo:
+    """What each piece of an operand borrows from the pieces before and after it along a dimension."""
+
+    operand: int
+    dim: int
+    factor: int  # that cuts the dimension
+    before: int  # elements along the dimension
+    after: int
+    itemsize: int  # bytes
+    fill: Hashable  # says what is beyond the ends
+
+
+def halo_hops(width: int, piece: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """From how far away (in pieces) how many elements come; beyond the ends of the whole there are none."""
+    for distance in range(1, min(math.ceil(width / piece), pieces - 1) + 1):
+        yield distance, min(piece, width - (distance - 1) * piece)
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """The factors of one equation.
 
@@ -78,6 +100,7 @@ class Rule:
     unit: Literal["matmul", "vector", "none"] = "vector"  # "none": moves or renames data at most
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
+    halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     # Of an equation with a body:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()
@@ -93,6 +116,10 @@ class Rule:
         if self.work_of is not None:
             return self.work_of(split)
         return self.flops * self.points() / math.prod(split.values())
+
+    def communicates(self, factor: int) -> bool:
+        """Whether the pieces of a factor need something of one another while they are computed."""
+        return factor in {*(total.factor for total in self.sums), *(halo.factor for halo in self.halos)}
 
     def is_addend(self, factor: int, result: int) -> bool:
         """Whether the pieces of a factor leave addends of a result."""

@@ -50,6 +50,7 @@ class Factors:
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             whole=frozenset(self.whole | set(fields.pop("whole", ()))),
+            halos=tuple(fields.pop("halos", ())),
             **fields,
         )
 

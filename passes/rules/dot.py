@@ -1,20 +1,17 @@
-"""Matrix products and convolutions."""
+"""Matrix products."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import Local, Rule, bind
 from autopar.passes.rules.building import (
-    DimFactors,
     Factors,
     RuleBuilder,
     is_number,
     linear_sets,
-    local_size,
     without_sharding,
 )
 
@@ -52,51 +49,6 @@ def _dot_general(eqn: Equation) -> Rule:
     )
 
 
-def _conv_general_dilated(eqn: Equation) -> Rule:
-    """Batch, groups and features split as in a product of matrices; windows keep the spatial dimensions whole."""
-    left, right = eqn.inputs
-    (result,) = eqn.outputs
-    numbers = eqn.params["dimension_numbers"]
-    groups = eqn.params["feature_group_count"]
-    factors = Factors()
-    if eqn.params["batch_group_count"] == 1:
-        group = factors.new(groups)
-        left_batch = out_batch = factors.new(left.shape[numbers.lhs_spec[0]])
-        right_out = out_feature = group + factors.new(result.shape[numbers.out_spec[1]] // groups)
-    else:  # the gradient of a grouped convolution: the groups lie in the batch of one operand
-        group = factors.new_whole(groups)
-        left_batch = factors.new_whole(left.shape[numbers.lhs_spec[0]])
-        out_batch = factors.new_whole(result.shape[numbers.out_spec[0]])
-        right_out = out_feature = factors.new_whole(result.shape[numbers.out_spec[1]])
-    in_features = factors.new(right.shape[numbers.rhs_spec[1]])
-
-    def place(spec: Sequence[int], shape: Sequence[int], major: DimFactors, feature: DimFactors) -> tuple[Any, ...]:
-        dims = [factors.new_whole(n) if d in spec[2:] else () for d, n in enumerate(shape)]
-        dims[spec[0]], dims[spec[1]] = major, feature
-        return tuple(dims)
-
-    left_dims = place(numbers.lhs_spec, left.shape, left_batch, group + in_features)
-    right_dims = place(numbers.rhs_spec, right.shape, right_out, in_features)
-    output = place(numbers.out_spec, result.shape, out_batch, out_feature)
-
-    def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        count = local_size(local, group)
-        return bind(eqn, operands, feature_group_count=count, **without_sharding(eqn, "out_sharding"))
-
-    # Each point of the result needs the window and the input features, not the spatial size of the input.
-    spatial = math.prod(left.shape[d] for d in numbers.lhs_spec[2:])
-    return factors.rule(
-        [left_dims, right_dims],
-        [output],
-        reduced=dict.fromkeys(in_features, "sum"),
-        linear=linear_sets(eqn, {0}, {1}),
-        emit=emit,
-        flops=2.0 / max(1, spatial),
-        unit="matmul",
-    )
-
-
 RULES: dict[str, RuleBuilder] = {
-    "conv_general_dilated": _conv_general_dilated,
     "dot_general": _dot_general,
 }

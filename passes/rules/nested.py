@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.errors import InternalError
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
 from autopar.passes.rules.base import DimMap, Local, Rule
@@ -245,6 +246,8 @@ class _Propagation:
                 split = split_of(rule, batches)
             except Unsplittable as error:
                 raise _Failed from error
+            if any(halo.factor == split.factor for halo in rule.halos):
+                raise _Failed  # a body has no neighbours
         if split is None:
             return
         self.splits[eqn.id] = split
@@ -341,7 +344,9 @@ class _Propagation:
                 except (Unsplittable, IndexError):
                     continue
                 # Where the batch is not the major dimension no piece has a position; such a value is sliced.
-                if split.factor in rule.whole or split.batch.units < wish.units or split.batch.outer > 1:
+                if split.factor in rule.whole or any(halo.factor == split.factor for halo in rule.halos):
+                    continue
+                if split.batch.units < wish.units or split.batch.outer > 1:
                     continue
                 self.chosen[eqn.id] = split
                 changed = True
@@ -425,6 +430,9 @@ class _Anywhere:
     def total(self, factor: int, x: Any) -> Any:
         return x
 
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        return x
+
 
 def _state(states: Mapping[Value, State], operand: Operand) -> State:
     return states.get(operand) if isinstance(operand, Value) else None
@@ -481,6 +489,11 @@ class _InBody:
     def total(self, factor: int, x: Any) -> Any:
         for _, piece in self._cuts(factor):
             x = piece.local.total(piece.factor, x)
+        return x
+
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        if (before or after) and self.is_split(factor):
+            raise InternalError("the body of an equation was cut where windows reach over the cut")
         return x
 
 

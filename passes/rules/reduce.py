@@ -1,4 +1,4 @@
-"""Reductions, scans along a dimension, sorting, windows, and batched linear algebra."""
+"""Reductions, scans along a dimension, sorting, and batched linear algebra."""
 
 from __future__ import annotations
 
@@ -75,43 +75,6 @@ def _comparisons(size: int) -> float:
     return math.log2(max(2, size))
 
 
-def _windows(count: int, linear: bool = False) -> RuleBuilder:
-    """`count` arrays, then scalars to start from; dimensions without a window are ordinary ones."""
-
-    def build(eqn: Equation) -> Rule:
-        arrays = count or len(eqn.inputs) // 2
-        shape = eqn.outputs[0].shape
-        ones = (1,) * len(shape)
-        params = eqn.params
-        plain = [
-            window == stride == base == dilation == 1 and tuple(padding) == (0, 0)
-            for window, stride, base, dilation, padding in zip(
-                params["window_dimensions"],
-                params["window_strides"],
-                params.get("base_dilation", ones),
-                params.get("window_dilation", ones),
-                params["padding"],
-                strict=True,
-            )
-        ]
-        factors = Factors()
-        ordinary = [factors.new(size) if is_plain else () for size, is_plain in zip(shape, plain, strict=True)]
-
-        def place(sizes: Sequence[int]) -> DimMap:
-            return tuple(
-                dim if is_plain else factors.new_whole(size)
-                for dim, size, is_plain in zip(ordinary, sizes, plain, strict=True)
-            )
-
-        inputs = [place(operand.shape) if i < arrays else () for i, operand in enumerate(eqn.inputs)]
-        outputs = [place(value.shape) for value in eqn.outputs]
-        work = float(math.prod(params["window_dimensions"]) * math.prod(shape))
-        sums = linear_sets(eqn, {0}) if linear else ()
-        return factors.rule(inputs, outputs, linear=sums, flops=work_per_point(work, factors))
-
-    return build
-
-
 def _batched(matrix_rank: Callable[[Equation], int], linear: bool = False) -> RuleBuilder:
     """Leading dimensions are a batch; the last `matrix_rank` of the first operand, and what follows, are whole."""
 
@@ -157,13 +120,7 @@ RULES: dict[str, RuleBuilder] = {
     "reduce_or": _reduction("or"),
     "reduce_prod": _reduction("prod"),
     "reduce_sum": _reduction("sum"),
-    "reduce_window": _windows(0),
-    "reduce_window_max": _windows(1),
-    "reduce_window_min": _windows(1),
-    "reduce_window_sum": _windows(1, linear=True),
     "reduce_xor": _reduction(None),
-    "select_and_gather_add": _windows(2, linear=True),
-    "select_and_scatter_add": _windows(2, linear=True),
     "sort": _along("dimension", _comparisons),
     "top_k": _along("axis", _comparisons),
     **{name: _batched(lambda eqn: 2) for name in _MATRIX.split()},

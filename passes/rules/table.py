@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 
 from autopar.errors import MissingRuleWarning, UserError
 from autopar.ir.graph import Equation
-from autopar.passes.rules import dot, elementwise, gather, layout, loops, random, reduce, slicing
+from autopar.passes.rules import dot, elementwise, gather, layout, loops, random, reduce, slicing, windows
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.building import RuleBuilder, replicated
 
@@ -20,6 +20,7 @@ _BUILT_IN: dict[str, RuleBuilder] = {
     **reduce.RULES,
     **gather.RULES,
     **random.RULES,
+    **windows.RULES,
 }
 _REGISTERED: dict[str, RuleBuilder] = {}  # by users; these win
 

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from autopar.ir.plan import LeafPlan
 from autopar.ir.sharding import Sharding
 from benchmarks import common, overhead, train
-from benchmarks.models import gpt
+from benchmarks.models import gpt, shared
 
 
 def test_a_bar_holds_up_to_its_limit_and_never_for_nan() -> None:
@@ -60,7 +60,7 @@ def test_every_program_runs_once_a_round() -> None:
     runs: list[int] = []
 
     def program(index: int) -> overhead.Program:
-        def step(state: gpt.State, batch: gpt.Batch) -> tuple[gpt.State, gpt.Metrics]:
+        def step(state: shared.State, batch: shared.Batch) -> tuple[shared.State, shared.Metrics]:
             runs.append(index)
             return {"count": state["count"] + 1}, {}
 
@@ -77,7 +77,7 @@ def test_every_program_runs_once_a_round() -> None:
 
 def test_megatron_by_hand_cuts_weights_and_their_moments_alike() -> None:
     config = gpt.GPTConfig(64, 16, num_layers=1, width=32, num_heads=8)
-    state = jax.eval_shape(gpt.make_init(config, gpt.make_optimizer(1e-3, 1, 10)), jax.random.key(0))
+    state = jax.eval_shape(gpt.make_init(config, shared.make_optimizer(1e-3, 1, 10)), jax.random.key(0))
     mesh = Mesh(np.array(jax.devices()[:8]), ("model",))
     shardings = overhead.megatron(mesh, state)
     block = shardings["params"]["blocks"][0]

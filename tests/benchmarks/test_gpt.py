@@ -10,24 +10,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks.models import gpt
+from benchmarks.models import gpt, shared
 
 TINY = gpt.GPTConfig(vocab_size=17, sequence_length=8, num_layers=2, width=16, num_heads=4, dropout=0.0)
 
 
-def _batch(batch_size: int = 4) -> gpt.Batch:
+def _batch(batch_size: int = 4) -> shared.Batch:
     tokens = np.random.default_rng(0).integers(0, 17, (batch_size, 9)).astype(np.int32)
     return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
-def _params(config: gpt.GPTConfig = TINY) -> gpt.Params:
-    params: gpt.Params = _state(config)["params"]
+def _params(config: gpt.GPTConfig = TINY) -> shared.Params:
+    params: shared.Params = _state(config)["params"]
     return params
 
 
-def _state(config: gpt.GPTConfig = TINY, optimizer: Any = None) -> gpt.State:
-    init_state = gpt.make_init(config, optimizer or gpt.make_optimizer(1e-2, 1, 10))
-    state: gpt.State = jax.jit(init_state)(jax.random.key(0))
+def _state(config: gpt.GPTConfig = TINY, optimizer: Any = None) -> shared.State:
+    init_state = gpt.make_init(config, optimizer or shared.make_optimizer(1e-2, 1, 10))
+    state: shared.State = jax.jit(init_state)(jax.random.key(0))
     return state
 
 
@@ -38,18 +38,18 @@ def _state(config: gpt.GPTConfig = TINY, optimizer: Any = None) -> gpt.State:
 )
 def test_published_sizes(name: str, published: float) -> None:
     shapes = jax.eval_shape(lambda key: gpt.init(gpt.SPECIFICATIONS[name], key), jax.random.key(0))
-    assert gpt.num_parameters(shapes) == pytest.approx(published * 1e9, rel=0.02)
+    assert shared.num_parameters(shapes) == pytest.approx(published * 1e9, rel=0.02)
 
 
 def test_parameters_by_hand() -> None:
     # Embeddings 17·16 + 8·16 = 400. A block: two norms 4·16 = 64; attention 4·16² + 3·16 = 1072 (no bias for the
     # keys); MLP 2·16·64 + 64 + 16 = 2128. Final norm 32.
-    assert gpt.num_parameters(_params()) == 400 + 2 * (64 + 1072 + 2128) + 32
+    assert shared.num_parameters(_params()) == 400 + 2 * (64 + 1072 + 2128) + 32
 
 
 def test_the_train_step_of_the_largest_specification_traces_without_its_memory() -> None:
     config = gpt.SPECIFICATIONS["39B"]
-    optimizer = gpt.make_optimizer(1e-4, 10, 100)
+    optimizer = shared.make_optimizer(1e-4, 10, 100)
     state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
     new_state, metrics = jax.eval_shape(gpt.make_train_step(config, optimizer), state, gpt.abstract_batch(config, 8))
     assert jax.tree.map(lambda x: (x.shape, x.dtype), new_state) == jax.tree.map(lambda x: (x.shape, x.dtype), state)
@@ -82,7 +82,7 @@ def test_attention_is_the_textbook_formula() -> None:
         for t in range(8):
             scores = np.exp(k[: t + 1] @ q[t] / 2)  # sqrt of a head dimension of 4
             expected[t] += scores / scores.sum() @ v[: t + 1] @ p["out"][head]
-    found = np.asarray(gpt._attention(TINY, params, jnp.asarray(x), None)[0])
+    found = np.asarray(shared.attention(params, jnp.asarray(x), shared.causal_mask(8), 0.0, None)[0])
     np.testing.assert_allclose(found, expected + p["out_bias"], rtol=1e-4)
 
 
@@ -101,14 +101,14 @@ def test_remat_changes_nothing_but_the_memory() -> None:
 
 
 def test_dropout_zeroes_its_share_and_scales_the_rest() -> None:
-    found = np.asarray(gpt._dropout(jnp.ones(100_000), 0.25, jax.random.key(0)))
+    found = np.asarray(shared.dropout(jnp.ones(100_000), 0.25, jax.random.key(0)))
     assert set(np.unique(found)) == {np.float32(0), np.float32(4 / 3)}
     assert np.mean(found == 0) == pytest.approx(0.25, abs=0.01)
 
 
 def test_dropout_is_drawn_anew_every_step_and_evaluation_has_none() -> None:
     config = dataclasses.replace(TINY, dropout=0.5)
-    optimizer = gpt.make_optimizer(0.0, 1, 10)
+    optimizer = shared.make_optimizer(0.0, 1, 10)
     step = jax.jit(gpt.make_train_step(config, optimizer))
     state = _state(config, optimizer)
     next_state, first = step(state, _batch())
@@ -120,7 +120,7 @@ def test_dropout_is_drawn_anew_every_step_and_evaluation_has_none() -> None:
 
 
 def test_biases_and_scales_do_not_decay() -> None:
-    optimizer = gpt.make_optimizer(1e-2, 0, 10)
+    optimizer = shared.make_optimizer(1e-2, 0, 10)
     params = jax.tree.map(jnp.ones_like, _params())
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = jax.jit(optimizer.update)(zeros, optimizer.init(params), params)
@@ -131,7 +131,7 @@ def test_biases_and_scales_do_not_decay() -> None:
 
 
 def test_grad_norm_is_that_before_clipping() -> None:
-    optimizer = gpt.make_optimizer(1e-2, 1, 10)
+    optimizer = shared.make_optimizer(1e-2, 1, 10)
     state = _state(TINY, optimizer)
     _, metrics = jax.jit(gpt.make_train_step(TINY, optimizer))(state, _batch())
     squares = [np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(_gradient(TINY))]
@@ -141,7 +141,7 @@ def test_grad_norm_is_that_before_clipping() -> None:
 def test_it_learns_in_bfloat16_too() -> None:
     for dtype in (jnp.float32, jnp.bfloat16):
         config = dataclasses.replace(TINY, dtype=dtype, dropout=0.1)
-        optimizer = gpt.make_optimizer(1e-2, 2, 60)
+        optimizer = shared.make_optimizer(1e-2, 2, 60)
         step = jax.jit(gpt.make_train_step(config, optimizer), donate_argnums=0)
         state = _state(config, optimizer)
         losses = []

@@ -1,4 +1,8 @@
-"""The ways of running a train step that are compared with one device: the full product, and a pairwise covering set."""
+"""The ways of running a train step that are compared with one device.
+
+GPT in the full product of methods, stages and microbatches, and a pairwise covering set of it; every other model in
+the same product, and a few cases by default.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
+from tests.equivalence.subjects import SUBJECTS, Subject
+
 DEVICES = 8
 SMALL_BATCH = 8
 LARGE_BATCH = 64  # an example for each of 8 data shards in each of 8 microbatches, so that no recipe loses a case
-NUM_HEADS = 8
 
 STAGES = (1, 2, 4)
 MICROBATCHES = (1, 2, 4, 8)
@@ -32,11 +37,15 @@ class Case:
     variant: str
     stages: int  # pipeline stages asked for
     microbatches: int
-    scan: bool = False  # the layers in one loop
+    model: str = "gpt"  # of SUBJECTS
 
     def __str__(self) -> str:
         name = f"{self.method}-{self.variant}" if self.variant else self.method
-        return f"{name}-{self.stages}stages-{self.microbatches}microbatches" + ("-scan" if self.scan else "")
+        return f"{self.model}-{name}-{self.stages}stages-{self.microbatches}microbatches"
+
+    @property
+    def subject(self) -> Subject:
+        return SUBJECTS[self.model]
 
     @property
     def num_layers(self) -> int:
@@ -73,20 +82,25 @@ class Case:
     @property
     def batch_size(self) -> int:
         """The small batch wherever it can be cut as asked."""
-        return LARGE_BATCH if SMALL_BATCH % (self.microbatches * self.data_parallel) else SMALL_BATCH
+        count = LARGE_BATCH if SMALL_BATCH % (self.microbatches * self.data_parallel) else SMALL_BATCH
+        return count * self.subject.unit
 
     @property
     def stages_known(self) -> bool:
         """Whether the plan must have exactly these stages.
 
-        The planner is free to find something better. But eight microbatches over hosts with a slow network between them
-        are worth a stage a host, or the planned pipelines would be no pipelines.
+        The planner is free to find something better. But eight microbatches of GPT over hosts with a slow network
+        between them are worth a stage a host, or the planned pipelines would be no pipelines.
         """
-        return self.method != "planned" or self.microbatches == 8
+        return self.method != "planned" or (self.microbatches == 8 and self.model == "gpt")
 
 
 def senseless(case: Case) -> str | None:
     """Why this combination is left out, or None."""
+    if case.stages > case.subject.max_stages:
+        return f"{case.model} has at most {case.subject.max_stages} stages"
+    if case.microbatches > case.subject.max_microbatches:
+        return f"{case.model} has at most {case.subject.max_microbatches} microbatches"
     if case.method in _ONE_STAGE and case.stages > 1:
         return f"{case.method} has no pipeline"
     if DEVICES % (case.data_parallel * case.stages):
@@ -94,10 +108,10 @@ def senseless(case: Case) -> str | None:
     return None
 
 
-def full_product() -> list[Case]:
+def full_product(model: str = "gpt") -> list[Case]:
     """Every combination that makes sense, in a fixed order."""
     cases = (
-        Case(method, variant, stages, microbatches)
+        Case(method, variant, stages, microbatches, model)
         for method, variants in METHODS.items()
         for variant, stages, microbatches in itertools.product(variants, STAGES, MICROBATCHES)
     )
@@ -137,11 +151,23 @@ def _times_used(case: Case, chosen: Iterable[Case]) -> int:
     return sum((case.stages == other.stages) + (case.microbatches == other.microbatches) for other in chosen)
 
 
-# A loop over the layers is one operator yet, so that it stays in one stage.
-SCANNED = (
-    Case("data_parallel", "", 1, 2, scan=True),
-    Case("zero", "stage3", 1, 1, scan=True),
-    Case("megatron", "dp1", 1, 1, scan=True),
-    Case("megatron", "dp2", 1, 2, scan=True),
-    Case("intra_op_only", "", 1, 4, scan=True),
+# The cases of the other models that always run; GPT has its covering set.
+BY_DEFAULT = (
+    Case("data_parallel", "", 1, 2, "gpt_scan"),
+    Case("zero", "stage3", 1, 1, "gpt_scan"),
+    Case("megatron", "dp1", 1, 1, "gpt_scan"),
+    Case("megatron", "dp2", 1, 2, "gpt_scan"),
+    Case("intra_op_only", "", 1, 4, "gpt_scan"),
+    Case("megatron", "dp2", 1, 2, "moe"),
+    Case("zero", "stage3", 1, 2, "decoder"),
+    Case("gpipe", "", 2, 2, "encoder_decoder"),
+    Case("megatron", "dp2", 1, 1, "wide_resnet"),
+    Case("data_parallel", "", 1, 2, "lstm"),
+    Case("zero", "stage1", 1, 1, "vit"),
+    Case("data_parallel", "", 1, 1, "unet"),
 )
+
+
+def everything() -> list[Case]:
+    """The product of every model."""
+    return [case for model in SUBJECTS for case in full_product(model)]

@@ -13,8 +13,10 @@ import numpy as np
 import optax
 
 import autopar
-from benchmarks.models import gpt
-from tests.equivalence.cases import NUM_HEADS, Case
+from benchmarks.models import shared
+from benchmarks.models.shared import Batch, State
+from tests.equivalence.cases import Case
+from tests.equivalence.subjects import SUBJECTS, Subject
 
 ADAMW_STEPS = 5
 LOSS_LIMIT = 1e-5  # relative, after the AdamW steps
@@ -22,14 +24,15 @@ TREE_LIMIT = 1e-4  # relative, norm of the whole parameter tree after the AdamW 
 LEAF_LIMIT = 1e-4  # of a leaf's change in one SGD step, relative to the reference's change of that leaf ...
 LEAF_FLOOR = 1e-7  # ... plus this much of the reference's change of the whole tree
 
-Run = Callable[[optax.GradientTransformation, list[gpt.Batch]], tuple[Any, Any, float]]  # params before, after, loss
+# What is compared of the state before and after, and the last loss.
+Run = Callable[[optax.GradientTransformation, list[Batch]], tuple[Any, Any, float]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
     """What one device gives: the trees as numpy, computed once for all cases."""
 
-    adamw_params: Any
+    adamw_state: Any
     adamw_loss: float  # of the last step
     sgd_change: Any
 
@@ -49,14 +52,9 @@ class Deviation:
         return self.loss <= LOSS_LIMIT and self.tree <= TREE_LIMIT and self.leaf <= 1.0
 
 
-def config(num_layers: int, scan: bool = False) -> gpt.GPTConfig:
-    """A tiny GPT whose heads can be cut over eight devices; dropout is on."""
-    return gpt.GPTConfig(64, 16, num_layers, width=32, num_heads=NUM_HEADS, dropout=0.1, scan=scan)
-
-
 def adamw() -> optax.GradientTransformation:
     """As in real training; the schedule does not start at zero for long: step 2 of 5 has the full rate."""
-    return gpt.make_optimizer(1e-3, warmup_steps=1, decay_steps=10)
+    return shared.make_optimizer(1e-3, warmup_steps=1, decay_steps=10)
 
 
 def sgd() -> optax.GradientTransformation:
@@ -64,11 +62,10 @@ def sgd() -> optax.GradientTransformation:
     return optax.sgd(100.0)
 
 
-def batches(count: int, batch_size: int) -> list[gpt.Batch]:
-    """Random tokens; the targets follow from the inputs, so that there is something to learn."""
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, 64, (count, batch_size, 16)).astype(np.int32)
-    return [{"inputs": inputs, "targets": (inputs * 5 + 1) % 64} for inputs in tokens]
+def batches(subject: Subject, config: Any, count: int, batch_size: int) -> list[Batch]:
+    """On the host, as a data loader gives them."""
+    keys = jax.random.split(jax.random.key(0), count)
+    return [_on_host(subject.model.random_batch(config, batch_size, key)) for key in keys]
 
 
 def norm(tree: Any) -> float:
@@ -85,29 +82,37 @@ def _on_host(tree: Any) -> Any:
     return jax.tree.map(np.array, tree)  # copies: the originals are donated to the next step
 
 
-def measure(run: Run, batch_size: int) -> Reference:
+def compared(state: State) -> Any:
+    """What of the state is compared, on the host."""
+    return _on_host({name: state[name] for name in ("params", "statistics")})
+
+
+def measure(run: Run, subject: Subject, config: Any, batch_size: int) -> Reference:
     """The two experiments of the bar: five AdamW steps, and one SGD step from the same start."""
-    _, adamw_params, loss = run(adamw(), batches(ADAMW_STEPS, batch_size))
-    before, after, _ = run(sgd(), batches(1, batch_size))
-    return Reference(adamw_params, loss, _difference(after, before))
+    data = batches(subject, config, ADAMW_STEPS, batch_size)
+    _, adamw_state, loss = run(adamw(), data)
+    before, after, _ = run(sgd(), data[:1])
+    return Reference(adamw_state, loss, _difference(after, before))
 
 
 def run_on_one_device(
-    model: gpt.GPTConfig, optimizer: optax.GradientTransformation, data: list[gpt.Batch]
+    subject: Subject, config: Any, optimizer: optax.GradientTransformation, data: list[Batch]
 ) -> tuple[Any, Any, float]:
     """Under `jax.jit`."""
-    step = jax.jit(gpt.make_train_step(model, optimizer), donate_argnums=0)
-    state = jax.jit(gpt.make_init(model, optimizer))(jax.random.key(0))
-    before = _on_host(state["params"])
+    step = jax.jit(subject.model.make_train_step(config, optimizer), donate_argnums=0)
+    state = jax.jit(subject.model.make_init(config, optimizer))(jax.random.key(0))
+    before = compared(state)
     for batch in data:
         state, metrics = step(state, batch)
-    return before, _on_host(state["params"]), float(metrics["loss"])
+    return before, compared(state), float(metrics["loss"])
 
 
 @functools.cache
-def reference(model: gpt.GPTConfig, batch_size: int) -> Reference:
+def reference(model: str, num_layers: int, batch_size: int) -> Reference:
     """Computed once per process."""
-    return measure(functools.partial(run_on_one_device, model), batch_size)
+    subject = SUBJECTS[model]
+    config = subject.config(num_layers)
+    return measure(functools.partial(run_on_one_device, subject, config), subject, config, batch_size)
 
 
 def deviation(measured: Reference, expected: Reference, stages: int, reductions: int) -> Deviation:
@@ -121,7 +126,7 @@ def deviation(measured: Reference, expected: Reference, stages: int, reductions:
     worst = max(leaves, key=lambda name: np.inf if np.isnan(leaves[name]) else leaves[name])
     return Deviation(
         loss=abs(measured.adamw_loss - expected.adamw_loss) / abs(expected.adamw_loss),
-        tree=norm(_difference(measured.adamw_params, expected.adamw_params)) / norm(expected.adamw_params),
+        tree=norm(_difference(measured.adamw_state, expected.adamw_state)) / norm(expected.adamw_state),
         leaf=leaves[worst],
         worst_leaf=worst,
         stages=stages,
@@ -137,7 +142,7 @@ def count_reductions(texts: Iterable[str]) -> int:
 def _cluster(case: Case) -> autopar.Cluster:
     """Planned cases get hosts with a slow network between them, one per stage asked for; the others this machine.
 
-    At 10 MFLOP/s all eight devices take about 0.3 s (two layers) for the 20 MFLOP of a step. Over the network,
+    At 10 MFLOP/s all eight devices take about 0.3 s for the 20 MFLOP of a step of GPT (two layers). Over the network,
     activations of 16 kB go each way, where data parallelism across the hosts would send 100 kB of gradients.
     """
     if case.method != "planned":
@@ -191,27 +196,29 @@ def run_case(case: Case) -> Deviation:
     stages: set[int] = set()
     reductions: list[int] = []
 
-    def run(optimizer: optax.GradientTransformation, data: list[gpt.Batch]) -> tuple[Any, Any, float]:
-        model = config(case.num_layers, case.scan)
-        init_state = gpt.make_init(model, optimizer)
+    subject, config = case.subject, case.subject.config(case.num_layers)
+    model = subject.model
+
+    def run(optimizer: optax.GradientTransformation, data: list[Batch]) -> tuple[Any, Any, float]:
+        init_state = model.make_init(config, optimizer)
         key = jax.random.key(0)
         step = autopar.parallelize(
-            gpt.make_train_step(model, optimizer),
+            model.make_train_step(config, optimizer),
             cluster=_cluster(case),
             method=_method(case),
             num_microbatches=case.microbatches,
         )
-        executable = step.compile(jax.eval_shape(init_state, key), gpt.abstract_batch(model, case.batch_size))
+        executable = step.compile(jax.eval_shape(init_state, key), model.abstract_batch(config, case.batch_size))
         if executable.plan.num_microbatches != case.microbatches:
             raise AssertionError(f"{case}: the plan has {executable.plan.num_microbatches} microbatches")
         stages.add(len(executable.plan.stages))
         reductions.append(count_reductions(executable.as_text().values()))
         state = step.init(init_state, key)
-        before = _on_host(autopar.gather(state)["params"])
+        before = compared(autopar.gather(state))
         for batch in data:
             state, metrics = step(state, batch)
-        return before, _on_host(autopar.gather(state)["params"]), float(metrics["loss"])
+        return before, compared(autopar.gather(state)), float(metrics["loss"])
 
-    measured = measure(run, case.batch_size)
-    expected = reference(config(case.num_layers, case.scan), case.batch_size)
+    measured = measure(run, subject, config, case.batch_size)
+    expected = reference(case.model, case.num_layers, case.batch_size)
     return deviation(measured, expected, min(stages), reductions[-1])

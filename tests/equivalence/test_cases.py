@@ -12,10 +12,14 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from benchmarks.models import gpt
+from benchmarks.models.shared import Batch
 from tests.equivalence import cases, compare, results
 from tests.equivalence.cases import Case
+from tests.equivalence.subjects import SUBJECTS
 from tests.equivalence.summary import summary
+
+GPT = SUBJECTS["gpt"]
+CONFIG = GPT.config(2)
 
 
 def test_the_covering_set_has_every_pair_of_the_product_and_is_as_small_as_can_be() -> None:
@@ -49,8 +53,13 @@ def test_results_are_remembered_for_the_version_that_made_them(
 
 
 def test_the_batch_is_divisible_in_every_case() -> None:
-    for case in cases.full_product():
-        assert case.batch_size % (case.microbatches * case.data_parallel) == 0, case
+    for case in cases.everything():
+        assert case.batch_size // case.subject.unit % (case.microbatches * case.data_parallel) == 0, case
+
+
+def test_what_always_runs_is_in_the_product() -> None:
+    assert set(cases.BY_DEFAULT) <= set(cases.everything())
+    assert {case.model for case in cases.BY_DEFAULT} == set(SUBJECTS) - {"gpt"}
 
 
 def test_the_product_has_every_combination() -> None:
@@ -60,7 +69,7 @@ def test_the_product_has_every_combination() -> None:
 
 @pytest.fixture(scope="module")
 def expected() -> compare.Reference:
-    return compare.reference(compare.config(2), 8)
+    return compare.reference("gpt", 2, 8)
 
 
 def test_a_run_equals_itself(expected: compare.Reference) -> None:
@@ -92,7 +101,7 @@ def test_not_a_number_fails(expected: compare.Reference) -> None:
     assert not found.within
 
 
-@pytest.mark.parametrize("field", ["adamw_params", "adamw_loss"])
+@pytest.mark.parametrize("field", ["adamw_state", "adamw_loss"])
 def test_another_result_of_adamw_fails(expected: compare.Reference, field: str) -> None:
     value = jax.tree.map(lambda leaf: leaf * 1.0002, getattr(expected, field))
     assert not compare.deviation(dataclasses.replace(expected, **{field: value}), expected, 1, 0).within
@@ -103,22 +112,22 @@ def test_the_limits_leave_room_for_another_order_of_summation(expected: compare.
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
-    def run(optimizer: Any, data: list[gpt.Batch]) -> tuple[Any, Any, float]:
-        model = compare.config(2)
-        state = jax.jit(gpt.make_init(model, optimizer), out_shardings=everywhere)(jax.random.key(0))
-        before = jax.tree.map(np.array, state["params"])
-        step = jax.jit(gpt.make_train_step(model, optimizer), in_shardings=(everywhere, cut))
+    def run(optimizer: Any, data: list[Batch]) -> tuple[Any, Any, float]:
+        state = jax.jit(GPT.model.make_init(CONFIG, optimizer), out_shardings=everywhere)(jax.random.key(0))
+        before = compare.compared(state)
+        step = jax.jit(GPT.model.make_train_step(CONFIG, optimizer), in_shardings=(everywhere, cut))
         for batch in data:
             state, metrics = step(state, batch)
-        return before, jax.tree.map(np.array, state["params"]), float(metrics["loss"])
+        return before, compare.compared(state), float(metrics["loss"])
 
-    found = compare.deviation(compare.measure(run, 8), expected, 1, 0)
+    found = compare.deviation(compare.measure(run, GPT, CONFIG, 8), expected, 1, 0)
     assert found.within, found
     assert found.tree > 0  # it is another computation
 
 
 def test_the_reference_learns(expected: compare.Reference) -> None:
-    before, _, first = compare.run_on_one_device(compare.config(2), compare.adamw(), compare.batches(1, 8))
+    data = compare.batches(GPT, CONFIG, 1, 8)
+    before, _, first = compare.run_on_one_device(GPT, CONFIG, compare.adamw(), data)
     assert compare.norm(before) > 0
     assert expected.adamw_loss < first
 

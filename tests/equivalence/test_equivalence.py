@@ -1,6 +1,7 @@
-"""The same numbers as one device: GPT under every recipe and under planned plans, dropout on, float32.
+"""The same numbers as one device: every model under every recipe and under planned plans, dropout on, float32.
 
-The covering set always; the whole product with `-m slow`, which leaves out what has passed for the same sources before.
+GPT's covering set and a few cases of the other models always; the whole product with `-m slow`, which leaves out what
+has passed for the same sources before.
 """
 
 from __future__ import annotations
@@ -9,8 +10,6 @@ import pytest
 
 from tests.equivalence import cases, compare, results
 from tests.equivalence.cases import Case
-
-PRODUCT = cases.full_product()
 
 
 def _check(case: Case, found: compare.Deviation) -> None:
@@ -23,18 +22,18 @@ def _check(case: Case, found: compare.Deviation) -> None:
         assert found.stages == case.stages
 
 
-@pytest.mark.parametrize("case", cases.covering(PRODUCT), ids=str)
+@pytest.mark.parametrize("case", cases.covering(cases.full_product()), ids=str)
 def test_covering_set(case: Case) -> None:
     _check(case, compare.run_case(case))
 
 
-@pytest.mark.parametrize("case", cases.SCANNED, ids=str)
-def test_layers_in_one_loop(case: Case) -> None:
+@pytest.mark.parametrize("case", cases.BY_DEFAULT, ids=str)
+def test_other_models(case: Case) -> None:
     _check(case, compare.run_case(case))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", PRODUCT, ids=str)
+@pytest.mark.parametrize("case", cases.everything(), ids=str)
 def test_full_product(case: Case) -> None:
     before = results.latest().get(str(case))
     if before is not None and before["passed"]:

@@ -47,6 +47,10 @@ class Together:
     def total(self, factor: int, x: Any) -> Any:
         return lax.psum(x, f"f{factor}")
 
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        assert not self.is_split(factor)
+        return x
+
 
 def window(rule: Rule, dims: DimMap, split: Mapping[int, int], index: Mapping[int, int]) -> tuple[slice, ...]:
     """Where a piece lies in an array unfolded into its factors."""
