@@ -21,6 +21,7 @@ from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
@@ -39,6 +40,7 @@ class Executable:
     _runtime: RuntimeExecutable
     _graph: Graph
     _devices: tuple[jax.Device, ...]
+    _is_static: IsStatic
 
     @property
     def cost(self) -> float:
@@ -76,7 +78,7 @@ class Executable:
           PlanMismatchError: the arguments have another structure or other shapes than those compiled for.
           StateError, StateLostError: see `autopar.errors`.
         """
-        leaves, tree = jax.tree.flatten((args, kwargs))
+        leaves, tree = flatten_arrays((args, kwargs), self._is_static)
         graph = self._graph
         if tree != graph.in_tree:
             raise PlanMismatchError(
@@ -91,7 +93,12 @@ class Executable:
         return self._run(leaves)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self._graph.out_tree, self._runtime(leaves))
+        unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
+        return unflatten(self._graph.out_tree, self._runtime(leaves))
+
+    @functools.cached_property
+    def _returns_static(self) -> bool:
+        return has_static(self._graph.out_tree)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,7 +120,8 @@ class Parallelized:
     def __init__(
         self, fun: Callable[..., Any], *, cluster: Cluster | None, method: str | Method | Plan,
         num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int], static_argnames: Sequence[str],
-        donate_argnums: str | Sequence[int], devices: Sequence[jax.Device] | None, follow: Parallelized | None,
+        static_leaves: IsStatic, donate_argnums: str | Sequence[int], devices: Sequence[jax.Device] | None,
+        follow: Parallelized | None,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -124,6 +132,7 @@ class Parallelized:
         self._batch_axes = batch_axes
         self._static_argnums = tuple(static_argnums)
         self._static_argnames = tuple(static_argnames)
+        self._is_static = static_leaves
         self._donate_argnums = donate_argnums
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
@@ -183,8 +192,14 @@ class Parallelized:
                 f"init: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do, as "
                 "jax.eval_shape gives them."
             )
-        shapes = jax.eval_shape(init_fn, *args)
-        leaves, tree = jax.tree.flatten(shapes)
+        tree: Any = None
+
+        def make_leaves(*xs: Any) -> list[Any]:
+            nonlocal tree
+            leaves, tree = flatten_arrays(init_fn(*xs), self._is_static)
+            return leaves
+
+        leaves = jax.eval_shape(make_leaves, *args)
         first = _position_of(executable._graph, tree, leaves)
         homes = executable._runtime.wiring.homes
         shardings = [
@@ -198,7 +213,7 @@ class Parallelized:
         for mesh, indices in by_mesh.items():
 
             def make(*xs: Any, indices: list[int] = indices) -> list[Any]:
-                state = jax.tree.leaves(init_fn(*xs))
+                state = make_leaves(*xs)
                 return [state[i] for i in indices]
 
             wanted = None if mesh is None else [shardings[i] for i in indices]
@@ -206,7 +221,7 @@ class Parallelized:
             made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args)))
             for i, x in zip(indices, made, strict=True):
                 placed[i] = x
-        return jax.tree.unflatten(tree, placed)
+        return unflatten_arrays(tree, placed)
 
     # Within.
 
@@ -216,7 +231,7 @@ class Parallelized:
             numbers, names = dict(positional), dict(named)
             args = tuple(a for i, a in enumerate(args) if i not in numbers)
             kwargs = {k: v for k, v in kwargs.items() if k not in names}
-        leaves, tree = jax.tree.flatten((args, dict(kwargs)))
+        leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
         return _Call(tuple(leaves), tree, positional, named, (tree, leaf_specs(leaves), positional, named))
 
     def _static(
@@ -245,7 +260,8 @@ class Parallelized:
     def _analyse(self, call: _Call) -> BatchAnalysis:
         if call.key not in self._analyses:
             args, kwargs = jax.tree.unflatten(call.tree, call.leaves)
-            graph = trace(_bind_static(self._fun, call), args, kwargs, name=self._name)
+            fun = _bind_static(self._fun, call)
+            graph = trace(fun, args, kwargs, name=self._name, is_static=self._is_static)
             warn_missing(graph.equations)
             leader = self._leader()
             lies = {} if leader is None else _lies(leader, graph, call.leaves)
@@ -311,7 +327,7 @@ class Parallelized:
         plan, lowered = self._planned(call, analysis)
         rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
         runtime = build(lowered, plan.schedule, rules, devices, self._donated(call, analysis.graph))
-        self._executables[call.key] = Executable(plan, runtime, analysis.graph, devices)
+        self._executables[call.key] = Executable(plan, runtime, analysis.graph, devices, self._is_static)
         return self._executables[call.key]
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
@@ -448,6 +464,7 @@ def parallelize(
     batch_axes: Any = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
+    static_leaves: IsStatic = ...,
     donate_argnums: str | Sequence[int] | int = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
@@ -462,6 +479,7 @@ def parallelize(
     batch_axes: Any = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
+    static_leaves: IsStatic = ...,
     donate_argnums: str | Sequence[int] | int = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
@@ -475,6 +493,7 @@ def parallelize(
     batch_axes: Any = "auto",
     static_argnums: Sequence[int] | int = (),
     static_argnames: Sequence[str] | str = (),
+    static_leaves: IsStatic = callable,
     donate_argnums: str | Sequence[int] | int = "auto",
     devices: Sequence[jax.Device] | None = None,
     follow: Parallelized | None = None,
@@ -489,6 +508,9 @@ def parallelize(
       batch_axes: "auto" or a pytree prefix of the positional arguments with an int or None per leaf, as `in_axes`
         of `jax.vmap`; without the static arguments. Keyword arguments hold examples only under "auto".
       static_argnums, static_argnames: as in `jax.jit`.
+      static_leaves: which leaves of arguments and results are part of the structure, as in `equinox.filter_jit`; asked
+        of leaves that are no arrays. Default: functions. Equinox modules with flags need
+        `lambda leaf: not eqx.is_array(leaf)`.
       donate_argnums: "auto" donates the state (the leaves that come out again); () keeps it.
       devices: default `jax.devices()`.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
@@ -499,13 +521,14 @@ def parallelize(
     if fun is None:
         return functools.partial(
             parallelize, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
-            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            devices=devices, follow=follow,
+            static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
+            donate_argnums=donate_argnums, devices=devices, follow=follow,
         )  # fmt: skip
     return Parallelized(
         fun, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
         static_argnums=(static_argnums,) if isinstance(static_argnums, int) else static_argnums,
         static_argnames=(static_argnames,) if isinstance(static_argnames, str) else static_argnames,
+        static_leaves=static_leaves,
         donate_argnums=(donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums,
         devices=devices, follow=follow,
     )  # fmt: skip

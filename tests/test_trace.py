@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from autopar.ir.graph import Graph, Phase
@@ -115,6 +117,11 @@ def test_sources_are_the_users_lines() -> None:
     graph = trace(lambda x: jnp.sinh(x), (f32(2),), {}, name="fun")
     (eqn,) = graph.equations
     assert "test_trace.py:" in eqn.source
+
+
+def test_sources_name_the_users_line_before_that_of_a_package() -> None:
+    (*_, eqn) = trace(lambda x: optax.huber_loss(x), (f32(2),), {}, name="fun").equations
+    assert re.match(r".*test_trace\.py:\d+:\d+ \(.*<lambda>\), in .*optax/losses/_regression\.py:\d+", eqn.source)
 
 
 def test_fingerprints() -> None:

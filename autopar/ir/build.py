@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -27,6 +28,8 @@ _CALLS = {
     "remat": "jaxpr",
 }
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_MAX_FRAMES = 1000  # as deep as Python goes
 _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 
 
@@ -117,9 +120,20 @@ class Builder:
 
 
 def source_of(eqn: Any) -> str:
-    """The user's line that a JAX equation comes from, or ""."""
+    """The user's line that a JAX equation comes from, with the line of an installed package that it led to, or ""."""
     text = source_info_util.summarize(eqn.source_info)
-    return "" if "unknown" in text.lower() else text
+    if not text or "unknown" in text.lower():
+        return ""
+    if not is_library(text):
+        return text
+    frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines())
+    own = next((frame for frame in frames if not is_library(frame)), None)
+    return text if own is None else f"{own}, in {text}"
+
+
+def is_library(frame: str) -> bool:
+    """Whether a file, or a frame that begins with it, is of this package or of an installed one."""
+    return frame.startswith(_PACKAGE) or "/site-packages/" in frame or "/dist-packages/" in frame
 
 
 def _phase(name_stack: str) -> Phase:
