@@ -25,6 +25,7 @@ from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatt
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
+from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.planner import Planner
 from autopar.runtime.executable import Executable as RuntimeExecutable
@@ -261,7 +262,7 @@ class Parallelized:
         if call.key not in self._analyses:
             args, kwargs = jax.tree.unflatten(call.tree, call.leaves)
             fun = _bind_static(self._fun, call)
-            graph = trace(fun, args, kwargs, name=self._name, is_static=self._is_static)
+            graph = index_within_examples(trace(fun, args, kwargs, name=self._name, is_static=self._is_static))
             warn_missing(graph.equations)
             leader = self._leader()
             lies = {} if leader is None else _lies(leader, graph, call.leaves)

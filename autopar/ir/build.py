@@ -27,6 +27,7 @@ _CALLS = {
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
 }
+_REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MAX_FRAMES = 1000  # as deep as Python goes
@@ -100,6 +101,9 @@ class Builder:
                 closed = isinstance(body, jex_core.ClosedJaxpr)
                 inner, inner_consts = (body.jaxpr, body.consts) if closed else (body, ())
                 results = self.inline(inner, inner_consts, inputs, here, where, phase)
+            elif (plainer := _plainer(name, eqn.params)) is not None:
+                traced, values = trace_emission(plainer, inputs)
+                results = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
             else:
                 avals = [var.aval for var in eqn.outvars]
                 results = self.add(eqn.primitive, eqn.params, inputs, avals, phase or _phase(here), where)
@@ -117,6 +121,20 @@ class Builder:
         barrier = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).jaxpr.eqns[0]
         fenced = iter(self.add(barrier.primitive, barrier.params, values, avals, phase, source))
         return [next(fenced) if isinstance(v, Value) else v for v in inputs]
+
+
+def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any]] | None:
+    """The same equation in primitives that need not be run as a whole, where there are such."""
+    if name == "cond" and not any(branch.jaxpr.eqns for branch in params["branches"]):
+        branches = [jex_core.jaxpr_as_fun(branch) for branch in params["branches"]]
+        return lambda index, *xs: [
+            jax.lax.select_n(index, *cases) for cases in zip(*(branch(*xs) for branch in branches), strict=True)
+        ]
+    if name in _REDUCTIONS and params.get("axis_index_groups") is None:
+        axes = params["axes"]  # numbers once `vmap` has taken away the names
+        if all(isinstance(axis, int) for axis in axes):
+            return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
+    return None
 
 
 def source_of(eqn: Any) -> str:
