@@ -22,9 +22,11 @@ from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
+from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.planner import LeafHome, Planner
 from autopar.runtime.executable import Executable as RuntimeExecutable
@@ -41,6 +43,7 @@ class Executable:
     _graph: Graph  # as traced
     _planned: Graph  # with an input for each piece of a leaf that is cut between stages
     _devices: tuple[jax.Device, ...]
+    _is_static: IsStatic
 
     @property
     def cost(self) -> float:
@@ -78,7 +81,7 @@ class Executable:
           PlanMismatchError: the arguments have another structure or other shapes than those compiled for.
           StateError, StateLostError: see `autopar.errors`.
         """
-        leaves, tree = _flatten((args, kwargs))
+        leaves, tree = flatten_arrays((args, kwargs), self._is_static)
         graph = self._graph
         if tree != graph.in_tree:
             raise PlanMismatchError(
@@ -100,7 +103,12 @@ class Executable:
                 Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
                 for o, at in enumerate(self._planned.outputs_of)
             ]
-        return jax.tree.unflatten(self._graph.out_tree, results)
+        unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
+        return unflatten(self._graph.out_tree, results)
+
+    @functools.cached_property
+    def _returns_static(self) -> bool:
+        return has_static(self._graph.out_tree)
 
     def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments' leaves, in the pieces that the plan cuts them into."""
@@ -143,7 +151,8 @@ class Parallelized:
     def __init__(
         self, fun: Callable[..., Any], *, cluster: Cluster | None, method: str | Method | Plan,
         num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int], static_argnames: Sequence[str],
-        donate_argnums: str | Sequence[int], devices: Sequence[jax.Device] | None, follow: Parallelized | None,
+        static_leaves: IsStatic, donate_argnums: str | Sequence[int], devices: Sequence[jax.Device] | None,
+        follow: Parallelized | None,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -154,6 +163,7 @@ class Parallelized:
         self._batch_axes = batch_axes
         self._static_argnums = tuple(static_argnums)
         self._static_argnames = tuple(static_argnames)
+        self._is_static = static_leaves
         self._donate_argnums = donate_argnums
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
@@ -213,8 +223,14 @@ class Parallelized:
                 f"init: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do, as "
                 "jax.eval_shape gives them."
             )
-        shapes = jax.eval_shape(init_fn, *args)
-        leaves, tree = jax.tree.flatten(shapes)
+        tree: Any = None
+
+        def make_leaves(*xs: Any) -> list[Any]:
+            nonlocal tree
+            leaves, tree = flatten_arrays(init_fn(*xs), self._is_static)
+            return leaves
+
+        leaves = jax.eval_shape(make_leaves, *args)
         first = _position_of(executable._graph, tree, leaves)
         homes = executable._runtime.wiring.homes
         planned = executable._planned
@@ -231,14 +247,14 @@ class Parallelized:
         for mesh, pieces in by_mesh.items():
 
             def make(*xs: Any, pieces: list[tuple[int, int]] = pieces) -> list[Any]:
-                state = jax.tree.leaves(init_fn(*xs))
+                state = make_leaves(*xs)
                 return [_pieces(state[i], cuts[i])[k] if i in cuts else state[i] for i, k in pieces]
 
             wanted = None if mesh is None else [shardings[piece] for piece in pieces]
             # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
             made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args)))
             placed.update(zip(pieces, made, strict=True))
-        return jax.tree.unflatten(
+        return unflatten_arrays(
             tree,
             [
                 Pieces(tuple(placed[i, k] for k in range(len(cuts[i].windows))), cuts[i]) if i in cuts else placed[i, 0]
@@ -254,7 +270,7 @@ class Parallelized:
             numbers, names = dict(positional), dict(named)
             args = tuple(a for i, a in enumerate(args) if i not in numbers)
             kwargs = {k: v for k, v in kwargs.items() if k not in names}
-        leaves, tree = _flatten((args, dict(kwargs)))
+        leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
         return _Call(tuple(leaves), tree, positional, named, (tree, leaf_specs(leaves), positional, named))
 
     def _static(
@@ -284,7 +300,8 @@ class Parallelized:
         if call.key not in self._analyses:
             whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Pieces) else x for x in call.leaves]
             args, kwargs = jax.tree.unflatten(call.tree, whole)
-            graph = trace(_bind_static(self._fun, call), args, kwargs, name=self._name)
+            fun = _bind_static(self._fun, call)
+            graph = index_within_examples(trace(fun, args, kwargs, name=self._name, is_static=self._is_static))
             warn_missing(graph.equations)
             leader = self._leader()
             lies = {} if leader is None else _lies(leader, graph, call.leaves)
@@ -353,7 +370,7 @@ class Parallelized:
         rules = {e.id: rule_of(e) for e in step.equations}
         donated = frozenset(k for i in self._donated(call, analysis.graph) for k in step.graph.inputs_of[i])
         runtime = build(lowered, plan.schedule, rules, devices, donated)
-        self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices)
+        self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
@@ -432,11 +449,6 @@ def _position_of(graph: Graph, tree: Any, leaves: Sequence[Any]) -> int:
     )
 
 
-def _flatten(tree: Any) -> tuple[list[Any], Any]:
-    """As `jax.tree.flatten`, with a leaf in pieces as one leaf."""
-    return jax.tree.flatten(tree, is_leaf=lambda x: isinstance(x, Pieces))
-
-
 def _pieces(x: Any, cut: LeafCut) -> list[Any]:
     return [x[(slice(None),) * cut.axis + (slice(start, stop),)] for start, stop in cut.windows]
 
@@ -511,6 +523,7 @@ def parallelize(
     batch_axes: Any = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
+    static_leaves: IsStatic = ...,
     donate_argnums: str | Sequence[int] | int = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
@@ -525,6 +538,7 @@ def parallelize(
     batch_axes: Any = ...,
     static_argnums: Sequence[int] | int = ...,
     static_argnames: Sequence[str] | str = ...,
+    static_leaves: IsStatic = ...,
     donate_argnums: str | Sequence[int] | int = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
@@ -538,6 +552,7 @@ def parallelize(
     batch_axes: Any = "auto",
     static_argnums: Sequence[int] | int = (),
     static_argnames: Sequence[str] | str = (),
+    static_leaves: IsStatic = callable,
     donate_argnums: str | Sequence[int] | int = "auto",
     devices: Sequence[jax.Device] | None = None,
     follow: Parallelized | None = None,
@@ -552,6 +567,9 @@ def parallelize(
       batch_axes: "auto" or a pytree prefix of the positional arguments with an int or None per leaf, as `in_axes`
         of `jax.vmap`; without the static arguments. Keyword arguments hold examples only under "auto".
       static_argnums, static_argnames: as in `jax.jit`.
+      static_leaves: which leaves of arguments and results are part of the structure, as in `equinox.filter_jit`; asked
+        of leaves that are no arrays. Default: functions. Equinox modules with flags need
+        `lambda leaf: not eqx.is_array(leaf)`.
       donate_argnums: "auto" donates the state (the leaves that come out again); () keeps it.
       devices: default `jax.devices()`.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
@@ -562,13 +580,14 @@ def parallelize(
     if fun is None:
         return functools.partial(
             parallelize, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
-            static_argnums=static_argnums, static_argnames=static_argnames, donate_argnums=donate_argnums,
-            devices=devices, follow=follow,
+            static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
+            donate_argnums=donate_argnums, devices=devices, follow=follow,
         )  # fmt: skip
     return Parallelized(
         fun, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
         static_argnums=(static_argnums,) if isinstance(static_argnums, int) else static_argnums,
         static_argnames=(static_argnames,) if isinstance(static_argnames, str) else static_argnames,
+        static_leaves=static_leaves,
         donate_argnums=(donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums,
         devices=devices, follow=follow,
     )  # fmt: skip

@@ -10,8 +10,10 @@ the inputs that the outputs replace.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,9 +22,18 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.build import Builder, live_equations, source_of
+from autopar.ir.build import Builder, is_library, live_equations, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
 from autopar.ir.pieces import Pieces
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
+
+_NEEDS_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+_SEE_DOCS = "See https://"
 
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 
@@ -43,8 +54,17 @@ def _spec_on_host(x: Any) -> LeafSpec:
     return aval.shape, aval.dtype
 
 
-def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, name: str) -> Graph:
+def trace(
+    fun: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    name: str,
+    is_static: IsStatic = callable,
+) -> Graph:
     """Trace `fun(*args, **kwargs)`; leaves are arrays or `jax.ShapeDtypeStruct`s, static values are bound before.
+
+    Leaves that are static are those of the structure, of arguments (in a `StaticLeaf`) and results alike.
 
     Raises:
       TraceError: an argument leaf or an output is not an array, or the function has side effects.
@@ -64,11 +84,13 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
     out_tree: Any = None
     out_paths: tuple[str, ...] = ()
 
-    def flat(*leaves: Any) -> list[Any]:
+    @functools.wraps(fun)  # JAX's messages name the function's own arguments
+    def flat(*call_args: Any, **call_kwargs: Any) -> list[Any]:
         nonlocal out_tree, out_paths
-        call_args, call_kwargs = jax.tree.unflatten(in_tree, leaves)
-        result = fun(*call_args, **call_kwargs)
-        pairs, out_tree = jax.tree_util.tree_flatten_with_path(result)
+        leaves, _ = jax.tree.flatten((call_args, call_kwargs))
+        call_args, call_kwargs = unflatten_arrays(in_tree, leaves)
+        results, out_tree = flatten_arrays(fun(*call_args, **call_kwargs), is_static)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out_tree, results))
         out_paths = tuple(f"output{jax.tree_util.keystr(path)}" for path, _ in pairs)
         for path, (_, leaf) in zip(out_paths, pairs, strict=True):
             try:
@@ -81,7 +103,15 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
         return [leaf for _, leaf in pairs]
 
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
-    closed = jax.make_jaxpr(flat)(*specs)
+    spec_args, spec_kwargs = jax.tree.unflatten(in_tree, specs)
+    try:
+        closed = jax.make_jaxpr(flat)(*spec_args, **spec_kwargs)
+    except _NEEDS_VALUE as error:
+        raise TraceError(
+            f"{name} needs a value at {_place(error) or 'an unknown line'} that only a running step has: "
+            f"{str(error).split(_SEE_DOCS)[0].strip()}\nPass what is a constant of the step by static_argnums, "
+            "static_argnames or static_leaves, or decide on the device, with jnp.where or jax.lax.cond."
+        ) from error
     if closed.effects:
         culprit = _effectful(closed.jaxpr)
         raise TraceError(
@@ -103,6 +133,12 @@ def trace(fun: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
         name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, out_tree,
         _fingerprint(equations, inputs, outputs),
     )  # fmt: skip
+
+
+def _place(error: Exception) -> str:
+    """The user's line that raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
+    return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
 
 
 def _argument_path(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:

@@ -113,7 +113,7 @@ class _Spread:
 
     def _choose(self, eqn: Equation, cut: _Cut) -> bool:
         rule = self.rules[eqn.id]
-        if eqn.id in self.splits or eqn.id in self.loops or len(eqn.outputs) > 1 or rule.separable or rule.sums:
+        if eqn.id in self.splits or eqn.id in self.loops or len(eqn.outputs) > 1 or rule.separable or rule.sums or rule.halos:
             return False
         try:
             split = batch_to_factor(cut.batch, rule.outputs[0][cut.batch.dim], rule.factors)
@@ -163,7 +163,7 @@ class _Spread:
                 split = split_of(rule, same)
             except Unsplittable:
                 return
-            if split.batch.units != cut.batch.units or rule.sums:
+            if split.batch.units != cut.batch.units or rule.sums or rule.halos:
                 return
         else:
             split, cut = self.chosen[eqn.id]
@@ -204,6 +204,9 @@ class _Piece:
 
     def total(self, factor: int, x: Any) -> Any:
         raise Unsplittable("pieces are added up on the way")
+
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        raise Unsplittable("windows reach from one piece into the next")
 
 
 class _Cutter:
@@ -481,11 +484,12 @@ def _never_cut(analysis: BatchAnalysis) -> frozenset[Value]:
 
 def loop_bounds(equations: Iterable[tuple[Equation, int]], stacks: Stacks) -> dict[int, Bounds]:
     """Where loops are cut so that each stage has its part: `equations` of the finest cut, each with its stage."""
+    loop_at = {eqn.origin[0]: eqn.id for eqn in stacks.graph.equations if eqn.id in stacks.loops}
     starts: dict[int, dict[int, int]] = {}  # loop -> first round of a part -> stage
     for eqn, stage in equations:
-        loop, start = eqn.origin
-        if loop in stacks.loops and chain_of(eqn) is not None:
-            starts.setdefault(loop, {})[start] = stage
+        origin, start = eqn.origin
+        if origin in loop_at and chain_of(eqn) is not None:
+            starts.setdefault(loop_at[origin], {})[start] = stage
     found = {}
     for loop, stages in starts.items():
         rounds = sorted(stages)

@@ -369,3 +369,33 @@ def test_options_are_those_of_jit() -> None:
     """What `jax.jit` calls by a name has that name here."""
     ours = set(inspect.signature(autopar.parallelize).parameters)
     assert {"static_argnums", "static_argnames", "donate_argnums"} <= ours & set(inspect.signature(jax.jit).parameters)
+
+
+def test_leaves_that_are_no_arrays() -> None:
+    """Functions always, flags when asked: part of the structure, and back again in the results."""
+
+    def step(model: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(model["activation"](batch["x"] @ w) ** 2)
+
+        value, g = jax.value_and_grad(loss)(model["w"])
+        return {**model, "w": model["w"] - 0.1 * g if model["train"] else model["w"]}, value
+
+    batch = {"x": np.ones((BATCH, 4), np.float32)}
+    model = {"w": np.ones((4, 4), np.float32), "activation": jnp.tanh, "train": True}
+    parallel = autopar.parallelize(
+        step, method=recipes.data_parallel(), static_leaves=lambda leaf: not isinstance(leaf, jax.Array)
+    )
+    executable = parallel.compile(model, batch)
+
+    def make() -> Any:
+        return {**model, "w": jnp.ones((4, 4))}
+
+    born = parallel.init(make)
+    assert born["activation"] is jnp.tanh and born["w"].sharding.num_devices == 8
+    expected = jax.jit(lambda w: step({**model, "w": w}, batch)[1])(model["w"])
+    trained, loss = executable(born, batch)
+    assert trained["activation"] is jnp.tanh and trained["train"] is True
+    np.testing.assert_allclose(loss, expected, rtol=1e-6)
+    still, _ = parallel({**trained, "train": False}, batch)  # another structure, and so another step
+    np.testing.assert_array_equal(autopar.gather(still["w"]), autopar.gather(trained["w"]))

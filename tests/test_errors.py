@@ -250,6 +250,28 @@ def test_static_argument_that_is_not_hashable() -> None:
         step.plan(params(), examples(), [1])
 
 
+def test_static_leaf_that_is_not_hashable() -> None:
+    class Odd:
+        __hash__ = None  # type: ignore[assignment]
+
+    step = autopar.parallelize(lambda p, batch, odd: train_step(p, batch), static_leaves=lambda leaf: True)
+    with pytest.raises(TraceError, match=r"static_leaves takes <.*Odd object.*> of type Odd, which is not hashable"):
+        step.plan(params(), examples(), {"odd": Odd()})
+
+
+def test_decisions_that_need_a_value() -> None:
+    def step(p: Any, batch: Any, options: Any) -> Any:
+        return train_step(p, batch) if options["train"] else (p, 0.0)
+
+    parallel = autopar.parallelize(step, method=recipes.data_parallel())
+    with pytest.raises(TraceError) as caught:
+        parallel.plan(params(), examples(), {"train": True})
+    text = str(caught.value)
+    assert re.match(r"step needs a value at .*test_errors\.py:\d+ \(step\) that only a running step has", text), text
+    assert "the value of the argument options['train']" in text
+    assert "Pass what is a constant of the step by static_argnums, static_argnames or static_leaves, or" in text
+
+
 # The state.
 
 

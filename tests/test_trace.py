@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from autopar.ir.graph import Graph, Phase
@@ -111,10 +113,37 @@ def test_rematerialisation_is_fenced() -> None:
     assert "cos" in names[names.index("optimization_barrier") :]
 
 
+def test_a_condition_that_only_chooses_is_a_selection() -> None:
+    """As in `optax.periodic_update`: each leaf can then be split in its own way."""
+
+    def fun(p: Any, q: Any, n: Any) -> Any:
+        return jax.lax.cond(n > 0, lambda: (p, 1.0), lambda: (q, 0.0))
+
+    graph = trace(fun, (f32(3), f32(3), jax.ShapeDtypeStruct((), jnp.int32)), {}, name="fun")
+    assert [e.primitive.name for e in graph.equations] == ["gt", "convert_element_type", "select_n", "select_n"]
+
+
+def test_collectives_under_vmap_are_reductions() -> None:
+    """As in a step that was written for `pmap`."""
+
+    def fun(x: Any) -> Any:
+        return jax.vmap(lambda x: (jax.lax.pmean(x, "i"), jax.lax.pmax(x, "i")), axis_name="i", out_axes=(None, None))(
+            x
+        )
+
+    names = [e.primitive.name for e in trace(fun, (f32(4, 3),), {}, name="fun").equations]
+    assert names == ["reduce_sum", "div", "reduce_max"]
+
+
 def test_sources_are_the_users_lines() -> None:
     graph = trace(lambda x: jnp.sinh(x), (f32(2),), {}, name="fun")
     (eqn,) = graph.equations
     assert "test_trace.py:" in eqn.source
+
+
+def test_sources_name_the_users_line_before_that_of_a_package() -> None:
+    (*_, eqn) = trace(lambda x: optax.huber_loss(x), (f32(2),), {}, name="fun").equations
+    assert re.match(r".*test_trace\.py:\d+:\d+ \(.*<lambda>\), in .*optax/losses/_regression\.py:\d+", eqn.source)
 
 
 def test_fingerprints() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -26,7 +27,10 @@ _CALLS = {
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
 }
+_REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_MAX_FRAMES = 1000  # as deep as Python goes
 _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 
 
@@ -102,6 +106,9 @@ class Builder:
                 results = self.inline(inner, inner_consts, inputs, here, where, phase)
             elif name == "rev" and all(inputs[0].shape[d] == 1 for d in eqn.params["dimensions"]):
                 results = inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
+            elif (plainer := _plainer(name, eqn.params)) is not None:
+                traced, values = trace_emission(plainer, inputs)
+                results = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
             else:
                 avals = [var.aval for var in eqn.outvars]
                 results = self.add(eqn.primitive, eqn.params, inputs, avals, phase or _phase(here), where)
@@ -121,10 +128,35 @@ class Builder:
         return [next(fenced) if isinstance(v, Value) else v for v in inputs]
 
 
+def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any]] | None:
+    """The same equation in primitives that need not be run as a whole, where there are such."""
+    if name == "cond" and not any(branch.jaxpr.eqns for branch in params["branches"]):
+        branches = [jex_core.jaxpr_as_fun(branch) for branch in params["branches"]]
+        return lambda index, *xs: [
+            jax.lax.select_n(index, *cases) for cases in zip(*(branch(*xs) for branch in branches), strict=True)
+        ]
+    if name in _REDUCTIONS and params.get("axis_index_groups") is None:
+        axes = params["axes"]  # numbers once `vmap` has taken away the names
+        if all(isinstance(axis, int) for axis in axes):
+            return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
+    return None
+
+
 def source_of(eqn: Any) -> str:
-    """The user's line that a JAX equation comes from, or ""."""
+    """The user's line that a JAX equation comes from, with the line of an installed package that it led to, or ""."""
     text = source_info_util.summarize(eqn.source_info)
-    return "" if "unknown" in text.lower() else text
+    if not text or "unknown" in text.lower():
+        return ""
+    if not is_library(text):
+        return text
+    frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines())
+    own = next((frame for frame in frames if not is_library(frame)), None)
+    return text if own is None else f"{own}, in {text}"
+
+
+def is_library(frame: str) -> bool:
+    """Whether a file, or a frame that begins with it, is of this package or of an installed one."""
+    return frame.startswith(_PACKAGE) or "/site-packages/" in frame or "/dist-packages/" in frame
 
 
 def _phase(name_stack: str) -> Phase:

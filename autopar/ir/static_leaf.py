@@ -1,0 +1,75 @@
+"""Leaves of a pytree that are no arrays (functions, flags), taken for part of its structure."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar.errors import TraceError
+from autopar.ir.pieces import Pieces
+
+IsStatic = Callable[[Any], bool]  # of a leaf that is no array
+
+
+@dataclasses.dataclass(frozen=True)
+class StaticLeaf:
+    """A node without leaves: its value belongs to the structure, and so to what a step is traced for."""
+
+    value: Any
+
+
+jax.tree_util.register_static(StaticLeaf)
+
+
+def flatten_arrays(tree: Any, is_static: IsStatic) -> tuple[list[Any], Any]:
+    """The other leaves, one in pieces as one, and the structure with every static leaf in a `StaticLeaf`.
+
+    Raises:
+      TraceError: a static leaf is not hashable.
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_pieces)
+    # Before the predicate's own answer: "is no jax.Array" holds of numpy arrays and of shapes too.
+    static = {i for i, x in enumerate(leaves) if not isinstance(x, jax.Array) and not _is_array(x) and is_static(x)}
+    if not static:
+        return leaves, structure
+    for i in static:
+        _check_hashable(leaves[i])
+    held = [StaticLeaf(x) if i in static else x for i, x in enumerate(leaves)]
+    return jax.tree.flatten(jax.tree.unflatten(structure, held), is_leaf=_is_pieces)
+
+
+def unflatten_arrays(structure: Any, leaves: Sequence[Any]) -> Any:
+    """The inverse of `flatten_arrays`."""
+    tree = jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(lambda x: x.value if _is_held(x) else x, tree, is_leaf=lambda x: _is_held(x) or _is_pieces(x))
+
+
+def has_static(structure: Any) -> bool:
+    """Whether some leaf is held in the structure."""
+    tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
+    return any(map(_is_held, jax.tree.leaves(tree, is_leaf=_is_held)))
+
+
+def _is_pieces(x: Any) -> bool:
+    return isinstance(x, Pieces)
+
+
+def _is_held(x: Any) -> bool:
+    return isinstance(x, StaticLeaf)
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype")
+
+
+def _check_hashable(value: Any) -> None:
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TraceError(
+            f"static_leaves takes {value!r} of type {type(value).__name__}, which is not hashable. Leave it out of "
+            "static_leaves, or give it a __hash__ and an __eq__."
+        ) from error
