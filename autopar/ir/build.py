@@ -14,7 +14,8 @@ from jax.extend import source_info_util
 
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
 
-_CALLS = {
+# Primitives that call a jaxpr, and the parameter that holds it.
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -22,10 +23,20 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_partitioning": "call",  # of whole arrays; how it is cut, the rules of its equations say
+    "composite": "jaxpr",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call_jaxpr": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "xla_metadata_call": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
 }
+LINEAR_SOLVE = "custom_linear_solve"  # calls one of several
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 
@@ -89,7 +100,9 @@ class Builder:
             name = eqn.primitive.name
             here = f"{stack}/{eqn.source_info.name_stack}"
             where = source_of(eqn) or source
-            body = eqn.params.get(_CALLS[name]) if name in _CALLS else None
+            body = eqn.params.get(CALLS[name]) if name in CALLS else None
+            if name == LINEAR_SOLVE:
+                body, inputs = _solve_of(eqn.params, inputs)
             results: Sequence[Operand]
             if body is not None:
                 if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
@@ -114,6 +127,17 @@ class Builder:
         barrier = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).jaxpr.eqns[0]
         fenced = iter(self.add(barrier.primitive, barrier.params, values, avals, phase, source))
         return [next(fenced) if isinstance(v, Value) else v for v in inputs]
+
+
+def _solve_of(params: Mapping[str, Any], inputs: Sequence[Operand]) -> tuple[Any, list[Operand]]:
+    """The user's solver of a `custom_linear_solve`, and its inputs: each of the functions comes with constants.
+
+    Differentiation has used the others.
+    """
+    lengths = params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    end = first + lengths.solve
+    return params["jaxprs"].solve, [*inputs[first:end], *inputs[end + lengths.transpose_solve :]]
 
 
 def source_of(eqn: Any) -> str:

@@ -16,6 +16,7 @@ from autopar.passes.rules.building import (
     linear_sets,
     local_size,
     without_sharding,
+    work_per_point,
 )
 
 
@@ -48,6 +49,41 @@ def _dot_general(eqn: Equation) -> Rule:
         linear=linear_sets(eqn, {0}, {1}),
         emit=emit,
         flops=2.0,
+        unit="matmul",
+    )
+
+
+def _scaled_dot(eqn: Equation) -> Rule:
+    """A product of blocks with a scale each: a contracted dimension is (blocks, what is in one)."""
+    left, right, left_scale, right_scale = eqn.inputs
+    (left_contract, right_contract), (left_batch, right_batch) = eqn.params["dimension_numbers"]
+    factors = Factors()
+    left_dims = list(factors.dims([1 if d in left_contract else n for d, n in enumerate(left.shape)]))
+    partner = dict(zip(right_batch, left_batch, strict=True))
+    right_dims = [
+        left_dims[partner[d]] if d in partner else factors.new(1 if d in right_contract else n)
+        for d, n in enumerate(right.shape)
+    ]
+    left_scales, right_scales = list(left_dims), list(right_dims)
+    contracted: DimFactors = ()
+    for a, b in zip(left_contract, right_contract, strict=True):
+        counts = (left_scale.shape[a], right_scale.shape[b])
+        blocks = factors.new(math.gcd(*counts))
+        left_dims[a] = right_dims[b] = blocks + factors.new_whole(left.shape[a] // math.gcd(*counts))
+        left_scales[a] = blocks + factors.new_whole(counts[0] // math.gcd(*counts))
+        right_scales[b] = blocks + factors.new_whole(counts[1] // math.gcd(*counts))
+        contracted += blocks
+    output = (
+        *(left_dims[d] for d in left_batch),
+        *(dim for d, dim in enumerate(left_dims) if d not in left_batch and d not in left_contract),
+        *(dim for d, dim in enumerate(right_dims) if d not in right_batch and d not in right_contract),
+    )
+    work = 2.0 * math.prod(eqn.outputs[0].shape) * math.prod(left.shape[d] for d in left_contract)
+    return factors.rule(
+        [tuple(left_dims), tuple(right_dims), tuple(left_scales), tuple(right_scales)],
+        [output],
+        reduced={f: "sum" for f in contracted if f not in factors.whole},
+        flops=work_per_point(work, factors),
         unit="matmul",
     )
 
@@ -99,4 +135,5 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
 RULES: dict[str, RuleBuilder] = {
     "conv_general_dilated": _conv_general_dilated,
     "dot_general": _dot_general,
+    "scaled_dot": _scaled_dot,
 }
