@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import apply_steps
+from autopar.passes.collectives import apply_steps, psum
 from autopar.passes.intra_op.strategies import (
     combined_axes,
     inner_sums,
@@ -351,7 +351,7 @@ class _SpaceLocal:
         return index * self.size(factor)
 
     def total(self, factor: int, x: Any) -> Any:
-        return jax.lax.psum(x, self.axes[factor]) if self.is_split(factor) else x
+        return psum(x, self.axes[factor]) if self.is_split(factor) else x
 
 
 def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:

@@ -190,7 +190,7 @@ class _Drawer:
             lambda x, axis, keepdims: jnp.var(x, axis, keepdims=keepdims),
         )  # fmt: skip
         function = self.one_of(functions)
-        batch = None if info.batch in (None, d) else info.batch - (info.batch > d and not keep)  # type: ignore[operator]
+        batch = None if info.batch in (None, d) else info.batch - (info.batch > d and not keep)
         self.add("reduction", lambda env, ws: function(env[i], axis=d, keepdims=keep), batch)
 
     def normalise(self) -> None:
@@ -320,8 +320,8 @@ class _Drawer:
         rows, width = self.one_of(SIZES), self.one_of(SIZES)
         w = self.weight(rows, width)
         mode = self.one_of(["clip", "fill", "wrap"])
-        fill = {"fill_value": 0.0} if mode == "fill" else {}
-        self.add("look_up", lambda env, ws: jnp.take(ws[w], env[j], 0, mode=mode, **fill), info.batch)
+        fill = 0.0 if mode == "fill" else None
+        self.add("look_up", lambda env, ws: jnp.take(ws[w], env[j], 0, mode=mode, fill_value=fill), info.batch)
 
     def pick(self) -> None:
         """Along an axis, by indices of every example."""

@@ -189,7 +189,7 @@ def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
-            found.append(InnerSum(f, v.nbytes, held, times))
+            found.append(InnerSum(f, v.sum_nbytes, held, times))
         for e in body.equations:
             if e.id in cut.splits:
                 for s in body.rules[e.id].sums:

@@ -14,13 +14,13 @@ _MESH = "it is written for one mesh"
 _EFFECT = "Python is called for what it does, not for a result"
 
 _GROUPS: dict[str, str] = {
-    _NAMED_AXIS: """all_gather all_gather_done all_gather_invariant all_gather_reduced all_gather_reduced_start
-        all_gather_start all_to_all all_to_all_done all_to_all_start axis_index pbroadcast pbroadcast_done
-        pbroadcast_dynamic pbroadcast_start pmax pmin ppermute ppermute_done ppermute_start precv preduced psend psum
-        psum_done psum_invariant psum_invariant_start psum_start pvary ragged_all_to_all reduce_scatter reduce_scatter_done
-        reduce_scatter_start reduced_vary_cast reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum
-        unreduced_psum_start unreduced_reduce_scatter unreduced_reduce_scatter_start vary_unreduced_cast
-        vary_unreduced_cast_p""",
+    _NAMED_AXIS: """all_gather all_gather_done all_gather_invariant all_gather_reduced
+        all_gather_reduced_start all_gather_start all_to_all all_to_all_done all_to_all_start axis_index
+        pbroadcast pbroadcast_done pbroadcast_dynamic pbroadcast_start pmax pmin ppermute ppermute_done
+        ppermute_start precv preduced psend psum psum_done psum_invariant psum_invariant_start psum_start
+        pvary ragged_all_to_all reduce_scatter reduce_scatter_done reduce_scatter_start reduced_vary_cast
+        reduced_vary_cast_p unreduced_pmax unreduced_pmin unreduced_psum unreduced_psum_start
+        unreduced_reduce_scatter unreduced_reduce_scatter_start vary_unreduced_cast vary_unreduced_cast_p""",
     _REFERENCE: """accum_grad_in_ref addupdate broadcast_to create_linear empty_ref free_ref freeze get new_ref pin
         run_state swap unpin""",
     _TOKEN: "after_all check create_token dce_sink tie unreachable xla_metadata_value",
