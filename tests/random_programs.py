@@ -102,6 +102,8 @@ class _Drawer:
         made = jax.eval_shape(link, specs, self.weights)
         if math.prod(made.shape) > MAX_SIZE or len(made.shape) > MAX_RANK or 0 in made.shape:
             return
+        if batch is not None and made.shape[batch] != BATCH:
+            batch = None  # cut, or put together with something
         self.links.append(link)
         self.kinds.append(kind)
         self.infos.append(Info(tuple(made.shape), batch, integer))

@@ -7,9 +7,11 @@ from typing import Any
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax import lax
 
 from autopar.errors import MicrobatchError
 from tests.planned import analyse
@@ -52,7 +54,11 @@ def check_program(program: RandomProgram, shape: tuple[int, ...], stages: int, m
 def test_any_program_computes_the_same(seed: int) -> None:
     @hypothesis.seed(seed)
     @hypothesis.settings(
-        max_examples=CASES_A_TEST, deadline=None, database=None, suppress_health_check=list(hypothesis.HealthCheck)
+        max_examples=CASES_A_TEST,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],  # shrinking compiles for many minutes: add it for a failure at hand
+        suppress_health_check=list(hypothesis.HealthCheck),
     )
     @hypothesis.given(
         programs(),
@@ -65,3 +71,23 @@ def test_any_program_computes_the_same(seed: int) -> None:
         check_program(program, shape, stages, microbatches, lots)
 
     check()
+
+
+def found(function: Any, weights: dict[str, Any], batch: dict[str, Any]) -> RandomProgram:
+    """A program that was found to be wrong, shrunk."""
+    return RandomProgram(function, weights, batch, ())
+
+
+def numbers(*shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("lots", [14, 23])
+def test_a_slice_of_a_slice_that_is_clamped(lots: int) -> None:
+    """7 is clamped to 4. XLA merges the device's slice with it and clamps the sum of both starts to 6."""
+
+    def function(weights: dict[str, Any], batch: dict[str, Any]) -> Any:
+        return jnp.sin(lax.dynamic_slice_in_dim(batch["x"] @ weights["a"], weights["k"], 4, 1))
+
+    program = found(function, {"a": numbers(8, 8), "k": np.int32(7)}, {"x": numbers(8, 8)})
+    check_program(program, (2,), 1, 1, lots)
