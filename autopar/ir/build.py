@@ -12,7 +12,9 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
+from autopar.errors import TraceError
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
+from autopar.ir.unmap import unmapped
 
 # Primitives that call a jaxpr, and the parameter that holds it.
 CALLS = {
@@ -37,6 +39,7 @@ CALLS = {
     "remat": "jaxpr",
 }
 LINEAR_SOLVE = "custom_linear_solve"  # calls one of several
+SHARD_MAP = "shard_map"
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 
@@ -103,6 +106,8 @@ class Builder:
             body = eqn.params.get(CALLS[name]) if name in CALLS else None
             if name == LINEAR_SOLVE:
                 body, inputs = _solve_of(eqn.params, inputs)
+            elif name == SHARD_MAP:
+                body = _unmapped(eqn, where)
             results: Sequence[Operand]
             if body is not None:
                 if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
@@ -138,6 +143,19 @@ def _solve_of(params: Mapping[str, Any], inputs: Sequence[Operand]) -> tuple[Any
     first = lengths.matvec + lengths.vecmat
     end = first + lengths.solve
     return params["jaxprs"].solve, [*inputs[first:end], *inputs[end + lengths.transpose_solve :]]
+
+
+def _unmapped(eqn: Any, source: str) -> Any:
+    """The body of a `shard_map` for all devices at once: a closed jaxpr over whole arrays."""
+    specs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    try:
+        with source_info_util.user_context(eqn.source_info.traceback):
+            return jax.make_jaxpr(unmapped(eqn.params, CALLS))(*specs)
+    except Exception as error:
+        raise TraceError(
+            f"the shard_map at {source or 'an unknown line'} cannot be taken apart into array operations: {error}. "
+            "Call its body on whole arrays in the step, and let the plan shard them, or leave it to jax.jit outside."
+        ) from error
 
 
 def source_of(eqn: Any) -> str:

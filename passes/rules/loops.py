@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import BatchDim, Equation
+from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import DimMap, InnerSum, Local, Rule, bind
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated, work_per_point
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, make_body
@@ -55,7 +56,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
-        consts, carries = _scan_counts(p)
+        consts, carries = scan_counts(p)
         body, cuts = scan_body(p["jaxpr"], consts, carries)
         everything = range(len(body.outputs))
 
@@ -117,14 +118,6 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             seen.cache_clear()
 
     return {"scan": scan, "while": while_, "cond": cond}, forget
-
-
-def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and carries a scan has: among its first operands, in this order."""
-    if "ft_in" in params:  # jax 0.12
-        consts, carries, _ = params["ft_in"].unpack()
-        return len(consts), len(carries)
-    return params["num_consts"], params["num_carry"]
 
 
 @dataclasses.dataclass(frozen=True)

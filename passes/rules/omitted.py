@@ -10,7 +10,6 @@ _EXPORT = "it belongs to exported programs, whose sizes are known at run time on
 _HIGHER = "it works on types beyond arrays"
 _MEMORY = "it makes memory without contents"
 _CALLBACK = "Python is called, which may look at all of its operands"
-_MESH = "it is written for one mesh"
 _EFFECT = "Python is called for what it does, not for a result"
 
 _GROUPS: dict[str, str] = {
@@ -33,7 +32,6 @@ _GROUPS: dict[str, str] = {
         log_read new_box new_log to_edtype""",
     _MEMORY: "empty empty2",
     _CALLBACK: "pure_callback",
-    _MESH: "shard_map",
     _EFFECT: "debug_callback debug_print inspect_sharding io_callback",
 }
 

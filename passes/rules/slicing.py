@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -93,7 +92,7 @@ def _clamped(start: Any, limit: int) -> Any:
     """The start (traced, or a literal's value) within 0 .. limit."""
     if not isinstance(start, jax.Array):
         return np.clip(start, 0, limit).astype(np.asarray(start).dtype)
-    return lax.clamp(start.dtype.type(0), start, start.dtype.type(min(limit, jnp.iinfo(start.dtype).max)))
+    return lax.clamp(start.dtype.type(0), start, start.dtype.type(min(limit, np.iinfo(start.dtype).max)))
 
 
 def _dynamic_slice(eqn: Equation) -> Rule:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import jax
 
-from autopar.ir.build import CALLS, LINEAR_SOLVE
+from autopar.ir.build import CALLS, LINEAR_SOLVE, SHARD_MAP
 from autopar.passes.rules.base import DimMap, Rule
 from autopar.passes.rules.omitted import OMITTED
 from autopar.passes.rules.table import has_rule, rule_of
@@ -58,7 +58,7 @@ does not divide: they are whole then.
 
 Another primitive, a user's own among them, is gathered and runs whole on every device, with a warning that names the
 line; `autopar.register_sharding_rule` gives it a rule. Calls are inlined, and what is in them splits by rules of its
-own: {calls}.
+own: {calls}. The mesh of a `shard_map` is left out: its axes become dimensions, its collectives operations along them.
 
 """
 
@@ -104,7 +104,7 @@ def document() -> str:
     known = primitives_of_jax()
     rules = rules_of_cases()
     elementwise = sorted(n for n, found in rules.items() if n in known and all(map(_is_elementwise, found)))
-    calls = ", ".join(f"`{name}`" for name in sorted({*CALLS, LINEAR_SOLVE} & known.keys()))
+    calls = ", ".join(f"`{name}`" for name in sorted({*CALLS, LINEAR_SOLVE, SHARD_MAP} & known.keys()))
     lines = [_HEAD.format(version=jax.__version__, calls=calls)]
     lines += ["## Element by element: every dimension\n", ", ".join(f"`{n}`" for n in elementwise) + "\n"]
     lines += ["## Others\n", "| primitive | what can be split |", "| --- | --- |"]
