@@ -3,6 +3,7 @@
 #   make test         the tests; PYTEST_ARGS="-k name -x" narrows them
 #   make test-slow    the slow ones
 #   make test-matrix  the tests on the oldest and the newest Python and jax that are supported
+#   make docs         write docs/primitives.md from the rule table
 #   make wheel-test   build wheel and sdist, try the wheel from another folder
 #   make lint | format | coverage | clean
 
@@ -22,7 +23,7 @@ usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 1
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	if $(call usable,$$python); then echo $$python; break; fi; done)
 
-.PHONY: help venv train test test-slow test-matrix wheel-test lint format coverage clean
+.PHONY: help venv train test test-slow test-matrix docs wheel-test lint format coverage clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -48,6 +49,9 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+docs: $(VENV)/.installed
+	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.passes.rules.document
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

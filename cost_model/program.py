@@ -6,7 +6,7 @@ import dataclasses
 import math
 
 from autopar.cost_model.compute import compute_time
-from autopar.cost_model.reshard import StepPrice, step_axes, step_payload, step_result
+from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.ir.graph import Value
 from autopar.ir.local import Accumulate, Compute, LocalProgram, Port, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
@@ -118,6 +118,13 @@ def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
         else:
             use((op.addend, op.sharding), position)
     changes = [0] * (len(local.ops) + 1)
+    for position, op in enumerate(local.ops):
+        if not isinstance(op, Reshard) or op.value.sum_nbytes == op.value.nbytes:
+            continue
+        if any(step.kind in SUM_KINDS for step in op.steps):  # the sum is made in a copy
+            size = op.value.sum_nbytes // math.prod(op.source.tiles(mesh))
+            changes[position] += size
+            changes[position + 1] -= size
     for key, at in born.items():
         size = local_bytes(*key, mesh)
         changes[at] += size

@@ -6,7 +6,7 @@ tile by tile.
 
 1. The graph depends on the rank and the mesh only: built once, edges sorted by the state they lead to.
 2. A size divides only by the tile counts that divide gcd(size, mesh size), and a payload is the array's bytes
-   over a number of tiles: arrays with the same gcds and the same bytes share all prices.
+   over a number of tiles: arrays with the same gcds, elements and bytes share all prices.
 3. An edge's price depends on (kind, axes, tiles) only, so each such class is priced once for each array.
 4. Seconds from a few sources to everywhere: Bellman-Ford, all sources and edges at once in numpy.
 5. The steps of one resharding: Dijkstra; equal times are decided by fewer steps, then by the order of `moves`.
@@ -26,12 +26,13 @@ import numpy.typing as npt
 
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum_itemsize
 
 # (kind, axes in mesh order, payload in bytes as in `Collective`) -> seconds. Local steps cost memory traffic.
 StepPrice = Callable[[StepKind, tuple[str, ...], int], float]
 
 LOCAL_KINDS: frozenset[StepKind] = frozenset({"slice", "mask"})
+SUM_KINDS: frozenset[StepKind] = frozenset({"all_reduce", "reduce_scatter"})
 
 
 def step_result(step: ReshardStep, sharding: Sharding) -> Sharding:
@@ -79,7 +80,8 @@ def step_result(step: ReshardStep, sharding: Sharding) -> Sharding:
 def step_payload(step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh) -> int:
     """Bytes of the local result of the step applied to `sharding`; of the local operand for a reduce-scatter."""
     state = sharding if step.kind == "reduce_scatter" else step_result(step, sharding)
-    return math.prod(state.local_shape(shape, mesh)) * itemsize
+    width = sum_itemsize(itemsize) if step.kind in SUM_KINDS else itemsize
+    return math.prod(state.local_shape(shape, mesh)) * width
 
 
 @functools.lru_cache(maxsize=4096)
@@ -276,11 +278,18 @@ def _shortest_path(network: _Network, cost: npt.NDArray[np.float64], source: int
 class _Prices:
     """What depends on the array: the edges' seconds, and the shortest paths asked for so far."""
 
-    def __init__(self, network: _Network, mesh: Mesh, gcds: tuple[int, ...], nbytes: int, price: StepPrice) -> None:
+    def __init__(
+        self, network: _Network, mesh: Mesh, gcds: tuple[int, ...], size: int, itemsize: int, price: StepPrice
+    ) -> None:
         self.network = network
         self.divides = np.all(np.array(gcds, np.int64) % network.tiles == 0, axis=1)  # [state]
         prices = np.array(
-            [price(kind, axes, nbytes // pieces) if axes else 0.0 for kind, axes, pieces in network.classes]
+            [
+                price(kind, axes, size * (sum_itemsize(itemsize) if kind in SUM_KINDS else itemsize) // pieces)
+                if axes
+                else 0.0
+                for kind, axes, pieces in network.classes
+            ]
         )
         legal = self.divides[network.source] & self.divides[network.target]
         self.cost = np.where(legal, prices[network.price_class], np.inf) if network.steps else prices
@@ -310,12 +319,12 @@ class Resharder:
         self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
         self._prices = functools.lru_cache(maxsize=1024)(self._make_prices)
 
-    def _make_prices(self, gcds: tuple[int, ...], nbytes: int) -> _Prices:
-        return _Prices(_network(len(gcds), self._logical), self._logical, gcds, nbytes, self._price)
+    def _make_prices(self, gcds: tuple[int, ...], size: int, itemsize: int) -> _Prices:
+        return _Prices(_network(len(gcds), self._logical), self._logical, gcds, size, itemsize, self._price)
 
     def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _Prices:
         size = self.mesh.size
-        return self._prices(tuple(math.gcd(n, size) for n in shape), math.prod(shape) * itemsize)
+        return self._prices(tuple(math.gcd(n, size) for n in shape), math.prod(shape), itemsize)
 
     def _states(self, prices: _Prices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
         """Indices of the shardings. Raises InternalError for one that the array cannot have."""

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
+from autopar.ir.graph import sum_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
 from autopar.passes.rules.base import halo_hops
@@ -36,6 +37,16 @@ def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Me
     return x
 
 
+def widened(x: Any) -> Any:
+    """In the type that addends of `x` are summed in: see `sum_dtype`."""
+    return x.astype(sum_dtype(x.dtype))
+
+
+def psum(x: Any, axes: Sequence[str]) -> Any:
+    """The sum over mesh axes, rounded once."""
+    return jax.lax.psum(widened(x), tuple(axes)).astype(x.dtype)
+
+
 def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
     # Axes of size 1 hold everything already: leaving them out keeps the lowered program free of empty collectives.
     axes = tuple(axis for axis in step.axes if mesh.axis_size(axis) > 1)
@@ -43,9 +54,10 @@ def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
         return x
     match step.kind:
         case "all_reduce":
-            return jax.lax.psum(x, axes)
+            return psum(x, axes)
         case "reduce_scatter":
-            return jax.lax.psum_scatter(x, axes, scatter_dimension=step.dim, tiled=True)
+            scattered = jax.lax.psum_scatter(widened(x), axes, scatter_dimension=step.dim, tiled=True)
+            return scattered.astype(x.dtype)
         case "all_gather":
             return jax.lax.all_gather(x, axes, axis=step.dim, tiled=True)
         case "all_to_all":

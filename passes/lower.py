@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import Halos, apply_steps
+from autopar.passes.collectives import Halos, apply_steps, psum
 from autopar.passes.intra_op.strategies import (
     combined_axes,
     exchanges,
@@ -371,7 +371,7 @@ class SpaceLocal:
         return index * self.size(factor)
 
     def total(self, factor: int, x: Any) -> Any:
-        return jax.lax.psum(x, self.axes[factor]) if self.is_split(factor) else x
+        return psum(x, self.axes[factor]) if self.is_split(factor) else x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if not self.is_split(factor) or not (before or after):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Builder, live_equations, trace_emission
-from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value
+from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, sum_dtype
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.split import (
@@ -329,8 +329,15 @@ class _Splitter:
         if isinstance(local, Literal):
             raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
         if state.kind is Kind.PARTIAL:
-            whole = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type))
-            self.accumulate[local] = whole
+            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, sum_dtype(v.dtype), weak_type=v.weak_type))
+            self.accumulate[local] = total
+            whole: Operand = total
+            if total.dtype != v.dtype:
+
+                def narrow(x: Any) -> Sequence[Any]:
+                    return [jax.lax.convert_element_type(x, v.dtype)]
+
+                (whole,) = self._trace(narrow, [total], Phase.UPDATE, eqn.source if eqn else "")
             self.full[v] = whole
             return whole
         batch = state.batch

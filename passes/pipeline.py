@@ -17,8 +17,11 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from typing import Any
 
-from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
+import jax
+
+from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value, sum_dtype
 from autopar.ir.program import PlacedStep, Program
 
 
@@ -86,31 +89,47 @@ def _defer_sums(step: StepGraph, stages: dict[int, int]) -> tuple[StepGraph, dic
 
     next_id = 1 + max(v.id for eqn in step.equations for v in (*eqn.values, *eqn.outputs))
     next_id = max(next_id, *(v.id + 1 for v in step.accumulate.values()))
+    first_cast = 1 + max(eqn.id for eqn in step.equations)  # the cast of a value's sum has the same id in any placement
     accumulate = dict(step.accumulate)
-    summed: dict[Value, Value] = {}  # moved loop value -> its step value
+    summed: dict[Value, Value] = {}  # moved loop value -> its step value, in its own type
+    replaced: dict[Value, Value] = {}
+    loop: list[Equation] = []
+    update: list[Equation] = []
 
-    def whole(value: Operand) -> Operand:
+    def new(value: Value, dtype: Any) -> Value:
         nonlocal next_id
+        next_id += 1
+        return dataclasses.replace(value, id=next_id - 1, dtype=dtype)
+
+    def whole(value: Operand, source: str) -> Operand:
         if not isinstance(value, Value) or value not in step.batched:
             return value
-        if value in summed:
-            return summed[value]
-        if value not in accumulate:
-            accumulate[value] = dataclasses.replace(value, id=next_id)
-            next_id += 1
-        return accumulate[value]
+        if value not in summed:
+            total = accumulate.setdefault(value, new(value, sum_dtype(value.dtype)))
+            if total.dtype == value.dtype:
+                return total
+            summed[value] = new(value, value.dtype)
+            aval = jax.ShapeDtypeStruct(total.shape, total.dtype)
+            cast = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, value.dtype))(aval).jaxpr.eqns[0]
+            outputs = (summed[value],)
+            update.append(
+                Equation(first_cast + value.id, cast.primitive, cast.params, (total,), outputs, Phase.UPDATE, source)
+            )
+        return summed[value]
 
-    loop, update = [], []
     for eqn in step.equations:
         if eqn.id in moved:
-            inputs = tuple(whole(v) for v in eqn.inputs)
+            inputs = tuple(whole(v, eqn.source) for v in eqn.inputs)
             for v in eqn.outputs:
-                summed[v] = accumulate.pop(v) if v in accumulate else dataclasses.replace(v, id=next_id)
-                next_id += 1
+                total = accumulate.pop(v, None)
+                summed[v] = total if total is not None and total.dtype == v.dtype else new(v, v.dtype)
+                if total is not None and total is not summed[v]:
+                    replaced[total] = summed[v]  # read by a cast to this very type
             outputs = tuple(summed[v] for v in eqn.outputs)
             update.append(dataclasses.replace(eqn, inputs=inputs, outputs=outputs, phase=Phase.UPDATE))
         else:
-            loop.append(eqn)
+            inputs = tuple(replaced.get(v, v) if isinstance(v, Value) else v for v in eqn.inputs)
+            loop.append(dataclasses.replace(eqn, inputs=inputs))
     first_update = next((i for i, eqn in enumerate(loop) if eqn.phase is Phase.UPDATE), len(loop))
     equations = (*loop[:first_update], *update, *loop[first_update:])
     kept = {i: stage for i, stage in stages.items() if i not in moved}
@@ -261,7 +280,8 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
     wanted_copies: dict[tuple[int, int, int], set[Value]] = defaultdict(set)
     for v in outputs & copied.keys():
         wanted_copies[key_of[v]].add(v)
-    full = {k: _with_copies(members[k], wanted_copies[k], copied) for k in order}
+    position = {eqn.id: i for i, eqn in enumerate(step.equations)}
+    full = {k: _with_copies(members[k], wanted_copies[k], copied, position) for k in order}
     step_values = {whole: v for v, whole in step.accumulate.items()}
     step_values.update({piece: v for v, pieces in step.keep.items() for piece in pieces})
     needed_by: dict[Value, set[tuple[int, int, int]]] = defaultdict(set)
@@ -317,9 +337,9 @@ def _through_copies(values: Sequence[Value], copied: Mapping[Value, Equation]) -
 
 
 def _with_copies(
-    equations: Sequence[Equation], wanted: set[Value], copied: Mapping[Value, Equation]
+    equations: Sequence[Equation], wanted: set[Value], copied: Mapping[Value, Equation], position: Mapping[int, int]
 ) -> tuple[Equation, ...]:
-    """The equations of a program behind the batch-free ones that they need."""
+    """The equations of a program behind the batch-free ones that they need; `position` is that in the step, by id."""
     copies: dict[int, Equation] = {}
     stack = [v for eqn in equations for v in eqn.values] + list(wanted)
     while stack:
@@ -328,5 +348,5 @@ def _with_copies(
             copies[eqn.id] = eqn
             stack.extend(eqn.values)
     # Copies may depend on equations of the same program (a prologue's sum, then a cheap function of it).
-    merged = sorted([*equations, *copies.values()], key=lambda eqn: eqn.id)
+    merged = sorted([*equations, *copies.values()], key=lambda eqn: position[eqn.id])
     return tuple(merged)

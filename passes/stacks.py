@@ -113,13 +113,13 @@ class _Spread:
 
     def _choose(self, eqn: Equation, cut: _Cut) -> bool:
         rule = self.rules[eqn.id]
-        if eqn.id in self.splits or eqn.id in self.loops or len(eqn.outputs) > 1 or rule.separable or rule.sums or rule.halos:
+        if eqn.id in self.splits or eqn.id in self.loops or len(eqn.outputs) > 1 or rule.separable:
             return False
         try:
             split = batch_to_factor(cut.batch, rule.outputs[0][cut.batch.dim], rule.factors)
         except (Unsplittable, IndexError):
             return False
-        if split.factor in rule.whole or split.batch.units != cut.batch.units:
+        if split.factor in rule.whole or split.batch.units != cut.batch.units or rule.communicates(split.factor):
             return False
         self.chosen[eqn.id] = (split, cut)
         return True
@@ -163,7 +163,7 @@ class _Spread:
                 split = split_of(rule, same)
             except Unsplittable:
                 return
-            if split.batch.units != cut.batch.units or rule.sums or rule.halos:
+            if split.batch.units != cut.batch.units or rule.communicates(split.factor):
                 return
         else:
             split, cut = self.chosen[eqn.id]

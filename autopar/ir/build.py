@@ -13,9 +13,12 @@ import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
+from autopar.errors import TraceError
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
+from autopar.ir.unmap import unmapped
 
-_CALLS = {
+# Primitives that call a jaxpr, and the parameter that holds it.
+CALLS = {
     "jit": "jaxpr",
     "pjit": "jaxpr",
     "closed_call": "call_jaxpr",
@@ -23,11 +26,22 @@ _CALLS = {
     "custom_jvp_call": "call_jaxpr",
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_partitioning": "call",  # of whole arrays; how it is cut, the rules of its equations say
+    "composite": "jaxpr",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call_jaxpr": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "xla_metadata_call": "jaxpr",
     "remat2": "jaxpr",
     "checkpoint": "jaxpr",
     "remat": "jaxpr",
 }
 _REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+LINEAR_SOLVE = "custom_linear_solve"  # calls one of several
+SHARD_MAP = "shard_map"
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MAX_FRAMES = 1000  # as deep as Python goes
@@ -96,7 +110,11 @@ class Builder:
             name = eqn.primitive.name
             here = f"{stack}/{eqn.source_info.name_stack}"
             where = source_of(eqn) or source
-            body = eqn.params.get(_CALLS[name]) if name in _CALLS else None
+            body = eqn.params.get(CALLS[name]) if name in CALLS else None
+            if name == LINEAR_SOLVE:
+                body, inputs = _solve_of(eqn.params, inputs)
+            elif name == SHARD_MAP:
+                body = _unmapped(eqn, where)
             results: Sequence[Operand]
             if body is not None:
                 if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
@@ -140,6 +158,30 @@ def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any
         if all(isinstance(axis, int) for axis in axes):
             return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
     return None
+
+
+def _solve_of(params: Mapping[str, Any], inputs: Sequence[Operand]) -> tuple[Any, list[Operand]]:
+    """The user's solver of a `custom_linear_solve`, and its inputs: each of the functions comes with constants.
+
+    Differentiation has used the others.
+    """
+    lengths = params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    end = first + lengths.solve
+    return params["jaxprs"].solve, [*inputs[first:end], *inputs[end + lengths.transpose_solve :]]
+
+
+def _unmapped(eqn: Any, source: str) -> Any:
+    """The body of a `shard_map` for all devices at once: a closed jaxpr over whole arrays."""
+    specs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    try:
+        with source_info_util.user_context(eqn.source_info.traceback):
+            return jax.make_jaxpr(unmapped(eqn.params, CALLS))(*specs)
+    except Exception as error:
+        raise TraceError(
+            f"the shard_map at {source or 'an unknown line'} cannot be taken apart into array operations: {error}. "
+            "Call its body on whole arrays in the step, and let the plan shard them, or leave it to jax.jit outside."
+        ) from error
 
 
 def source_of(eqn: Any) -> str:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -43,8 +44,25 @@ class Value:
         """Bytes of the whole value; a PRNG key counts 8 (threefry)."""
         return math.prod(self.shape) * (8 if self.is_key else self.dtype.itemsize)
 
+    @property
+    def sum_nbytes(self) -> int:
+        """Bytes of the whole value in the type in which its addends are summed."""
+        return math.prod(self.shape) * (8 if self.is_key else sum_dtype(self.dtype).itemsize)
+
     def __repr__(self) -> str:
         return f"%{self.id}:{self.dtype}{list(self.shape)}"
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The type in which addends of this type are summed: of four bytes at least, whatever makes the sum.
+
+    16-bit floats are summed in float32, and small integers in 32 bits, which wrap in the end as they would.
+    """
+    if not isinstance(dtype, np.dtype) or dtype.itemsize >= 4:
+        return dtype
+    if jnp.issubdtype(dtype, np.integer):
+        return np.dtype(np.int32 if jnp.issubdtype(dtype, np.signedinteger) else np.uint32)
+    return np.dtype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,6 +11,11 @@ from autopar.ir.mesh import Mesh
 StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "slice", "mask"]
 
 
+def sum_itemsize(itemsize: int) -> int:
+    """Bytes of an element while addends are summed: at least four. See `autopar.ir.graph.sum_dtype`."""
+    return max(itemsize, 4)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sharding:
     """Mesh axes per array dimension (major axis first), and the axes over which the value is a partial sum.

@@ -55,7 +55,7 @@ class InnerSum:
     """A sum over the pieces of a factor in the midst of an equation with a body."""
 
     factor: int
-    nbytes: int  # of the whole array
+    nbytes: int  # of the whole array, as it is summed
     held: frozenset[int]  # factors whose pieces it is cut into
     times: int
 

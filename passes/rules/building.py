@@ -76,8 +76,13 @@ def is_inexact(operand: Operand) -> bool:
 
 
 def is_number(operand: Operand) -> bool:
-    """Whether addends of this dtype can be summed: floating, complex or integer, but neither bool nor key."""
-    return is_inexact(operand) or (isinstance(operand.dtype, np.dtype) and jnp.issubdtype(operand.dtype, jnp.integer))
+    """Whether addends of this dtype can be summed: floating, complex or integer, but neither bool nor key.
+
+    Nor floats of 8 bits and less: one sum would overflow, or lose most of its addends.
+    """
+    if is_inexact(operand):
+        return bool(operand.dtype.itemsize >= 2)
+    return isinstance(operand.dtype, np.dtype) and jnp.issubdtype(operand.dtype, jnp.integer)
 
 
 def linear_sets(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ...]:
@@ -93,7 +98,8 @@ def linear_sets(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ..
             continue
         pairs = [(eqn.inputs[i], out) for i in members for out in eqn.outputs]
         if all(
-            (is_inexact(a) and is_inexact(b)) or (is_number(a) and not is_inexact(a) and a.dtype == b.dtype)
+            (is_inexact(a) and is_inexact(b) and is_number(a) and is_number(b))
+            or (is_number(a) and not is_inexact(a) and a.dtype == b.dtype)
             for a, b in pairs
         ):
             result.append(members)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import DimMap, Local, Rule
-from autopar.passes.rules.building import Factors, RuleBuilder, linear_sets
+from autopar.passes.rules.building import Factors, RuleBuilder, is_inexact, linear_sets
 
 LinearOperands = Callable[[Equation], Iterable[Iterable[int]]]
 
@@ -63,9 +63,18 @@ def _in_cases(eqn: Equation) -> Iterable[Iterable[int]]:
 
 
 def _in_first_if_inexact(eqn: Equation) -> Iterable[Iterable[int]]:
-    """Quotients and casts of integers round each addend, those of floats the sum just as well."""
-    inexact = jnp.issubdtype(eqn.inputs[0].dtype, jnp.inexact) and jnp.issubdtype(eqn.outputs[0].dtype, jnp.inexact)
-    return ({0},) if inexact else ()
+    """Quotients of integers round each addend, those of floats the sum just as well."""
+    return ({0},) if is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0]) else ()
+
+
+def _in_first_if_wider(eqn: Equation) -> Iterable[Iterable[int]]:
+    """A cast that loses bits is for the sum, not for its addends: sums are made in the wider type."""
+    if not (is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0])):
+        return ()
+    finfo: Callable[[Any], Any] = jnp.finfo
+    old, new = (finfo(x.dtype) for x in (eqn.inputs[0], eqn.outputs[0]))
+    wide = new.bits >= 32 or (new.nmant >= old.nmant and new.maxexp >= old.maxexp)
+    return ({0},) if wide else ()
 
 
 def _in_first_if_power_is_one(eqn: Equation) -> Iterable[Iterable[int]]:
@@ -84,7 +93,7 @@ def _bitcast(eqn: Equation) -> Rule:
 
 
 def _constraint(eqn: Equation) -> Rule:
-    """A sharding asked for by the user's code: the plan decides instead, so that nothing is left to compute."""
+    """A sharding or layout that the user's code asks for: the plan decides instead, and nothing is left to compute."""
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return list(operands)
@@ -112,7 +121,7 @@ RULES: dict[str, RuleBuilder] = {
     "bitcast_convert_type": _bitcast,
     "complex": elementwise(_in_all_at_once, 0.0, "none"),
     "conj": elementwise(_in_first, 1.0),
-    "convert_element_type": elementwise(_in_first_if_inexact, 1.0),
+    "convert_element_type": elementwise(_in_first_if_wider, 1.0),
     "copy": elementwise(_in_first, 0.0, "none"),
     "copy_p": elementwise(_in_first, 0.0, "none"),
     "div": elementwise(_in_first_if_inexact, 1.0),
@@ -122,16 +131,23 @@ RULES: dict[str, RuleBuilder] = {
     "name": elementwise(_in_first, 0.0, "none"),
     "neg": elementwise(_in_first, 1.0),
     "polynomial": elementwise(_in_cases, 4.0),  # of the first operand; the others are its coefficients
+    "philox2x32": elementwise(_nowhere, 60.0),  # 10 rounds of a product and three more operations
+    "philox4x32": elementwise(_nowhere, 100.0),
+    "platform_index": elementwise(_nowhere, 0.0, "none"),
     "random_clone": elementwise(_nowhere, 0.0, "none"),
     "random_fold_in": elementwise(_nowhere, THREEFRY_FLOPS),
     "random_seed": elementwise(_nowhere, 1.0),
     "real": elementwise(_in_first, 0.0, "none"),
-    "reduce_precision": elementwise(_in_first, 1.0),
+    "reduce_precision": elementwise(_nowhere, 1.0),
     "select_n": elementwise(_in_cases, 1.0),
+    "layout_constraint": _constraint,
     "sharding_constraint": _constraint,
+    "relayout": _constraint,
     "reshard": _constraint,
     "stage": elementwise(_in_first, 0.0, "none"),
     "stop_gradient": elementwise(_in_first, 0.0, "none"),
     "sub": elementwise(_in_all_at_once, 1.0),
     "threefry2x32": elementwise(_nowhere, THREEFRY_FLOPS),
+    "threefry4x32": elementwise(_nowhere, 2 * THREEFRY_FLOPS),
+    "zeros_like": elementwise(_nowhere, 0.0, "none"),
 }

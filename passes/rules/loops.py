@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import BatchDim, Equation
+from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import DimMap, InnerSum, Local, Rule, bind
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated, work_per_point
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, make_body
@@ -55,7 +56,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
-        consts, carries = _scan_counts(p)
+        consts, carries = scan_counts(p)
         body, cuts = scan_body(p["jaxpr"], consts, carries)
         everything = range(len(body.outputs))
 
@@ -135,7 +136,7 @@ def chain_of(eqn: Equation) -> Chain | None:
     """The loop as a chain; None for an equation that is none."""
     if eqn.primitive.name != "scan":
         return None
-    consts, carries = _scan_counts(eqn.params)
+    consts, carries = scan_counts(eqn.params)
     body = eqn.params["jaxpr"].jaxpr
     uses = Counter(v for e in body.eqns for v in e.invars if not hasattr(v, "val"))
     uses.update(v for v in body.outvars if not hasattr(v, "val"))
@@ -149,14 +150,6 @@ def chain_of(eqn: Equation) -> Chain | None:
         eqn.params["length"], range(consts + carries, len(eqn.inputs)), range(carries, len(eqn.outputs)),
         {k: consts + k for k in range(carries)}, eqn.params["reverse"], frozenset(adding),
     )  # fmt: skip
-
-
-def _scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
-    """How many constants and carries a scan has: among its first operands, in this order."""
-    if "ft_in" in params:  # jax 0.12
-        consts, carries, _ = params["ft_in"].unpack()
-        return len(consts), len(carries)
-    return params["num_consts"], params["num_carry"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,7 +213,7 @@ def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
-            found.append(InnerSum(f, v.nbytes, held, times))
+            found.append(InnerSum(f, v.sum_nbytes, held, times))
         for e in body.equations:
             if e.id in cut.splits:
                 for s in body.rules[e.id].sums:

@@ -21,8 +21,8 @@ from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import Local, Rule, bind
-from autopar.passes.rules.building import Factors, RuleBuilder, local_shape
+from autopar.passes.rules.base import DimMap, Local, Rule, bind
+from autopar.passes.rules.building import Factors, RuleBuilder, local_shape, replicated
 from autopar.passes.rules.elementwise import THREEFRY_FLOPS
 
 # A window of `random_bits`: operands (scalar key, starts int32[rank]); parameters bit_width, shape (of the window)
@@ -91,10 +91,16 @@ def _threefry_dtype() -> Any:
 
 
 def _has_windows(eqn: Equation) -> bool:
-    """Whether element i of this draw depends on nothing but the key and i."""
+    """Whether element i of this draw, or of these new keys, depends on nothing but the key and i."""
     (key,) = eqn.inputs
     partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
     return key.shape == () and bool(key.dtype == _threefry_dtype()) and bool(partitionable)
+
+
+def _starts(local: Local, dims: DimMap) -> Any:
+    """Where the piece begins along each dimension: int32[rank]."""
+    starts = [jnp.int32(local.start(dim[0]) if dim else 0) for dim in dims]
+    return lax.concatenate([lax.expand_dims(start, (0,)) for start in starts], 0)
 
 
 def _random_bits(eqn: Equation) -> Rule:
@@ -108,10 +114,9 @@ def _random_bits(eqn: Equation) -> Rule:
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if not any(local.is_split(f) for dim in draw_dims for f in dim):
             return bind(eqn, operands)
-        starts = [jnp.int32(local.start(dim[0]) if dim else 0) for dim in draw_dims]
         window = random_bits_window_p.bind(
             operands[0],
-            lax.concatenate([lax.expand_dims(start, (0,)) for start in starts], 0),
+            _starts(local, draw_dims),
             bit_width=eqn.params["bit_width"],
             shape=local_shape(local, draw_dims),
             global_shape=tuple(shape),
@@ -130,9 +135,7 @@ def _random_bits_window_rule(eqn: Equation) -> Rule:
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         key, starts = operands
-        more = [jnp.int32(local.start(dim[0]) if dim else 0) for dim in dims]
-        starts = lax.add(starts, lax.concatenate([lax.expand_dims(start, (0,)) for start in more], 0))
-        return bind(eqn, (key, starts), shape=local_shape(local, dims))
+        return bind(eqn, (key, lax.add(starts, _starts(local, dims))), shape=local_shape(local, dims))
 
     points = math.prod(shape)
     flops = THREEFRY_FLOPS * points / max(1, math.prod(factors.sizes))
@@ -140,11 +143,33 @@ def _random_bits_window_rule(eqn: Equation) -> Rule:
 
 
 def _random_split(eqn: Equation) -> Rule:
-    """Each key of a batch is split on its own; the few new keys of one are made together."""
+    """Each key of a batch is split on its own; new key i of one key is the hash of the counter i."""
+    shape = eqn.params["shape"]
     factors = Factors()
     dims = factors.dims(eqn.inputs[0].shape)
-    new = factors.dims(eqn.params["shape"], range(len(eqn.params["shape"])))
-    return factors.rule([dims], [dims + new], flops=THREEFRY_FLOPS)
+    new = factors.dims(shape, () if _has_windows(eqn) else range(len(shape)))
+
+    def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if not any(local.is_split(f) for dim in new for f in dim):
+            return bind(eqn, operands)
+        words = jax.random.key_data(operands[0])
+        high, low = flat_indices(_starts(local, new), local_shape(local, new), shape)
+        hashed = threefry2x32_p.bind(words[0], words[1], high, low)
+        rank = len(shape)
+        data = lax.concatenate([lax.expand_dims(half, (rank,)) for half in hashed], rank)
+        return [jax.random.wrap_key_data(data, impl="threefry2x32")]
+
+    return factors.rule([dims], [dims + new], emit=emit, flops=THREEFRY_FLOPS)
+
+
+def _random_gamma(eqn: Equation) -> Rule:
+    """Each key draws for the parameters that stand beside it, whose number says how it is split."""
+    keys, alphas = eqn.inputs
+    factors = Factors()
+    key_dims = factors.dims(keys.shape)
+    rest = alphas.shape[len(keys.shape) :]
+    dims = key_dims + factors.dims(rest, range(len(rest)))
+    return factors.rule([key_dims, dims], [dims], flops=10 * THREEFRY_FLOPS)  # rejection: a few draws for each
 
 
 def _random_wrap(eqn: Equation) -> Rule:
@@ -166,7 +191,11 @@ def _random_unwrap(eqn: Equation) -> Rule:
 RULES: dict[str, RuleBuilder] = {
     "random_bits": _random_bits,
     "random_bits_window": _random_bits_window_rule,
+    "random_gamma": _random_gamma,
     "random_split": _random_split,
+    # Draws of XLA's own generators, which promise nothing about their parts.
+    "rng_bit_generator": replicated,
+    "rng_uniform": replicated,
     "random_unwrap": _random_unwrap,
     "random_wrap": _random_wrap,
 }

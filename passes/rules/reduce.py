@@ -1,4 +1,4 @@
-"""Reductions, scans along a dimension, sorting, and batched linear algebra."""
+"""Reductions, scans along a dimension and sorting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind
 from autopar.passes.rules.building import (
-    DimFactors,
     Factors,
     RuleBuilder,
+    is_number,
     linear_sets,
     without_sharding,
     work_per_point,
@@ -26,8 +26,9 @@ def _reduction(op: ReduceOp | None) -> RuleBuilder:
 
     def build(eqn: Equation) -> Rule:
         axes = set(eqn.params["axes"])
+        combined = op is not None and (op != "sum" or is_number(eqn.outputs[0]))
         factors = Factors()
-        dims = factors.dims(eqn.inputs[0].shape, axes if op is None else ())
+        dims = factors.dims(eqn.inputs[0].shape, () if combined else axes)
         output = tuple(dim for d, dim in enumerate(dims) if d not in axes)
         reduced = {f: op for d in axes for f in dims[d] if f not in factors.whole}
         linear = linear_sets(eqn, {0}) if op == "sum" else ()
@@ -75,36 +76,8 @@ def _comparisons(size: int) -> float:
     return math.log2(max(2, size))
 
 
-def _batched(matrix_rank: Callable[[Equation], int], linear: bool = False) -> RuleBuilder:
-    """Leading dimensions are a batch; the last `matrix_rank` of the first operand, and what follows, are whole."""
-
-    def build(eqn: Equation) -> Rule:
-        shape = eqn.inputs[0].shape
-        rank = len(shape) - matrix_rank(eqn)
-        factors = Factors()
-        batch = factors.dims(shape[:rank])
-
-        def place(sizes: Sequence[int]) -> DimMap:
-            rest: tuple[DimFactors, ...] = factors.dims(sizes[rank:], range(len(sizes) - rank))
-            return batch + rest
-
-        inputs = [place(operand.shape) for operand in eqn.inputs]
-        outputs = [place(value.shape) for value in eqn.outputs]
-        # Cubic in the matrix, as the products that these factorisations are made of.
-        work = float(math.prod(shape) * max((1, *shape[rank:])))
-        sums = linear_sets(eqn, {0}) if linear else ()
-        return factors.rule(inputs, outputs, linear=sums, flops=work_per_point(work, factors))
-
-    return build
-
-
-def _transformed_rank(eqn: Equation) -> int:
-    return len(eqn.params["fft_lengths"])
-
-
-_MATRIX = "cholesky eig eigh geqrf hessenberg householder_product lu qr schur svd triangular_solve tridiagonal"
-
 RULES: dict[str, RuleBuilder] = {
+    "approx_top_k": _along("reduction_dimension", _comparisons),
     "argmax": _reduction(None),
     "argmin": _reduction(None),
     "cumlogsumexp": _along("axis", lambda size: 4.0),
@@ -112,7 +85,6 @@ RULES: dict[str, RuleBuilder] = {
     "cummin": _along("axis", lambda size: 1.0),
     "cumprod": _along("axis", lambda size: 1.0),
     "cumsum": _along("axis", lambda size: 1.0, linear=True),
-    "fft": _batched(_transformed_rank, linear=True),
     "reduce": _general_reduce,
     "reduce_and": _reduction("and"),
     "reduce_max": _reduction("max"),
@@ -123,5 +95,4 @@ RULES: dict[str, RuleBuilder] = {
     "reduce_xor": _reduction(None),
     "sort": _along("dimension", _comparisons),
     "top_k": _along("axis", _comparisons),
-    **{name: _batched(lambda eqn: 2) for name in _MATRIX.split()},
 }

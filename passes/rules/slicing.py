@@ -9,6 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+import numpy as np
+from jax import lax
+
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.building import DimFactors, Factors, RuleBuilder, linear_sets, local_size
@@ -84,6 +88,13 @@ def _pad(eqn: Equation) -> Rule:
     )
 
 
+def _clamped(start: Any, limit: int) -> Any:
+    """The start (traced, or a literal's value) within 0 .. limit."""
+    if not isinstance(start, jax.Array):
+        return np.clip(start, 0, limit).astype(np.asarray(start).dtype)
+    return lax.clamp(start.dtype.type(0), start, start.dtype.type(min(limit, np.iinfo(start.dtype).max)))
+
+
 def _dynamic_slice(eqn: Equation) -> Rule:
     """Where the slice takes the full extent its start is clamped to zero, so that the dimension is an ordinary one."""
     operand, result = eqn.inputs[0], eqn.outputs[0]
@@ -94,8 +105,13 @@ def _dynamic_slice(eqn: Equation) -> Rule:
         dims.append(factors.new(size) if size == taken else factors.new_whole(size))
         output.append(dims[-1] if size == taken else factors.new_whole(taken))
 
+    limits = [size - taken for size, taken in zip(operand.shape, result.shape, strict=True)]
+
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return bind(eqn, operands, slice_sizes=tuple(local_size(local, dim) for dim in output))
+        array, *starts = operands
+        # XLA merges this with a slice of its result, and clamps the sum of the starts where it should clamp this one.
+        starts = [_clamped(start, limit) for start, limit in zip(starts, limits, strict=True)]
+        return bind(eqn, (array, *starts), slice_sizes=tuple(local_size(local, dim) for dim in output))
 
     inputs: list[DimMap] = [tuple(dims), *(() for _ in eqn.inputs[1:])]
     return factors.rule(inputs, [tuple(output)], linear=linear_sets(eqn, {0}), emit=emit, flops=0.0, unit="none")

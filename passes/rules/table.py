@@ -8,17 +8,32 @@ from collections.abc import Callable, Iterable
 
 from autopar.errors import MissingRuleWarning, UserError
 from autopar.ir.graph import Equation
-from autopar.passes.rules import dot, elementwise, gather, layout, loops, random, reduce, slicing, windows
+from autopar.passes.rules import (
+    dot,
+    elementwise,
+    gather,
+    layout,
+    linalg,
+    loops,
+    ragged,
+    random,
+    reduce,
+    slicing,
+    windows,
+)
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.building import RuleBuilder, replicated
+from autopar.passes.rules.omitted import OMITTED
 
 _BUILT_IN: dict[str, RuleBuilder] = {
     **elementwise.RULES,
     **dot.RULES,
+    **ragged.RULES,
     **layout.RULES,
     **slicing.RULES,
     **reduce.RULES,
     **gather.RULES,
+    **linalg.RULES,
     **random.RULES,
     **windows.RULES,
 }
@@ -101,6 +116,7 @@ def warn_missing(equations: Iterable[Equation]) -> None:
         seen.add(place)
         name, source = equation.primitive.name, equation.source or "unknown source"
         why = f"nothing in '{name}' can be split" if has_rule(name) else f"no sharding rule for primitive '{name}'"
+        why += f": {OMITTED[name]}" if name in OMITTED and not has_rule(name) else ""
         warnings.warn(
             f"{why} (from {source}): its operands are gathered and it runs whole on every device; give it a rule with "
             f"@autopar.register_sharding_rule('{name}')",

@@ -10,10 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.passes.rules.random import random_bits_window_p
+from tests.passes.rules.primitives import primitives_of_jax
+
+
+def _primitive(name: str) -> Any:
+    """A primitive of JAX that no public function applies alone; None where this version does not have it."""
+    return primitives_of_jax().get(name)
 
 
 def floats(*shape: int, seed: int = 0) -> Any:
@@ -65,6 +73,17 @@ def along_axis(array: Any, index: Any, mode: Any = None) -> Any:
 ROWS = lax.ScatterDimensionNumbers((2,), (0,), (0,))
 ALONG_AXIS = lax.ScatterDimensionNumbers((), (2,), (2,), (0, 1), (0, 1))
 PARTS = lax.ScatterDimensionNumbers((1, 2), (), (0,))
+
+RAGGED_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
+RAGGED_BATCH = lax.RaggedDotDimensionNumbers((((2,), (2,)), ((0,), (0,))), (1,), (1,))
+RAGGED_MATRICES = lax.RaggedDotDimensionNumbers((((2,), (1,)), ((0,), (0,))), (0,), ())
+
+
+def matrices(*shape: int) -> Any:
+    """Symmetric, with positive eigenvalues."""
+    x = floats(*shape)
+    return x @ jnp.swapaxes(x, -1, -2) + jnp.eye(shape[-1])
+
 
 Case = tuple[Callable[..., Any], tuple[Any, ...]]
 
@@ -194,6 +213,32 @@ EXACT: dict[str, Case] = {
         lambda x, i, u: lax.scatter_add(x, i, u, ROWS),
         (integers(8, 4), integers(4, 6, 1, high=8), integers(4, 6, 4)),
     ),
+    "approximate top k": (lambda x: lax.approx_max_k(x, 2), (floats(4, 6),)),
+    "cummin": (lambda x: lax.cummin(x, 0, reverse=True), (floats(4, 6),)),
+    "min window": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 2), (1, 2), "VALID"), (floats(4, 6),)),
+    "product of groups of rows": (
+        lambda x, w, n: lax.ragged_dot(x, w, n),
+        (integers(12, 4), integers(4, 4, 6), jnp.asarray([2, 0, 7, 3], jnp.int32)),
+    ),
+    "product of groups that leave rows": (
+        lambda x, w, n: lax.ragged_dot(x, w, n),
+        (integers(12, 2), integers(4, 2, 2), jnp.asarray([2, 0, 5, 3], jnp.int32)),
+    ),
+    "gradient of groups of rows": (
+        lambda x, y, n: lax.ragged_dot_general(x, y, n, RAGGED_ROWS),
+        (integers(12, 4), integers(12, 6), jnp.asarray([2, 0, 7, 3], jnp.int32)),
+    ),
+    "batch of groups of rows": (
+        lambda x, w, n: lax.ragged_dot_general(x, w, n, RAGGED_BATCH),
+        (integers(2, 12, 4), integers(2, 2, 4, 2), jnp.asarray([[5, 7], [9, 3]], jnp.int32)),
+    ),
+    "groups of matrices": (
+        lambda x, w, n: lax.ragged_dot_general(x, w, n, RAGGED_MATRICES),
+        (integers(4, 2, 4), integers(4, 4, 2), jnp.asarray([1, 3], jnp.int32)),
+    ),
+    "new keys of one": (lambda k: jax.random.split(k, (4, 3)), (jax.random.key(0),)),
+    "gamma": (lambda k, a: _primitive("random_gamma").bind(k, a, log_space=False), (keys(2), positive(2, 3))),
+    "philox": (lambda *xs: _primitive("philox2x32").bind(*xs), (words(4), words(4), words(4))),
     "bits": (lambda k: jax.random.bits(k, (4, 6), jnp.uint32), (jax.random.key(0),)),
     "bits of 8": (lambda k: jax.random.bits(k, (4, 6), jnp.uint8), (jax.random.key(0),)),
     "bits of 16": (lambda k: jax.random.bits(k, (8,), jnp.uint16), (jax.random.key(0),)),
@@ -302,8 +347,81 @@ CLOSE: dict[str, Case] = {
         lambda x: lax.linalg.cholesky_p.bind(x),
         (jnp.eye(3) * 4 + jnp.ones((4, 3, 3)),),
     ),
+    **{
+        name: (_primitive(name).bind, tuple(operands))
+        for name, *operands in (
+            ("add_any", floats(4), floats(4, seed=1)),
+            ("and", words(4), words(4) >> 3),
+            ("clz", words(4)),
+            ("eq", integers(4), integers(4, seed=1)),
+            ("ge", integers(4), integers(4, seed=1)),
+            ("gt", integers(4), integers(4, seed=1)),
+            ("igamma", positive(4), positive(4) + 0.5),
+            ("igamma_grad_a", positive(4), positive(4) + 0.5),
+            ("igammac", positive(4), positive(4) + 0.5),
+            ("imag", lax.complex(floats(4), floats(4, seed=1))),
+            ("le", integers(4), integers(4, seed=1)),
+            ("mulhi", words(4), words(4) >> 3),
+            ("ne", integers(4), integers(4, seed=1)),
+            ("not", words(4)),
+            ("or", words(4), words(4) >> 3),
+            ("polygamma", jnp.ones(4), positive(4)),
+            ("regularized_incomplete_beta", positive(4), positive(4) + 1, positive(4) / 4),
+            ("shift_left", words(4), words(4) % 32),
+            ("shift_right_arithmetic", integers(4), words(4).astype(jnp.int32) % 32),
+            ("xor", words(4), words(4) >> 3),
+            ("zeta", positive(4) + 2, positive(4)),
+        )
+        if _primitive(name) is not None
+    },
+    "eq_to": (lambda x, y: _primitive("eq_to").bind(x, y), (floats(4), floats(4, seed=1))),
+    "le_to": (lambda x, y: _primitive("le_to").bind(x, y), (floats(4), floats(4, seed=1))),
+    "lt_to": (lambda x, y: _primitive("lt_to").bind(x, y), (floats(4), floats(4, seed=1))),
+    "name": (lambda x: checkpoint_name(x, "kept"), (floats(4),)),
+    "clone keys": (jax.random.clone, (keys(4),)),
+    "layout": (
+        lambda x: with_layout_constraint(x, Layout((0, 1))),
+        (floats(4, 6),),
+    ),
+    "eigenvalues": (lambda x: lax.linalg.eigh(x, symmetrize_input=False), (matrices(2, 3, 3),)),
+    "eigenvalues of any matrix": (lambda x: lax.linalg.eig(x, compute_left_eigenvectors=False), (floats(2, 3, 3),)),
+    "hessenberg": (lax.linalg.hessenberg, (floats(2, 3, 3),)),
+    "householder": (lax.linalg.householder_product, (floats(2, 4, 3), floats(2, 3))),
+    "lu": (lambda x: _primitive("lu").bind(x), (floats(2, 3, 3),)),
+    "permutation": (
+        lambda x: lax.linalg.lu_pivots_to_permutation(x, 3),
+        (jnp.asarray([[1, 2, 2], [0, 2, 2]], jnp.int32),),
+    ),
+    "geqrf": (lambda x: _primitive("geqrf").bind(x), (floats(2, 4, 3),)),
+    "qr": (lambda x: lax.linalg.qr(x, full_matrices=False), (floats(2, 4, 3),)),
+    "schur": (lambda x: lax.linalg.schur(x, compute_schur_vectors=False), (floats(2, 3, 3),)),
+    "svd": (lambda x: lax.linalg.svd(x, full_matrices=False, compute_uv=False), (floats(2, 4, 3),)),
+    "symmetric product": (
+        lambda a, c: lax.linalg.symmetric_product(a, c, symmetrize_output=False),
+        (floats(2, 3, 4), matrices(2, 3, 3)),
+    ),
+    "triangular": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, left_side=True, lower=True),
+        (matrices(2, 3, 3), floats(2, 3, 4)),
+    ),
+    "triangular from the right": (
+        lambda a, b: lax.linalg.triangular_solve(a, b, lower=True),
+        (matrices(3, 3), floats(4, 3)),
+    ),
+    "tridiagonal": (lax.linalg.tridiagonal, (matrices(2, 3, 3),)),
+    "tridiagonal system": (
+        lax.linalg.tridiagonal_solve,
+        (floats(2, 4), 5 + positive(2, 4), floats(2, 4, seed=1), floats(2, 4, 3)),
+    ),
+    "scaled product": (
+        lambda *xs: _primitive("scaled_dot").bind(
+            *xs, dimension_numbers=(((2,), (1,)), ((0,), (0,))), preferred_element_type=np.dtype(np.float32)
+        ),
+        (*(integers(*shape).astype(jnp.float32) for shape in ((2, 4, 16), (2, 16, 6), (2, 4, 4), (2, 2, 6))),),
+    ),
+    "product in float8": (
+        lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32),
+        (floats(4, 6).astype(jnp.float8_e4m3fn), floats(6, 8).astype(jnp.float8_e5m2)),
+    ),
     "fft": (lambda x: lax.fft(x, "RFFT", (6,)), (floats(4, 6),)),
 }
-
-# These keep eight bits of a sum.
-ROUNDING = {"cast", "reduce precision"}

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.passes.rules.random import flat_indices, random_bits_window_p
 from autopar.passes.rules.table import find_fault, rule_of
-from tests.passes.rules.cases import CLOSE, EXACT, OUTSIDE, ROUNDING, ROWS, floats, integers, rows
+from tests.passes.rules.cases import CLOSE, EXACT, OUTSIDE, ROWS, floats, integers, rows
 from tests.passes.rules.harness import (
     Piece,
     apply,
@@ -36,7 +36,7 @@ def test_pieces_are_exactly_the_whole(name: str) -> None:
     fun, args = EXACT[name]
     application = last_application(fun, *args)
     assert check_pieces(application, exact=True) > 0
-    check_linear(application, 0.03 if name in ROUNDING else 1e-4)
+    check_linear(application)
 
 
 @pytest.mark.parametrize("name", CLOSE)
@@ -129,7 +129,7 @@ def test_primitives_of_derivatives() -> None:
     for equation, shapes in ((scatter, ((4, 3), (4, 6))), (gather, ((4, 6), (4, 6)))):
         assert tuple(operand.shape for operand in equation.inputs) == shapes
         application = apply(equation, [floats(*shape, seed=i) for i, shape in enumerate(shapes)])
-        assert check_pieces(application, exact=True) == 1
+        assert check_pieces(application, exact=True) >= 1
         assert check_linear(application) == 1
 
 
@@ -172,7 +172,14 @@ def test_linear_sets() -> None:
     assert linear(lax.div, n, n) == []
     assert linear(lax.max, x, x) == []
     assert linear(lax.select_n, x > 0, x, x) == [{1, 2}]
-    assert linear(lambda x: lax.convert_element_type(x, jnp.bfloat16), x) == [{0}]
+    half = x.astype(jnp.bfloat16)
+    assert linear(lambda x: lax.convert_element_type(x, jnp.float32), half) == [{0}]
+    assert linear(lax.neg, half) == [{0}]
+    # What loses bits is done with the sum; float8 holds none.
+    assert linear(lambda x: lax.convert_element_type(x, jnp.bfloat16), x) == []
+    assert linear(lambda x: lax.convert_element_type(x, jnp.float16), half) == []
+    assert linear(lambda x: lax.reduce_precision(x, 8, 7), x) == []
+    assert linear(lambda x: lax.rev(x, (0,)), x.astype(jnp.float8_e5m2)) == []
     assert linear(lambda x: lax.convert_element_type(x, jnp.int32), x) == []
     assert linear(lambda x: lax.convert_element_type(x, jnp.float32), n) == []
     assert linear(lambda x: lax.pad(x, 0.0, ((0, 1, 0),)), x) == [{0}]

@@ -1,0 +1,52 @@
+"""Plans drawn by lot: any mesh, any legal strategies, any number of stages and microbatches.
+
+A solver chooses sensibly and so meets few of the combinations that the rules allow; here a solver that draws
+lots takes its place.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from autopar import planner
+from autopar.ir.mesh import Mesh
+from autopar.passes.batch import BatchAnalysis
+from autopar.passes.intra_op.problem import Problem, Solution
+from tests.planned import Planned, cluster_of
+
+MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4))
+
+
+def draw(problem: Problem, random: np.random.Generator) -> Solution:
+    """A choice of finite cost: node by node, any that goes with those chosen before."""
+    neighbours: list[list[tuple[int, Any]]] = [[] for _ in range(problem.num_nodes)]
+    for u, v, matrix in problem.edges:
+        neighbours[u].append((v, matrix))
+        neighbours[v].append((u, matrix.T))
+    choice: dict[int, int] = {}
+    for node in random.permutation(problem.num_nodes).tolist():
+        cost = problem.costs[node] + sum(m[:, choice[v]] for v, m in neighbours[node] if v in choice)
+        choice[node] = int(random.choice(np.flatnonzero(np.isfinite(cost))))
+    return Solution(tuple(choice[node] for node in range(problem.num_nodes)), 0.0, 0.0, 0.0)
+
+
+def plan_by_lot(
+    analysis: BatchAnalysis, shape: tuple[int, ...], num_stages: int, num_microbatches: int, random: np.random.Generator
+) -> Planned:
+    """A plan of at most `num_stages` stages, each on a mesh of this shape, all choices drawn by lot."""
+    size = math.prod(shape)
+    with mock.patch.object(planner, "solve", lambda problem, seconds: draw(problem, random)):
+        search = planner.Planner(analysis, cluster_of(1, size * num_stages), num_layers=num_stages)
+        layered = search.layered(num_microbatches, False)
+        stages = min(num_stages, layered.num_layers)
+        meshes = [
+            Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)])
+            for stage in range(stages)
+        ]
+        finished = search.finish(layered, layered.placed(range(1, stages)), meshes, "1f1b")
+    assert finished is not None
+    return Planned(*finished, dict(layered.rules))

@@ -1,0 +1,112 @@
+"""Narrow and wide numbers: sums over devices and microbatches are made in float32, whatever is summed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.ir.local import Accumulate
+from autopar.passes.collectives import psum
+from tests.planned import Planned, analyse, lowered_collectives
+from tests.random_plans import plan_by_lot
+
+BATCH, WIDTH, VOCABULARY = 16, 16, 32
+
+
+def model(dtype: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """A step of a small language model with a tied embedding, its weights and a batch; all in one dtype."""
+    random = np.random.default_rng(0)
+
+    def numbers(*shape: int) -> Any:
+        return jnp.asarray(random.standard_normal(shape) / shape[0] ** 0.5, dtype)
+
+    weights = {
+        "embedding": numbers(VOCABULARY, WIDTH),
+        "up": numbers(WIDTH, 4 * WIDTH),
+        "down": numbers(4 * WIDTH, WIDTH),
+        "bias": numbers(WIDTH),
+    }
+    batch = {"tokens": random.integers(0, VOCABULARY, (BATCH, 4)).astype(np.int32)}
+
+    def loss(weights: dict[str, Any], batch: dict[str, Any]) -> Any:
+        h = weights["embedding"][batch["tokens"]]
+        h = h + jax.nn.relu(h @ weights["up"]) @ weights["down"] + weights["bias"]
+        scores = jax.nn.log_softmax((h @ weights["embedding"].T).astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(scores, batch["tokens"][..., None], -1))
+
+    def step(weights: dict[str, Any], batch: dict[str, Any]) -> tuple[dict[str, Any], Any, Any]:
+        value, grads = jax.value_and_grad(loss)(weights, batch)
+        return jax.tree.map(lambda w, g: w - (0.1 * g).astype(w.dtype), weights, grads), value, grads
+
+    return step, weights, batch
+
+
+def planned(dtype: Any, shape: tuple[int, ...], stages: int, microbatches: int, lots: int) -> tuple[Planned, Any, Any]:
+    """A plan drawn by lot, the gradients that it gives and those of `jax.jit`."""
+    step, weights, batch = model(dtype)
+    analysis = analyse(step, weights, batch, batch_axes=(None, 0))
+    plan = plan_by_lot(analysis, shape, stages, microbatches, np.random.default_rng(lots))
+    outputs = plan.build(jax.devices())(jax.tree.leaves((weights, batch)))
+    expected = jax.jit(step)(weights, batch)
+    return plan, jax.tree.unflatten(jax.tree.structure(expected), outputs)[2], expected[2]
+
+
+def error(actual: Any, reference: Any) -> float:
+    """Of all leaves, relative, by norm."""
+    pairs = list(zip(jax.tree.leaves(actual), jax.tree.leaves(reference), strict=True))
+    squares = [np.linalg.norm(np.asarray(a, np.float64) - np.asarray(b, np.float64)) ** 2 for a, b in pairs]
+    return math.sqrt(sum(squares) / sum(np.linalg.norm(np.asarray(b, np.float64)) ** 2 for _, b in pairs))
+
+
+PLANS = [((4,), 1, 4), ((2, 2), 1, 1), ((2,), 2, 2)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sums_are_made_in_float32(dtype: Any) -> None:
+    """Accumulators and what goes over the wire; the error against float32 is at most 1.2 times that of `jax.jit`."""
+    step, weights, batch = model(dtype)
+    exact = jax.jit(step)(jax.tree.map(lambda x: x.astype(jnp.float32), weights), batch)[2]
+    ours, theirs = [], []
+    for lots, (shape, stages, microbatches) in enumerate(PLANS):
+        plan, actual, expected = planned(dtype, shape, stages, microbatches, lots)
+        assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
+        totals = [op.total for local in plan.lowered.programs for op in local.ops if isinstance(op, Accumulate)]
+        assert {total.dtype for total in totals} <= {np.dtype(np.float32)}
+        assert bool(totals) == (microbatches > 1)
+        executable = plan.build(jax.devices())
+        for local, source in zip(plan.lowered.programs, executable.sources, strict=True):
+            assert lowered_collectives(source, local) == plan.priced(local)
+            assert set(summed_dtypes(source)) <= {np.dtype(np.float32)}
+        ours.append(error(actual, exact))
+        theirs.append(error(expected, exact))
+    assert np.mean(ours) <= 1.2 * np.mean(theirs), (ours, theirs)
+
+
+def summed_dtypes(source: Any) -> Iterator[Any]:
+    """The dtypes that a program's collectives add up."""
+    closed = jax.make_jaxpr(source.jitted())(*[jax.ShapeDtypeStruct(a.shape, a.dtype) for a in source.inputs])
+
+    def walk(jaxpr: Any) -> Iterator[Any]:
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name in ("psum", "reduce_scatter"):
+                yield eqn.invars[0].aval.dtype
+            for body in jax.extend.core.jaxprs_in_params(eqn.params):
+                yield from walk(body)
+
+    yield from walk(closed.jaxpr)
+
+
+def test_small_integers_wrap_as_they_do() -> None:
+    mesh = jax.make_mesh((8,), ("x",))
+    spec = jax.sharding.PartitionSpec("x")
+    x = np.arange(8, dtype=np.int8) * 30
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
+    total = jax.shard_map(lambda x: psum(x, ("x",)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(placed)
+    np.testing.assert_array_equal(np.asarray(total), np.full(8, x.sum(dtype=np.int8)))
+    assert total.dtype == np.int8

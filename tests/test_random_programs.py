@@ -1,0 +1,93 @@
+"""Random programs over the whole rule table, under plans drawn by lot, give what `jax.jit` gives."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+from jax import lax
+
+from autopar.errors import MicrobatchError
+from tests.planned import analyse
+from tests.random_plans import MESHES, plan_by_lot
+from tests.random_programs import RandomProgram, programs
+
+CASES_A_TEST = 5
+BY_DEFAULT, ALL = 10, 200  # tests
+SEEDS = [*range(BY_DEFAULT), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(BY_DEFAULT, ALL))]
+
+
+def close(actual: Any, expected: Any) -> bool:
+    """Equal integers; floats up to rounding in float32, by norm."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    if expected.dtype.kind != "f":
+        return bool(np.array_equal(actual, expected))
+    if not np.isfinite(expected).all():
+        return bool(np.array_equal(np.isnan(actual), np.isnan(expected)))
+    return bool(np.linalg.norm(actual - expected) <= 3e-4 * np.linalg.norm(expected) + 1e-5 * math.sqrt(expected.size))
+
+
+def check_program(program: RandomProgram, shape: tuple[int, ...], stages: int, microbatches: int, lots: int) -> None:
+    """One program under one plan; as many microbatches as its examples allow."""
+    analysis = analyse(program.function, program.weights, program.batch, batch_axes=(None, 0))
+    m = math.gcd(microbatches, analysis.max_microbatches)
+    try:
+        analysis.check(m)
+    except MicrobatchError:
+        m = 1
+    planned = plan_by_lot(analysis, shape, stages if math.prod(shape) <= 4 else 1, m, np.random.default_rng(lots))
+    executable = planned.build(jax.devices())
+    outputs = executable(jax.tree.leaves((program.weights, program.batch)))
+    expected = jax.jit(program.function)(program.weights, program.batch)
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(expected)]
+    for path, output, reference in zip(paths, outputs, jax.tree.leaves(expected), strict=True):
+        assert close(output, reference), f"{path} of {program.kinds} on {shape}, {m} microbatches"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_any_program_computes_the_same(seed: int) -> None:
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=CASES_A_TEST,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],  # shrinking compiles for many minutes: add it for a failure at hand
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(
+        programs(),
+        st.sampled_from(MESHES),
+        st.integers(1, 2),
+        st.sampled_from([1, 2, 4]),
+        st.integers(0, 2**16),
+    )
+    def check(program: RandomProgram, shape: tuple[int, ...], stages: int, microbatches: int, lots: int) -> None:
+        check_program(program, shape, stages, microbatches, lots)
+
+    check()
+
+
+def found(function: Any, weights: dict[str, Any], batch: dict[str, Any]) -> RandomProgram:
+    """A program that was found to be wrong, shrunk."""
+    return RandomProgram(function, weights, batch, ())
+
+
+def numbers(*shape: int) -> Any:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("lots", [14, 23])
+def test_a_slice_of_a_slice_that_is_clamped(lots: int) -> None:
+    """7 is clamped to 4. XLA merges the device's slice with it and clamps the sum of both starts to 6."""
+
+    def function(weights: dict[str, Any], batch: dict[str, Any]) -> Any:
+        return jnp.sin(lax.dynamic_slice_in_dim(batch["x"] @ weights["a"], weights["k"], 4, 1))
+
+    program = found(function, {"a": numbers(8, 8), "k": np.int32(7)}, {"x": numbers(8, 8)})
+    check_program(program, (2,), 1, 1, lots)
