@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import MicrobatchError
-from autopar.ir.build import Builder, live_equations, trace_emission
+from autopar.ir.build import Builder, conversion, live_equations, sum_dtype, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Rule
@@ -210,6 +210,15 @@ class _Splitter:
         self.loop[key] = result = self._slice_by_rule(self._unfenced(v), batch) or self._slice(whole, batch)
         return result
 
+    def _converted(self, v: Value, dtype: Any, phase: Phase) -> Value:
+        if v.dtype == dtype:
+            return v
+        primitive, params = conversion(v, dtype)
+        (result,) = self.builder.add(primitive, params, [v], [jax.ShapeDtypeStruct(v.shape, dtype)], phase, "")
+        if phase is Phase.BACKWARD:
+            self.backward.add(result)
+        return result
+
     def _value(self, v: Value, batch: BatchDim) -> Value:
         shape = tuple(batch.local_size(self.m) if d == batch.dim else n for d, n in enumerate(v.shape))
         return self.builder.value(jax.ShapeDtypeStruct(shape, v.dtype, weak_type=v.weak_type))
@@ -329,9 +338,11 @@ class _Splitter:
         if isinstance(local, Literal):
             raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
         if state.kind is Kind.PARTIAL:
-            whole = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type))
-            self.accumulate[local] = whole
-            self.full[v] = whole
+            addend = self._converted(local, sum_dtype(v), Phase.BACKWARD if local in self.backward else Phase.FORWARD)
+            self.partial.add(addend)
+            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, addend.dtype, weak_type=v.weak_type))
+            self.accumulate[addend] = total
+            self.full[v] = whole = self._converted(total, v.dtype, Phase.UPDATE)
             return whole
         batch = state.batch
         pieces = tuple(

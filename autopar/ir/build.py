@@ -147,6 +147,20 @@ def is_call(name: str) -> bool:
     return name in _CALLS
 
 
+def sum_dtype(v: Value) -> Any:
+    """Of a sum of many addends, which would lose the small ones in fewer than 32 bits."""
+    short = not v.is_key and jnp.issubdtype(v.dtype, jnp.floating) and v.dtype.itemsize < 4
+    return np.dtype(np.float32) if short else v.dtype
+
+
+def conversion(v: Value, dtype: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Primitive and parameters that make an array of another dtype of it."""
+    (eqn,) = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, dtype))(
+        jax.ShapeDtypeStruct(v.shape, v.dtype)
+    ).jaxpr.eqns
+    return eqn.primitive, eqn.params
+
+
 def source_of(eqn: Any) -> str:
     """The user's line that a JAX equation comes from, with the line of an installed package that it led to, or ""."""
     text = source_info_util.summarize(eqn.source_info)
