@@ -61,16 +61,10 @@ def error(found: Any, wanted: Any) -> float:
     return compare.norm(jax.tree.map(lambda a, b: a - b, found, wanted)) / compare.norm(wanted)
 
 
-CASES = [
-    pytest.param(model, dtype, method, marks=[] if (model, dtype, method) == by_default else [pytest.mark.slow])
-    for by_default in [("decoder", "bfloat16", "megatron-2x2x2")]
-    for model in LOSSES
-    for dtype in ("bfloat16", "float16")
-    for method in METHODS
-]
-
-
-@pytest.mark.parametrize(("model", "dtype", "method"), CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("model", LOSSES)
 def test_errors_are_those_of_one_device(model: str, dtype: str, method: str) -> None:
     how, num_microbatches = METHODS[method]
     exact, _ = on_one_device(model, jnp.float32)
