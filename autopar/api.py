@@ -29,6 +29,7 @@ from autopar.passes.lower import LoweredStep
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.planner import LeafHome, Planner
+from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
 from autopar.trace import leaf_specs, matching_leaves, trace
@@ -103,12 +104,19 @@ class Executable:
                 Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
                 for o, at in enumerate(self._planned.outputs_of)
             ]
+        tree = self._graph.out_tree
+        if self._graph.callbacks:
+            self._callbacks(results[tree.num_leaves :])
         unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
-        return unflatten(self._graph.out_tree, results)
+        return unflatten(tree, results[: tree.num_leaves])
 
     @functools.cached_property
     def _returns_static(self) -> bool:
         return has_static(self._graph.out_tree)
+
+    @functools.cached_property
+    def _callbacks(self) -> Callbacks:
+        return Callbacks(self._graph.callbacks, self._devices[0])
 
     def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments' leaves, in the pieces that the plan cuts them into."""

@@ -25,7 +25,7 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.instructions import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_shape
 from autopar.passes.rules.base import Rule
-from autopar.runtime.executable import Array, Executable, Source, Wiring
+from autopar.runtime.executable import Array, Executable, Source, Wiring, copied
 from autopar.runtime.transfer import TileTransfer
 
 
@@ -69,8 +69,9 @@ def build(
         )
         for crossing in lowered.crossings
     )  # fmt: skip
+    replaced = frozenset(i for k, i in graph.carried.items() if i in donate and step.outputs[k] is not graph.inputs[i])
     results = tuple(
-        None if held is not None else _passed_through(out, graph)
+        None if held is not None else _passed_through(out, graph, replaced)
         for out, held in zip(step.outputs, instructions.results, strict=True)
     )
     wiring = Wiring(
@@ -94,10 +95,10 @@ def crossing_copies(lowered: LoweredStep, crossing: Crossing) -> tuple[tuple[int
     return tile_copies(crossing.value.shape, crossing.plan.sent, source, crossing.plan.received, target)
 
 
-def _passed_through(out: Value | Literal, graph: Graph) -> Callable[[Sequence[Any]], Any]:
-    """An output that no program makes: an argument, a constant or a literal."""
+def _passed_through(out: Value | Literal, graph: Graph, replaced: frozenset[int]) -> Callable[[Sequence[Any]], Any]:
+    """An output that no program makes: an argument (copied where it is overwritten), a constant or a literal."""
     if isinstance(out, Value) and out in graph.inputs:
         at = graph.inputs.index(out)
-        return lambda leaves: leaves[at]
+        return (lambda leaves: copied(leaves[at])) if at in replaced else (lambda leaves: leaves[at])
     fixed = jnp.asarray(out.value, out.dtype) if isinstance(out, Literal) else graph.constants[out]
     return lambda leaves: fixed

@@ -3,8 +3,8 @@
 1. Flatten the arguments; keep each leaf's path. 2. Trace to a jaxpr. 3. Inline every call (`jit`,
 `custom_jvp`, `custom_vjp`, `checkpoint`), so that one flat list of pure equations is left; a rematerialised
 body is fenced by an `optimization_barrier`, as JAX's own lowering does, lest XLA merges it with the forward
-pass. 4. Drop what no output needs. 5. Read each equation's phase from JAX's name stack. 6. Find the state:
-the inputs that the outputs replace.
+pass. 4. What `jax.debug.print` prints becomes a further output. 5. Drop what no output needs. 6. Read each
+equation's phase from JAX's name stack. 7. Find the state: the inputs that the outputs replace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.build import Builder, is_library, live_equations, source_of
+from autopar.ir.build import Builder, is_call, is_library, live_equations, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
 from autopar.ir.pieces import Pieces
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
@@ -34,6 +34,9 @@ _NEEDS_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 _SEE_DOCS = "See https://"
+
+# What they are given is whole on one device, after the step has run; they return nothing.
+_CALLBACKS = frozenset({"debug_callback", "debug_print"})
 
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 
@@ -112,26 +115,23 @@ def trace(
             f"{str(error).split(_SEE_DOCS)[0].strip()}\nPass what is a constant of the step by static_argnums, "
             "static_argnames or static_leaves, or decide on the device, with jnp.where or jax.lax.cond."
         ) from error
-    if closed.effects:
-        culprit = _effectful(closed.jaxpr)
-        raise TraceError(
-            f"{name} has side effects ({', '.join(sorted(map(str, closed.effects)))})"
-            + (f" at {culprit}" if culprit else "")
-            + ". A parallelized step must be pure: return the values instead of printing, calling back or mutating."
-        )
-
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
     outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
-    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
-    used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
-    constants = {v: c for v, c in builder.constants.items() if v in used}
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
     out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
     carried = matching_leaves(in_tree, in_leaves, out_tree, out_leaves)
+    callbacks = tuple(eqn for eqn in builder.equations if eqn.primitive.name in _CALLBACKS)
+    if closed.effects:
+        _check_effects(name, closed)
+        outputs += [v for eqn in callbacks for v in eqn.values]
+        out_paths += tuple(f"an operand of {eqn.primitive.name}" for eqn in callbacks for _ in eqn.values)
+    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
+    used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
+    constants = {v: c for v, c in builder.constants.items() if v in used}
     return Graph(
         name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, out_tree,
-        _fingerprint(equations, inputs, outputs),
+        _fingerprint(equations, inputs, outputs), callbacks=callbacks,
     )  # fmt: skip
 
 
@@ -154,14 +154,40 @@ def _argument_path(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
     return head + jax.tree_util.keystr(tuple(rest))
 
 
-def _effectful(jaxpr: Any) -> str | None:
+def _check_effects(name: str, closed: Any) -> None:
+    """Raise for side effects other than callbacks that run once whenever the step runs.
+
+    Raises:
+      TraceError: names the first other one.
+    """
+    culprit = _effectful(closed.jaxpr)
+    if culprit is None:
+        return
+    eqn, inside = culprit
+    message = f"{name} has side effects ({', '.join(sorted(map(str, eqn.effects)))}) at {source_of(eqn)} "
+    if eqn.primitive.name in _CALLBACKS:
+        raise TraceError(
+            f"{message}({eqn.primitive.name} inside {inside}). A parallelized step calls back once, after it has run: "
+            f"move the call out of the {inside}, and let that return what is to be seen."
+        )
+    raise TraceError(
+        f"{message}({eqn.primitive.name}). A parallelized step must be pure but for jax.debug.print and "
+        "jax.debug.callback: return the values instead of calling back or mutating."
+    )
+
+
+def _effectful(jaxpr: Any, inside: str = "") -> tuple[Any, str] | None:
+    """The first equation with a side effect that cannot be carried out, and the loop or branch it is in, if any."""
     for eqn in jaxpr.eqns:
-        if eqn.effects:
-            for inner in jex_core.jaxprs_in_params(eqn.params):
-                found = _effectful(inner)
-                if found:
-                    return found
-            return f"{source_of(eqn)} ({eqn.primitive.name})"
+        name = eqn.primitive.name
+        if not eqn.effects or (name in _CALLBACKS and not inside):
+            continue
+        for inner in jex_core.jaxprs_in_params(eqn.params):
+            found = _effectful(inner, inside if is_call(name) else name)
+            if found:
+                return found
+        if not is_call(name):
+            return eqn, inside
     return None
 
 

@@ -34,6 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import BatchAxisError, MicrobatchError
+from autopar.ir.build import live_equations
 from autopar.ir.graph import BatchDim, Equation, Graph, Phase, Value
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, split_of
@@ -234,8 +235,10 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
 def _on_the_way_to_a_gradient(graph: Graph, couplings: Sequence[Coupling]) -> tuple[Coupling, ...]:
     """Without those that only results need (the largest loss of the batch): these may wait for the whole batch."""
     for_gradient: set[Value] = set()
+    # What is rematerialised in the backward pass only to be printed leads to no gradient.
+    returned = {eqn.id for eqn in live_equations(graph.equations, graph.returned)}
     for eqn in reversed(graph.equations):
-        if eqn.phase is Phase.BACKWARD or any(v in for_gradient for v in eqn.outputs):
+        if (eqn.phase is Phase.BACKWARD and eqn.id in returned) or any(v in for_gradient for v in eqn.outputs):
             for_gradient.update(eqn.values)
             for_gradient.update(eqn.outputs)
     return tuple(c for c in couplings if any(v in for_gradient for v in c.equation.outputs))

@@ -34,6 +34,7 @@ from autopar.passes.intra_op.strategies import (
     pieces,
     result_shardings,
 )
+from autopar.passes.merge import merge_equal_ops
 from autopar.passes.rules.base import Rule, is_fusible
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
@@ -283,7 +284,8 @@ class _Writer:
     def finish(self, replaced: Mapping[Port, Port]) -> LocalProgram:
         """The program. Outputs that replace an input stand in the inputs' order: JAX pairs donated buffers with
         outputs of their shape one by one, and XLA copies what lands in a buffer that is still to be read."""
-        ops = _with_exchanges(_live_ops(self.ops, self.outputs), self.rules, self.sharding.mesh)
+        ops = _live_ops(merge_equal_ops(self.ops, self.outputs, self.rules), self.outputs)
+        ops = _with_exchanges(ops, self.rules, self.sharding.mesh)
         position = {port: i for i, port in enumerate(self.inputs)}
         outputs = sorted(self.outputs, key=lambda port: position.get(replaced.get(port, port), len(position)))
         return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(outputs))

@@ -125,6 +125,9 @@ class Executable:
                 jax.block_until_ready(totals)
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
+        passed = [None if result is None else result(leaves) for result in wiring.results]
+        if any(self._waits):
+            jax.block_until_ready(passed)
         started, waited = time.perf_counter(), 0.0
         try:
             for instruction in wiring.instructions.instructions:
@@ -154,8 +157,8 @@ class Executable:
             ) from error
         self.dispatch_seconds = time.perf_counter() - started - waited
         return [
-            registers[register] if result is None else result(leaves)  # type: ignore[index]
-            for register, result in zip(wiring.instructions.results, wiring.results, strict=True)
+            argument if register is None else registers[register]
+            for register, argument in zip(wiring.instructions.results, passed, strict=True)
         ]
 
     def _place(self, leaves: Sequence[Any], registers: list[Any]) -> None:
@@ -184,7 +187,7 @@ class Executable:
                     )
             # What will be donated is copied first: `may_alias` does not keep device_put from reusing the array of one
             # device as a tile, and the caller may have it elsewhere too (as the start of a moving average, say).
-            moves.append((register, _copied(leaf) if at in wiring.donated else leaf, array.sharding))
+            moves.append((register, copied(leaf) if at in wiring.donated else leaf, array.sharding))
         for register, (at, batch, microbatch, array) in wiring.feeds.items():
             moves.append(
                 (register, _microbatch(leaves[at], batch, microbatch, wiring.num_microbatches), array.sharding)
@@ -203,7 +206,8 @@ def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
-def _copied(leaf: Any) -> Any:
+def copied(leaf: Any) -> Any:
+    """An argument of which the original may be given away."""
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.models import decoder, moe
+
 Params = dict[str, Any]
 Loss = Callable[[Params, dict[str, Any]], Any]
 Step = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
@@ -96,14 +98,19 @@ def loop_params(layers: int, width: int, heads: int) -> Params:
 
 def _block(x: Any, params: Params) -> Any:
     """Layer norm, causal attention, layer norm, two dense layers."""
+    x = _attend(x, params)
+    h = _normalise(x, params["norm2"])
+    return x + jax.nn.gelu(h @ params["up"] + params["up_bias"]) @ params["down"]
+
+
+def _attend(x: Any, params: Params) -> Any:
+    """Layer norm and causal attention."""
     h = _normalise(x, params["norm1"])
     q, k, v = (jnp.einsum("btd,dhe->bthe", h, params[name]) for name in ("q", "k", "v"))
     scores = jnp.einsum("bqhe,bkhe->bhqk", q, k) / q.shape[-1] ** 0.5
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     weights = jax.nn.softmax(jnp.where(causal, scores, -1e9), -1)
-    x = x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, params["o"])
-    h = _normalise(x, params["norm2"])
-    return x + jax.nn.gelu(h @ params["up"] + params["up_bias"]) @ params["down"]
+    return x + jnp.einsum("bhqk,bkhe,hed->bqd", weights, v, params["o"])
 
 
 def block_params(width: int, heads: int) -> Params:
@@ -159,3 +166,39 @@ def conv_params(width: int) -> Params:
 def conv_batch(size: int, extent: int) -> dict[str, Any]:
     x, y = jax.random.split(jax.random.key(1))
     return {"x": jax.random.normal(x, (size, extent, extent, 8)), "y": jax.random.normal(y, (size, 8))}
+
+
+def expert_loss(config: moe.MoEConfig) -> Loss:
+    """Mean squared error of one transformer block whose MLP is a mixture of experts, and the auxiliary loss."""
+
+    def loss(params: Params, batch: dict[str, Any]) -> Any:
+        x = _attend(batch["x"], params)
+        mixed, auxiliary_loss = moe.mixture(config, params["experts"], _normalise(x, params["norm2"]))
+        return jnp.mean((x + mixed - batch["y"]) ** 2) + 0.01 * auxiliary_loss
+
+    return loss
+
+
+def expert_params(config: moe.MoEConfig) -> Params:
+    params = block_params(config.width, config.num_heads)
+    kept = {name: leaf for name, leaf in params.items() if name not in ("up", "up_bias", "down")}
+    width, hidden, experts = config.width, config.mlp_factor * config.width, config.num_experts
+    shapes = {"gate": (width, experts), "up": (experts, width, hidden), "down": (experts, hidden, width)}
+    keys = jax.random.split(jax.random.key(2), 3)
+    weights = {n: jax.random.normal(k, s) / width**0.5 for k, (n, s) in zip(keys, shapes.items(), strict=True)}
+    return {**kept, "experts": weights}
+
+
+def grouped_query_loss(config: decoder.DecoderConfig) -> Loss:
+    """Mean squared error of one block with rotary embeddings, grouped-query attention and SwiGLU."""
+
+    def loss(params: Params, batch: dict[str, Any]) -> Any:
+        x = batch["x"] + decoder.attention(config, params["attention"], batch["x"])
+        return jnp.mean((x + decoder.swiglu(params["mlp"], x) - batch["y"]) ** 2)
+
+    return loss
+
+
+def grouped_query_params(config: decoder.DecoderConfig) -> Params:
+    (block,) = decoder.init(config, jax.random.key(0))["blocks"]
+    return {name: block[name] for name in ("attention", "mlp")}

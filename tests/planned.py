@@ -61,7 +61,9 @@ def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto") -> B
     return analyse_batch(graph, resolve_batch_axes(graph, batch_axes), rule_of)
 
 
-def plan_step(step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int) -> Planned:
+def plan_step(
+    step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int | None
+) -> Planned:
     planner = Planner(analyse(step, *args), cluster, method)
     plan, lowered = planner.plan(m)
     return Planned(plan, lowered, {e.id: rule_of(e) for e in lowered.placed.step.equations})

@@ -268,3 +268,59 @@ def test_accumulation_by_hand_is_shared_out() -> None:
         return float(sum(program.cost_analysis()["flops"] for program in executable._runtime.programs))
 
     assert flops(method=recipes.data_parallel()) < 0.25 * flops(devices=jax.devices()[:1])
+
+
+def printing() -> tuple[Step, Any]:
+    """Whole values, whatever they are cut into: of the batch, of sums over it, of the state before and after."""
+
+    def step(state: Any, batch: Any) -> Any:
+        jax.debug.print("step {}", state["step"], ordered=True)
+
+        @jax.checkpoint
+        def loss(p: Any) -> Any:
+            hidden = jnp.tanh(batch["x"] @ p["w"] + p["b"])
+            jax.debug.print("hidden {:.4f} of {n}", hidden[BATCH - 1, 0], n=hidden.size)
+            value = jnp.mean((hidden @ p["v"] - batch["y"]) ** 2)
+            jax.debug.print("loss {:.4f}", value)
+            return value
+
+        value, g = jax.value_and_grad(loss)(state["params"])
+        jax.debug.callback(lambda x: print(f"norm {np.linalg.norm(x):.3f} of {x.shape}"), batch["x"])
+        params = descend(state["params"], g)
+        jax.debug.print("bias {x}", x=(params["b"].sum() * 1000).astype(int), ordered=True)
+        jax.debug.print("done")
+        return {"params": params, "step": state["step"] + 1}, value
+
+    return step, {"params": parameters(), "step": jnp.int32(0)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_printing_inside(method: str, capfd: pytest.CaptureFixture[str]) -> None:
+    step, start = printing()
+
+    def printed(step: Step) -> list[str]:
+        state = jax.tree.map(jnp.array, start)
+        capfd.readouterr()
+        for _ in range(2):
+            state, _ = step(state, examples())
+        jax.effects_barrier()
+        return sorted(capfd.readouterr().out.splitlines())
+
+    wanted = printed(jax.jit(step))
+    assert len(wanted) == 2 * 8  # in two steps; what is rematerialised prints twice
+    assert printed(autopar.parallelize(step, method=METHODS[method])) == wanted
+
+
+def test_what_a_step_replaces_can_be_returned_as_well() -> None:
+    """The old value, though its buffer is overwritten."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(squared_error)(state, batch)
+        return descend(state, g), {"loss": loss, "before": state["w"]}
+
+    parallel = autopar.parallelize(step)
+    state, _ = parallel(parameters(), examples())
+    before = np.asarray(state["w"])
+    state, metrics = parallel(state, examples())
+    np.testing.assert_array_equal(metrics["before"], before)
+    assert np.any(np.asarray(state["w"]) != before)

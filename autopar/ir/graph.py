@@ -124,7 +124,7 @@ class Graph:
     name: str
     equations: tuple[Equation, ...]
     inputs: tuple[Value, ...]
-    outputs: tuple[Operand, ...]
+    outputs: tuple[Operand, ...]  # what the function returns, then the callbacks' operands
     constants: Mapping[Value, Any]  # captured arrays
     input_paths: tuple[str, ...]  # e.g. "state['params']['w']", one per input
     output_paths: tuple[str, ...]
@@ -134,6 +134,7 @@ class Graph:
     fingerprint: str  # hash of structure, shapes and dtypes
     input_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     output_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the result leaf
+    callbacks: tuple[Equation, ...] = ()  # `jax.debug.print` and the like: called on the host after each step
 
     @property
     def inputs_of(self) -> tuple[range, ...]:
@@ -144,6 +145,12 @@ class Graph:
     def outputs_of(self) -> tuple[range, ...]:
         """The outputs of each result leaf."""
         return _numbers(self.output_cuts, len(self.outputs))
+
+    @property
+    def returned(self) -> tuple[Operand, ...]:
+        """The outputs without the callbacks' operands."""
+        ranges = self.outputs_of[: self.out_tree.num_leaves]
+        return self.outputs[: ranges[-1].stop] if ranges else ()
 
     def __repr__(self) -> str:
         lines = [f"graph {self.name}({', '.join(map(repr, self.inputs))}):"]

@@ -157,7 +157,8 @@ def loss(config: DecoderConfig, params: Params, batch: Batch) -> jax.Array:
     return shared.cross_entropy(logits(config, params, batch["inputs"]), batch["targets"])
 
 
-def _loss(config: DecoderConfig) -> shared.LossFn:
+def make_loss(config: DecoderConfig) -> shared.LossFn:
+    """`loss` as the train step takes it."""
     return lambda params, statistics, batch, key: (loss(config, params, batch), (statistics, {}))
 
 
@@ -170,12 +171,12 @@ def make_train_step(
     config: DecoderConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """`train_step(state, batch)`: the new state and the metrics "loss" and "grad_norm" (before clipping)."""
-    return shared.make_train_step(_loss(config), optimizer)
+    return shared.make_train_step(make_loss(config), optimizer)
 
 
 def make_eval_step(config: DecoderConfig) -> Callable[[State, Batch], Metrics]:
     """`eval_step(state, batch)`: the loss."""
-    return shared.make_eval_step(_loss(config))
+    return shared.make_eval_step(make_loss(config))
 
 
 def abstract_batch(config: DecoderConfig, batch_size: int) -> Batch:

@@ -190,7 +190,8 @@ def loss(config: EncoderDecoderConfig, params: Params, batch: Batch, key: jax.Ar
     return jnp.sum(losses * counted) / jnp.sum(counted)
 
 
-def _loss(config: EncoderDecoderConfig) -> shared.LossFn:
+def make_loss(config: EncoderDecoderConfig) -> shared.LossFn:
+    """`loss` as the train step takes it."""
     return lambda params, statistics, batch, key: (loss(config, params, batch, key), (statistics, {}))
 
 
@@ -203,12 +204,12 @@ def make_train_step(
     config: EncoderDecoderConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """`train_step(state, batch)`: the new state and the metrics "loss" and "grad_norm" (before clipping)."""
-    return shared.make_train_step(_loss(config), optimizer)
+    return shared.make_train_step(make_loss(config), optimizer)
 
 
 def make_eval_step(config: EncoderDecoderConfig) -> Callable[[State, Batch], Metrics]:
     """`eval_step(state, batch)`: the loss without dropout."""
-    return shared.make_eval_step(_loss(config))
+    return shared.make_eval_step(make_loss(config))
 
 
 def abstract_batch(config: EncoderDecoderConfig, batch_size: int) -> Batch:

@@ -114,7 +114,8 @@ def loss(config: GPTConfig, params: Params, batch: Batch, key: jax.Array | None 
     return shared.cross_entropy(logits(config, params, batch["inputs"], key), batch["targets"])
 
 
-def _loss(config: GPTConfig) -> shared.LossFn:
+def make_loss(config: GPTConfig) -> shared.LossFn:
+    """`loss` as the train step takes it."""
     return lambda params, statistics, batch, key: (loss(config, params, batch, key), (statistics, {}))
 
 
@@ -127,12 +128,12 @@ def make_train_step(
     config: GPTConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """`train_step(state, batch)`: the new state and the metrics "loss" and "grad_norm" (before clipping)."""
-    return shared.make_train_step(_loss(config), optimizer)
+    return shared.make_train_step(make_loss(config), optimizer)
 
 
 def make_eval_step(config: GPTConfig) -> Callable[[State, Batch], Metrics]:
     """`eval_step(state, batch)`: the loss without dropout."""
-    return shared.make_eval_step(_loss(config))
+    return shared.make_eval_step(make_loss(config))
 
 
 def abstract_batch(config: GPTConfig, batch_size: int) -> Batch:

@@ -186,7 +186,7 @@ def logits(
     return jnp.einsum("btw,vw->btv", x, params["tokens"].astype(x.dtype)).astype(jnp.float32), total
 
 
-def _loss(config: MoEConfig) -> shared.LossFn:
+def make_loss(config: MoEConfig) -> shared.LossFn:
     """Mean cross entropy in nats per token, and the weighted auxiliary loss."""
 
     def loss(
@@ -209,12 +209,12 @@ def make_train_step(
     config: MoEConfig, optimizer: optax.GradientTransformation
 ) -> Callable[[State, Batch], tuple[State, Metrics]]:
     """`train_step(state, batch)`: the new state and the metrics "loss", "grad_norm" and "auxiliary_loss"."""
-    return shared.make_train_step(_loss(config), optimizer)
+    return shared.make_train_step(make_loss(config), optimizer)
 
 
 def make_eval_step(config: MoEConfig) -> Callable[[State, Batch], Metrics]:
     """`eval_step(state, batch)`: the losses without dropout."""
-    return shared.make_eval_step(_loss(config))
+    return shared.make_eval_step(make_loss(config))
 
 
 def abstract_batch(config: MoEConfig, batch_size: int) -> Batch:

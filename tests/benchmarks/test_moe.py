@@ -74,6 +74,7 @@ def test_the_mixture_is_a_weighted_sum_of_two_experts_where_there_is_room() -> N
     np.testing.assert_allclose(np.asarray(found).reshape(32, 16), expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_it_learns_and_says_how_evenly_tokens_are_spread() -> None:
     optimizer = shared.make_optimizer(1e-2, 2, 60)
     step = jax.jit(moe.make_train_step(TINY, optimizer), donate_argnums=0)

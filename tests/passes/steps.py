@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.models import moe
+
 BATCH, TIME, WIDTH, CLASSES = 8, 4, 6, 5
 
 Step = Callable[[Any, Any], Any]
@@ -258,6 +260,20 @@ def groups_of_examples() -> Case:
         return losses(p, b).mean() + jnp.sum(balance**2), balance
 
     return Case(trained_on(loss, has_aux=True), params(), examples(), max_microbatches=2)
+
+
+@case
+def mixture_of_experts() -> Case:
+    """The tokens of two examples compete for places in the experts; the auxiliary loss is a group's own."""
+    config = moe.MoEConfig(CLASSES, TIME, 2, WIDTH, 2, num_experts=4, group_size=2 * TIME, mlp_factor=2)
+    sizes = {"gate": (WIDTH, 4), "up": (4, WIDTH, 2 * WIDTH), "down": (4, 2 * WIDTH, WIDTH)}
+    experts = {name: draw(*shape, seed=seed) for seed, (name, shape) in enumerate(sizes.items())}
+
+    def loss(p: Any, b: Any) -> Any:
+        mixed, auxiliary_loss = moe.mixture(config, p, b["x"])
+        return jnp.mean(mixed**2) + auxiliary_loss
+
+    return Case(trained_on(loss), experts, {"x": draw(BATCH, TIME, WIDTH, seed=3)}, max_microbatches=BATCH // 2)
 
 
 @case

@@ -287,3 +287,28 @@ def test_dropout_draws_the_bits_of_one_device() -> None:
     assert 0 < np.asarray(mask).sum() < mask.size
     bits = [e for e in steps_of("dropout")[Phase.FORWARD] if e.primitive.name.startswith("random_bits")]
     assert [e.outputs[0].shape for e in bits] == [(BATCH // 2, WIDTH)]  # at a microbatch's cost
+
+
+def test_running_sums_have_32_bits() -> None:
+    """A parameter in bfloat16 has a gradient in bfloat16; of 32 addends its sum would lose what it shows here."""
+    random = np.random.default_rng(0)
+    w = jnp.asarray(random.normal(size=(16, 8)) / 4, jnp.bfloat16)
+    x = jnp.asarray(random.normal(size=(256, 16)), jnp.bfloat16)
+
+    def step(w: Any, x: Any) -> Any:
+        g = jax.grad(lambda w: jnp.mean((jnp.tanh(x @ w) - 1) ** 2))(w)
+        return w - g, g
+
+    graph = trace(step, (w, x), {}, name="step")
+    split = split_batch(analyse_batch(graph, resolve_batch_axes(graph, "auto"), rule_of), 32)
+    assert {str(total.dtype) for total in split.accumulate.values()} == {"float32"}
+    assert [str(v.dtype) for v in split.outputs] == ["bfloat16", "bfloat16"]
+
+    exact = np.asarray(jax.jit(step)(w.astype(jnp.float32), x.astype(jnp.float32))[1])
+
+    def error(step: Any) -> Any:
+        return np.linalg.norm(np.asarray(step(w, x)[1], np.float32) - exact)
+
+    found = error(autopar.parallelize(step, method=autopar.recipes.data_parallel(32), devices=jax.devices()[:2],
+                                      donate_argnums=()))  # fmt: skip
+    assert found <= 1.2 * error(jax.jit(step))
