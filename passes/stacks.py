@@ -113,7 +113,14 @@ class _Spread:
 
     def _choose(self, eqn: Equation, cut: _Cut) -> bool:
         rule = self.rules[eqn.id]
-        if eqn.id in self.splits or eqn.id in self.loops or len(eqn.outputs) > 1 or rule.separable or rule.sums or rule.halos:
+        if (
+            eqn.id in self.splits
+            or eqn.id in self.loops
+            or len(eqn.outputs) > 1
+            or rule.separable
+            or rule.sums
+            or rule.halos
+        ):
             return False
         try:
             split = batch_to_factor(cut.batch, rule.outputs[0][cut.batch.dim], rule.factors)
