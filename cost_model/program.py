@@ -73,7 +73,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
                 if axes:
                     payload = step_payload(step, op.value.shape, itemsize, at, mesh)
                     communication += price(step.kind, axes, payload)
-                    if step.kind not in ("slice", "mask"):
+                    if payload and step.kind not in ("slice", "mask"):
                         collectives.append(Collective(step.kind, axes, payload))
                 at = step_result(step, at)
     return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local, in_memory))

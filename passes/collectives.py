@@ -24,16 +24,19 @@ from autopar.passes.rules.base import halo_hops
 def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh) -> Any:
     """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
 
-    `before` is the sharding of the piece. PRNG keys travel as their words, which are never summed.
+    `before` is the sharding of the piece. PRNG keys travel as their words, which are never summed. Of arrays without
+    elements nothing is sent.
     """
     if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(x)
         extra = words.ndim - x.ndim
         whole = Sharding(before.dims + ((),) * extra, before.partial)
         return jax.random.wrap_key_data(apply_steps(words, steps, whole, mesh), impl=jax.random.key_impl(x))
+    whole_shape = tuple(size * n for size, n in zip(x.shape, before.tiles(mesh), strict=True))
     for step in steps:
-        x = _apply(x, step, mesh)
         before = step_result(step, before)
+        # XLA refuses some collectives of arrays without elements.
+        x = _apply(x, step, mesh) if x.size else jnp.zeros(before.local_shape(whole_shape, mesh), x.dtype)
     return x
 
 

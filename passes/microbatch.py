@@ -352,7 +352,7 @@ class _Splitter:
 
         def join(*xs: Any) -> Sequence[Any]:
             d = batch.dim
-            parts = [x.reshape(*x.shape[:d], batch.outer, -1, *x.shape[d + 1 :]) for x in xs]
+            parts = [x.reshape(*x.shape[:d], batch.outer, x.shape[d] // batch.outer, *x.shape[d + 1 :]) for x in xs]
             return [jnp.concatenate(parts, d + 1).reshape(v.shape)]
 
         self.full[v] = result = self._trace(join, pieces, Phase.UPDATE, eqn.source if eqn else "")[0]

@@ -129,6 +129,30 @@ def clipping_each_example() -> tuple[Step, Any]:
     return step, parameters()
 
 
+def clipping_each_sequence() -> tuple[Step, Any]:
+    """Of convolutions: `vmap` makes the examples groups of features."""
+
+    def network(p: Any, x: Any) -> Any:
+        x = x.reshape(1, 8, FEATURES // 8)
+        for name, groups in (("wide", 1), ("depthwise", 8)):
+            x = jax.lax.conv_general_dilated(
+                x, p[name], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=groups
+            )
+        return jnp.tanh(x).mean(1)[0]
+
+    def step(p: Any, batch: Any) -> Any:
+        gs = jax.vmap(jax.grad(lambda p, x, y: jnp.mean((network(p, x) - y) ** 2)), (None, 0, 0))(
+            p, batch["x"], batch["y"]
+        )
+        norms = jnp.sqrt(sum((g**2).reshape(BATCH, -1).sum(1) for g in jax.tree.leaves(gs)))
+        g = jax.tree.map(lambda g: jnp.tensordot(jnp.minimum(1, 0.5 / norms), g, 1) / BATCH, gs)
+        return descend(p, g), norms.mean()
+
+    keys = jax.random.split(jax.random.key(3))
+    shapes = {"wide": (3, FEATURES // 8, 8), "depthwise": (3, 1, 8)}
+    return step, {name: jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
+
+
 def gradient_penalty() -> tuple[Step, Any]:
     def loss(p: Any, batch: Any) -> Any:
         slopes = jax.vmap(jax.grad(lambda x: network(p, x).sum()))(batch["x"])
@@ -222,7 +246,8 @@ def constrained_loop() -> tuple[Step, Any]:
 
 
 STEPS = [
-    accumulating_optimizer, accumulation_by_hand, recurrent, vjp_by_hand, clipping_each_example, gradient_penalty,
+    accumulating_optimizer, accumulation_by_hand, recurrent, vjp_by_hand, clipping_each_example, clipping_each_sequence,
+    gradient_penalty,
     frozen_and_averaged, two_losses, dynamic_loss_scale, constrained_loop,
 ]  # fmt: skip
 METHODS: dict[str, Any] = {

@@ -65,7 +65,7 @@ def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lan
 
 def can_sum(rule: Rule) -> bool:
     """Whether splitting the equation can leave addends."""
-    return any(rule.reduced.get(factor) == "sum" for factor in splittable(rule))
+    return "sum" in rule.reduced.values() and any(rule.reduced.get(factor) == "sum" for factor in splittable(rule))
 
 
 def pieces(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, int]:

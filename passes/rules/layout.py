@@ -68,10 +68,14 @@ def common_factors(factors: Factors, old: Sequence[int], new: Sequence[int]) -> 
 
 
 def _reshape(eqn: Equation) -> Rule:
-    if eqn.params.get("dimensions") is not None or len(eqn.inputs) > 1:
+    """`dimensions`: the order in which the operand's are read (None: as they are)."""
+    if len(eqn.inputs) > 1:  # sizes known at run time only
         return replicated(eqn)
+    shape = eqn.inputs[0].shape
+    order = eqn.params.get("dimensions") or tuple(range(len(shape)))
     factors = Factors()
-    old, new = common_factors(factors, eqn.inputs[0].shape, eqn.outputs[0].shape)
+    ordered, new = common_factors(factors, [shape[d] for d in order], eqn.outputs[0].shape)
+    old = tuple(ordered[order.index(d)] for d in range(len(shape)))
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return bind(eqn, operands, new_sizes=local_shape(local, new), **without_sharding(eqn))

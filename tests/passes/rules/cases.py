@@ -122,6 +122,7 @@ EXACT: dict[str, Case] = {
     "put": (jax.device_put, (floats(4, 6),)),
     "barrier": (lambda x, y: lax.optimization_barrier((x, y)), (floats(4, 6), floats(8))),
     "reshape merge": (lambda x: lax.reshape(x, (24, 2, 4)), (floats(4, 6, 8),)),
+    "reshape in another order": (lambda x: lax.reshape(x, (8, 24), (2, 0, 1)), (floats(4, 6, 8),)),
     "reshape split": (lambda x: lax.reshape(x, (4, 6, 2, 4)), (floats(24, 8),)),
     "reshape shift": (lambda x: lax.reshape(x, (8, 6)), (floats(4, 12),)),
     "reshape coprime": (lambda x: lax.reshape(x, (4, 2, 6, 2)), (floats(4, 6, 4),)),
