@@ -255,10 +255,7 @@ def _batch_size(graph: Graph, batch_axes: Mapping[Value, int]) -> int:
             raise BatchAxisError(f"batch_axes: {path} has shape {value.shape}, hence no axis {axis}.")
         sizes.setdefault(value.shape[axis], path)
     if not sizes:
-        raise BatchAxisError(
-            f"{graph.name} has no batch argument. Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument "
-            "holds the examples along its first axis."
-        )
+        return 1  # the step makes its own examples
     if len(sizes) > 1:
         met = ", ".join(f"{path}: {size}" for size, path in sizes.items())
         raise BatchAxisError(f"batch_axes: the batch arguments have different sizes along their batch axes ({met}).")

@@ -141,6 +141,11 @@ def test_a_reshape_of_permuted_dimensions_is_a_transposition_before() -> None:
     assert [e.primitive.name for e in graph.equations] == ["transpose", "reshape"]
 
 
+def test_paths_of_variable_arguments() -> None:
+    graph = trace(lambda p, *rest, scale: (p, rest, scale), (f32(1), f32(2), f32(3)), {"scale": f32()}, name="fun")
+    assert graph.input_paths == ("p", "rest[0]", "rest[1]", "scale")
+
+
 def test_sources_are_the_users_lines() -> None:
     graph = trace(lambda x: jnp.sinh(x), (f32(2),), {}, name="fun")
     (eqn,) = graph.equations
