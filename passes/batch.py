@@ -124,6 +124,11 @@ class BatchAnalysis:
           BatchAxisError: it has not.
         """
         pieces = num_microbatches * data_shards
+        if pieces > 1 and all(state.batch is None for state in self.states.values()):
+            raise BatchAxisError(
+                f"method {method!r} shares out the examples of a batch, of which {self.graph.name} has none "
+                "(batch_axes=None). Use method='auto' or another recipe."
+            )
         if self.batch_size % pieces:
             raise BatchAxisError(
                 f"method {method!r}: the batch of {self.batch_size} is not divisible by {num_microbatches} "

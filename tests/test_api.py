@@ -16,6 +16,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph
 
 VOCABULARY, WIDTH, BATCH, TIME = 16, 8, 8, 4
@@ -427,6 +428,8 @@ def test_a_step_that_makes_its_own_examples() -> None:
     found, _, loss = autopar.gather(autopar.parallelize(step, batch_axes=None, method=recipes.intra_op_only())(w, key))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    with pytest.raises(BatchAxisError, match="'data_parallel' shares out the examples of a batch, of which step has"):
+        autopar.parallelize(step, batch_axes=None, method=DATA_PARALLEL).plan(w, key)
 
 
 @METHODS
