@@ -18,6 +18,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph
+from autopar.ir.instructions import Run
 
 VOCABULARY, WIDTH, BATCH, TIME = 16, 8, 8, 4
 OPTIMIZER = optax.adam(1e-2)
@@ -455,3 +456,24 @@ def test_init_makes_other_functions_each_time(method: Any) -> None:
     born = parallel.init(create)
     assert born["model"]["apply"] is abstract["model"]["apply"]
     executable(born, batch)
+
+
+def test_gradients_that_look_like_the_next_state() -> None:
+    """They are sums over the microbatches, and the program that adds them up reads the parameters each time."""
+
+    def loss(p: Any, batch: Any) -> Any:
+        return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"]) ** 2)
+
+    p = {"w": jnp.ones((4, 8)), "v": jnp.ones((8, 2))}
+    batch = {"x": np.linspace(-0.3, 0.3, BATCH * 4, dtype=np.float32).reshape(BATCH, 4)}
+    step = jax.grad(loss)
+    parallel = autopar.parallelize(
+        lambda p, batch: (step(p, batch), loss(p, batch)), method=recipes.data_parallel(4), devices=jax.devices()[:2]
+    )
+    executable = parallel.compile(p, batch)
+    runs = [i for i in executable._runtime.wiring.instructions.instructions if isinstance(i, Run)]
+    leaves = set(executable._runtime.wiring.instructions.leaves.values())
+    assert not any(run.inputs[k] in leaves for run in runs for k in run.donated)
+    found, _ = executable(p, batch)
+    expected = step(p, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), autopar.gather(found), expected)
