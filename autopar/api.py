@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import inspect
 import math
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
@@ -212,8 +213,18 @@ class Parallelized:
         """Plan and compile for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._executable(self._call(args, kwargs))
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As a method, like a function."""
+        return self if instance is None else types.MethodType(self, instance)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         call = self._call(args, kwargs)
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
+            raise TraceError(
+                f"{self._name} was called under a transformation of JAX (jit, grad, vmap, scan, ..), but a "
+                "parallelized step runs on devices of its own, outside of them. Call it from plain Python, or call "
+                "what it was made of, its __wrapped__, inside."
+            )
         return self._executable(call)._run(call.leaves)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
@@ -239,7 +250,7 @@ class Parallelized:
             return leaves
 
         leaves = jax.eval_shape(make_leaves, *args)
-        first = _position_of(executable._graph, tree, leaves)
+        first, structure = _argument_like(executable._graph, tree, leaves)
         homes = executable._runtime.wiring.homes
         planned = executable._planned
         cuts = {i: cut for i in range(len(leaves)) if (cut := planned.input_cuts.get(first + i)) is not None}
@@ -263,7 +274,7 @@ class Parallelized:
             made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args)))
             placed.update(zip(pieces, made, strict=True))
         return unflatten_arrays(
-            tree,
+            structure,
             [
                 Pieces(tuple(placed[i, k] for k in range(len(cuts[i].windows))), cuts[i]) if i in cuts else placed[i, 0]
                 for i in range(len(leaves))
@@ -442,19 +453,30 @@ def _data_shards(method: Method, num_devices: int) -> int:
     return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in method.data_axes)
 
 
-def _position_of(graph: Graph, tree: Any, leaves: Sequence[Any]) -> int:
-    """Index of the first leaf of the argument that looks like the state that `init_fn` returns."""
+def _argument_like(graph: Graph, tree: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
+    """Index of the first leaf, and structure, of the argument that looks like the state that `init_fn` returns.
+
+    The same paths to the same shapes will do: functions in the structure, such as the optimizer of Flax's `TrainState`,
+    are others each time that `init_fn` makes them.
+    """
     args_tree, _ = graph.in_tree.children()
-    first = 0
-    for child in args_tree.children():
-        values = graph.inputs[first : first + child.num_leaves]
-        if child == tree and all((v.shape, v.dtype) == (x.shape, x.dtype) for v, x in zip(values, leaves, strict=True)):
-            return first
-        first += child.num_leaves
+    shapes = [(x.shape, x.dtype) for x in leaves]
+    for same in (lambda child: child == tree, lambda child: _paths(child) == _paths(tree)):
+        first = 0
+        for child in args_tree.children():
+            values = graph.inputs[first : first + child.num_leaves]
+            if [(v.shape, v.dtype) for v in values] == shapes and same(child):
+                return first, child
+            first += child.num_leaves
     raise PlanError(
         f"init: what init_fn returns, {tree} with {len(leaves)} leaves, has the structure and shapes of no argument of "
         f"{graph.name}."
     )
+
+
+def _paths(tree: Any) -> list[Any]:
+    leaves = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(leaves)]
 
 
 def _pieces(x: Any, cut: LeafCut) -> list[Any]:
@@ -573,7 +595,8 @@ def parallelize(
       method: "auto", a recipe of `autopar.recipes`, or a `Plan` made before.
       num_microbatches: "auto" or a number that divides the batch.
       batch_axes: "auto" or a pytree prefix of the positional arguments with an int or None per leaf, as `in_axes`
-        of `jax.vmap`; without the static arguments. Keyword arguments hold examples only under "auto".
+        of `jax.vmap`; without the static arguments. Keyword arguments hold examples only under "auto". None: the step
+        makes its own examples.
       static_argnums, static_argnames: as in `jax.jit`.
       static_leaves: which leaves of arguments and results are part of the structure, as in `equinox.filter_jit`; asked
         of leaves that are no arrays. Default: functions. Equinox modules with flags need

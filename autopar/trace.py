@@ -147,11 +147,19 @@ def _argument_path(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:
     if kind.idx == 1:
         head = str(which.key)
     else:
-        try:
-            head = list(inspect.signature(fun).parameters)[which.idx]
-        except (ValueError, TypeError, IndexError):
-            head = f"args[{which.idx}]"
+        head = _parameter_name(fun, which.idx)
     return head + jax.tree_util.keystr(tuple(rest))
+
+
+def _parameter_name(fun: Callable[..., Any], position: int) -> str:
+    try:
+        parameters = list(inspect.signature(fun).parameters.values())
+    except (ValueError, TypeError):
+        return f"args[{position}]"
+    for index, parameter in enumerate(parameters[: position + 1]):
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            return f"{parameter.name}[{position - index}]"
+    return parameters[position].name if position < len(parameters) else f"args[{position}]"
 
 
 def _check_effects(name: str, closed: Any) -> None:

@@ -125,6 +125,11 @@ class BatchAnalysis:
           BatchAxisError: it has not.
         """
         pieces = num_microbatches * data_shards
+        if pieces > 1 and all(state.batch is None for state in self.states.values()):
+            raise BatchAxisError(
+                f"method {method!r} shares out the examples of a batch, of which {self.graph.name} has none "
+                "(batch_axes=None). Use method='auto' or another recipe."
+            )
         if self.batch_size % pieces:
             raise BatchAxisError(
                 f"method {method!r}: the batch of {self.batch_size} is not divisible by {num_microbatches} "
@@ -258,10 +263,7 @@ def _batch_size(graph: Graph, batch_axes: Mapping[Value, int]) -> int:
             raise BatchAxisError(f"batch_axes: {path} has shape {value.shape}, hence no axis {axis}.")
         sizes.setdefault(value.shape[axis], path)
     if not sizes:
-        raise BatchAxisError(
-            f"{graph.name} has no batch argument. Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument "
-            "holds the examples along its first axis."
-        )
+        return 1  # the step makes its own examples
     if len(sizes) > 1:
         met = ", ".join(f"{path}: {size}" for size, path in sizes.items())
         raise BatchAxisError(f"batch_axes: the batch arguments have different sizes along their batch axes ({met}).")

@@ -17,10 +17,11 @@ _REMEDY = "Pass batch_axes, a pytree prefix of the arguments with an int or None
 def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozenset()) -> dict[Value, int]:
     """The batch axis of each batch argument.
 
-    `batch_axes` is "auto" or, like the `in_axes` of `jax.vmap`, an int, None, or a pytree prefix of the positional
-    arguments (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. "auto"
-    takes the leaves that are not state (carried from inputs to outputs, or in `state`), are no PRNG keys, and share
-    the size of their leading axis, and says on stderr which they are.
+    `batch_axes` is "auto" or, like the `in_axes` of `jax.vmap`, an int, or a pytree prefix of the positional arguments
+    (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. None says that
+    nothing does: the step makes its own, and runs in one microbatch. "auto" takes the leaves that are not state
+    (carried from inputs to outputs, or in `state`), are no PRNG keys, and share the size of their leading axis, and
+    says on stderr which they are.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
@@ -49,7 +50,7 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
         if not isinstance(axis, int) or not -len(value.shape) <= axis < len(value.shape):
             raise BatchAxisError(f"batch_axes: {axis!r} for {path}, which has shape {value.shape}: no such axis.")
         found[value] = axis % len(value.shape)
-    if not found:
+    if not found and batch_axes is not None:
         raise BatchAxisError(_none_found(graph))
     return found
 
@@ -102,7 +103,7 @@ def _keys(graph: Graph) -> set[Value]:
 
 def _none_found(graph: Graph) -> str:
     return (
-        f"{graph.name} has no batch argument: every array argument comes out again as state"
+        f"{graph.name} has no batch argument: every array argument comes out again as state or is a PRNG key"
         f" ({len(graph.inputs)} leaves). Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument holds the "
-        "examples along its first axis."
+        "examples along its first axis, or batch_axes=None if the step makes its own examples."
     )

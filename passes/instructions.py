@@ -135,17 +135,20 @@ class _Writer:
     def _donated(self, local: LocalProgram, inputs: list[Register]) -> tuple[int, ...]:
         """Inputs whose buffers the outputs can take over: running sums, and leaves that this very program renews.
 
-        A leaf that a later program reads as well is not given away.
+        A leaf that a later program reads as well is not given away, nor one that the same program reads again for the
+        next microbatch (where the next value is a sum over the microbatches, as in a step that returns its gradients).
         """
         renewed = {}  # leaf -> the port of its next value
         for k, i in self.step.graph.carried.items():
             result = self.lowered.results[k]
             if result is not None:
                 renewed[self.step.graph.inputs[i]] = result[1]
+        runs_once = not local.program.in_loop or self.step.num_microbatches == 1
         found = []
         for position, port in enumerate(local.inputs):
             if (port.value in self.totals and local.program.in_loop) or (
                 port.value in self.donate
+                and runs_once
                 and port == self.lowered.homes.get(port.value)
                 and renewed.get(port.value) in local.outputs
                 and not self._read_after(local, port)

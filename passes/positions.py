@@ -57,7 +57,7 @@ def index_within_examples(graph: Graph) -> Graph:
         results = builder.inline(closed.jaxpr, closed.consts, values, source=eqn.source, phase=eqn.phase)
         new.update(zip(eqn.outputs, results, strict=True))
     outputs = tuple(renamed(graph.outputs))
-    equations = tuple(live_equations(builder.equations, outputs))
+    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
     used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
     constants = {v: c for v, c in graph.constants.items() if v in used}
     return dataclasses.replace(graph, equations=equations, outputs=outputs, constants=constants)

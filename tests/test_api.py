@@ -16,7 +16,9 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph
+from autopar.ir.instructions import Run
 
 VOCABULARY, WIDTH, BATCH, TIME = 16, 8, 8, 4
 OPTIMIZER = optax.adam(1e-2)
@@ -399,3 +401,79 @@ def test_leaves_that_are_no_arrays() -> None:
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
     still, _ = parallel({**trained, "train": False}, batch)  # another structure, and so another step
     np.testing.assert_array_equal(autopar.gather(still["w"]), autopar.gather(trained["w"]))
+
+
+def test_as_a_method() -> None:
+    class Trainer:
+        rate = 0.1
+
+        @functools.partial(autopar.parallelize, static_argnums=0, method=DATA_PARALLEL)
+        def step(self, w: Any, batch: Any) -> Any:
+            loss, g = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(w)
+            return w - self.rate * g, loss
+
+    batch, w = {"x": np.ones((BATCH, 4), np.float32)}, np.ones((4, 4), np.float32)
+    _, loss = Trainer().step(w, batch)
+    np.testing.assert_allclose(loss, 16, rtol=1e-6)
+
+
+def test_a_step_that_makes_its_own_examples() -> None:
+    def step(w: Any, key: Any) -> Any:
+        key, noise = jax.random.split(key)
+        x = jax.random.normal(noise, (BATCH, 8))
+        loss, g = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return w - 0.1 * g, key, loss
+
+    w, key = np.ones((8, 4), np.float32), jax.random.key(0)
+    expected, _, expected_loss = jax.jit(step)(w, key)
+    found, _, loss = autopar.gather(autopar.parallelize(step, batch_axes=None, method=recipes.intra_op_only())(w, key))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    with pytest.raises(BatchAxisError, match="'data_parallel' shares out the examples of a batch, of which step has"):
+        autopar.parallelize(step, batch_axes=None, method=DATA_PARALLEL).plan(w, key)
+
+
+@METHODS
+def test_init_makes_other_functions_each_time(method: Any) -> None:
+    """As where Flax's `TrainState` is made together with its optimizer."""
+
+    def create() -> Any:
+        return {"model": {"w": jnp.ones((8, 8)), "v": jnp.ones((8, 4)), "apply": lambda w, x: jnp.tanh(x @ w)}}
+
+    def step(state: Any, batch: Any) -> Any:
+        model = state["model"]
+
+        def loss(w: Any, v: Any) -> Any:
+            return jnp.mean((model["apply"](w, batch["x"]) @ v) ** 2)
+
+        value, (g, h) = jax.value_and_grad(loss, (0, 1))(model["w"], model["v"])
+        return {"model": {**model, "w": model["w"] - g, "v": model["v"] - h}}, value
+
+    parallel = autopar.parallelize(step, method=method)
+    batch = {"x": np.ones((BATCH, 8), np.float32)}
+    abstract = create()
+    executable = parallel.compile(abstract, batch)
+    born = parallel.init(create)
+    assert born["model"]["apply"] is abstract["model"]["apply"]
+    executable(born, batch)
+
+
+def test_gradients_that_look_like_the_next_state() -> None:
+    """They are sums over the microbatches, and the program that adds them up reads the parameters each time."""
+
+    def loss(p: Any, batch: Any) -> Any:
+        return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"]) ** 2)
+
+    p = {"w": jnp.ones((4, 8)), "v": jnp.ones((8, 2))}
+    batch = {"x": np.linspace(-0.3, 0.3, BATCH * 4, dtype=np.float32).reshape(BATCH, 4)}
+    step = jax.grad(loss)
+    parallel = autopar.parallelize(
+        lambda p, batch: (step(p, batch), loss(p, batch)), num_microbatches=2, devices=jax.devices()[:1]
+    )
+    executable = parallel.compile(p, batch)
+    runs = [i for i in executable._runtime.wiring.instructions.instructions if isinstance(i, Run)]
+    leaves = set(executable._runtime.wiring.instructions.leaves.values())
+    assert not any(run.inputs[k] in leaves for run in runs for k in run.donated)
+    found, _ = executable(p, batch)
+    expected = step(p, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), autopar.gather(found), expected)

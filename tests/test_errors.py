@@ -89,8 +89,15 @@ def test_batch_that_microbatches_do_not_divide() -> None:
 def test_no_batch_argument() -> None:
     with pytest.raises(BatchAxisError) as caught:
         autopar.parallelize(lambda p: jax.tree.map(jnp.tanh, p)).plan(params())
-    text = "<lambda> has no batch argument: every array argument comes out again as state (2 leaves). Pass batch_axes"
+    text = "<lambda> has no batch argument: every array argument comes out again as state or is a PRNG key (2 leaves). "
     assert str(caught.value).startswith(text)
+    assert "or batch_axes=None if the step makes its own examples" in str(caught.value)
+
+
+def test_call_under_a_transformation() -> None:
+    step = autopar.parallelize(train_step)
+    with pytest.raises(TraceError, match=r"^train_step was called under a transformation .* __wrapped__, inside"):
+        jax.jit(step)(params(), examples())
 
 
 # What fits nowhere.

@@ -153,6 +153,8 @@ def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any
         return lambda index, *xs: [
             jax.lax.select_n(index, *cases) for cases in zip(*(branch(*xs) for branch in branches), strict=True)
         ]
+    if name == "reshape" and params["dimensions"] is not None:  # in the gradient of a grouped convolution
+        return lambda x: [jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])]
     if name in _REDUCTIONS and params.get("axis_index_groups") is None:
         axes = params["axes"]  # numbers once `vmap` has taken away the names
         if all(isinstance(axis, int) for axis in axes):

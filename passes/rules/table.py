@@ -111,7 +111,8 @@ def warn_missing(equations: Iterable[Equation]) -> None:
     seen = set()
     for equation in equations:
         place = (equation.primitive.name, equation.source)
-        if place in seen or not rule_of(equation).replicates:
+        scalar = all(math.prod(x.shape) <= 1 for x in (*equation.inputs, *equation.outputs))
+        if place in seen or scalar or not rule_of(equation).replicates:
             continue
         seen.add(place)
         name, source = equation.primitive.name, equation.source or "unknown source"
