@@ -1,0 +1,97 @@
+"""What JAX or the user computes outside of array operations: own primitives, Pallas kernels, callbacks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+import autopar
+from autopar.errors import MissingRuleWarning
+from autopar.ir.graph import Equation
+from autopar.passes.rules import table
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.table import warn_missing
+from tests.planned import analyse
+from tests.random_plans import plan_by_lot
+from tests.test_random_programs import close, numbers
+
+twice_p = Primitive("twice_as_the_user_does")
+twice_p.def_impl(lambda x: 2 * x)
+twice_p.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+ad.deflinear2(twice_p, lambda cotangent, x: [twice_p.bind(cotangent)])
+batching.defvectorized(twice_p)
+mlir.register_lowering(twice_p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False))
+
+
+def kernel(x_ref: Any, o_ref: Any) -> None:
+    o_ref[...] = jnp.sin(x_ref[...]) * 2
+
+
+@jax.custom_jvp
+def in_pallas(x: Any) -> Any:
+    return pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+
+
+in_pallas.defjvp(lambda primals, tangents: (in_pallas(*primals), 2 * jnp.cos(primals[0]) * tangents[0]))
+
+
+@jax.custom_jvp
+def called_back(x: Any) -> Any:
+    return jax.pure_callback(np.sin, jax.ShapeDtypeStruct(x.shape, x.dtype), x, vmap_method="expand_dims")
+
+
+called_back.defjvp(lambda primals, tangents: (called_back(*primals), jnp.cos(primals[0]) * tangents[0]))
+
+FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "own": (twice_p.bind, "no sharding rule for primitive 'twice_as_the_user_does'"),
+    "pallas": (in_pallas, "no sharding rule for primitive 'pallas_call': what its kernel computes"),
+    "callback": (called_back, "no sharding rule for primitive 'pure_callback': Python is called"),
+}
+
+
+def step_with(function: Callable[[Any], Any]) -> Callable[..., Any]:
+    def step(w: Any, x: Any) -> tuple[Any, Any]:
+        value, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(function(x @ w))))(w)
+        return w - gradient, value
+
+    return step
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_has_no_rule_runs_whole(name: str) -> None:
+    function, message = FOREIGN[name]
+    step, w, x = step_with(function), numbers(8, 8), numbers(8, 8)
+    analysis = analyse(step, w, x, batch_axes=(None, 0))
+    with pytest.warns(MissingRuleWarning, match=f"{message}.* \\(from .*test_foreign.py:[0-9]+"):
+        warn_missing(analysis.graph.equations)
+    outputs = plan_by_lot(analysis, (4,), 1, 1, np.random.default_rng(1)).build(jax.devices())([w, x])
+    assert all(close(a, b) for a, b in zip(outputs, jax.jit(step)(w, x), strict=True))
+
+
+@pytest.mark.parametrize("name", ["twice_as_the_user_does", "pallas_call"])
+def test_with_a_users_rule_it_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_REGISTERED", {})
+
+    @autopar.register_sharding_rule(name)
+    def by_rows(equation: Equation) -> Rule:
+        def emit(local: Any, equation: Equation, operands: Any) -> Any:
+            return [FOREIGN["own" if name.startswith("twice") else "pallas"][0](*operands)]
+
+        sizes = equation.inputs[0].shape
+        return Rule(sizes, (((0,), (1,)),), (((0,), (1,)),), whole=frozenset({1}), emit=emit)
+
+    function = FOREIGN["own" if name.startswith("twice") else "pallas"][0]
+    step, w, x = step_with(function), numbers(8, 8), numbers(8, 8)
+    analysis = analyse(step, w, x, batch_axes=(None, 0))
+    warn_missing(analysis.graph.equations)  # warnings are errors: there is none
+    assert analysis.max_microbatches == 8
+    outputs = plan_by_lot(analysis, (2,), 1, 4, np.random.default_rng(1)).build(jax.devices())([w, x])
+    assert all(close(a, b) for a, b in zip(outputs, jax.jit(step)(w, x), strict=True))
