@@ -308,13 +308,17 @@ class _Drawer:
         def at(env: Env) -> Any:
             return jnp.max(env[j]) % size if by_tokens else jnp.int32(1)
 
-        function = self.one_of(
-            [
-                lambda x, k: lax.dynamic_slice_in_dim(x, k, taken, d),
-                lambda x, k: lax.dynamic_update_slice_in_dim(x, jnp.cos(lax.slice_in_dim(x, 0, taken, axis=d)), k, d),
-            ]
-        )
-        self.add("dynamic", lambda env, ws: function(env[i], at(env)), self.infos[i].batch)
+        # Not made from the operand: XLA on CPUs updates in place while it still reads from there, so that `jax.jit` is
+        # wrong (jaxlib 0.10.2).
+        shape = self.infos[i].shape
+        w = self.weight(*(taken if e == d else 1 if e == self.infos[i].batch else n for e, n in enumerate(shape)))
+
+        def update(x: Any, k: Any, ws: dict[str, Any]) -> Any:
+            new = jnp.broadcast_to(ws[w], [taken if e == d else n for e, n in enumerate(x.shape)])
+            return lax.dynamic_update_slice_in_dim(x, new, k, d)
+
+        function = self.one_of([lambda x, k, ws: lax.dynamic_slice_in_dim(x, k, taken, d), update])
+        self.add("dynamic", lambda env, ws: function(env[i], at(env), ws), self.infos[i].batch)
 
     def look_up(self) -> None:
         j = self.integers()

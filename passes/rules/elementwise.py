@@ -125,6 +125,7 @@ RULES: dict[str, RuleBuilder] = {
     "copy": elementwise(_in_first, 0.0, "none"),
     "copy_p": elementwise(_in_first, 0.0, "none"),
     "div": elementwise(_in_first_if_inexact, 1.0),
+    "empty2": elementwise(_nowhere, 0.0, "none"),  # residuals of the branch of a cond that was not taken
     "imag": elementwise(_in_first, 0.0, "none"),
     "integer_pow": elementwise(_in_first_if_power_is_one, 2.0),
     "mul": elementwise(_in_each, 1.0),

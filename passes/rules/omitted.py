@@ -31,7 +31,7 @@ _GROUPS: dict[str, str] = {
     _EXPORT: "call_exported dim_as_value dimension_size shape_assertion",
     _HIGHER: """box_get box_set call_hi_primitive call_hi_primitive_linearized from_edtype iota_2x32_shape log_extend
         log_read new_box new_log to_edtype""",
-    _MEMORY: "empty empty2",
+    _MEMORY: "empty",
     _CALLBACK: "pure_callback",
     _UNUSED: "select_and_scatter",
     _EFFECT: "debug_callback debug_print inspect_sharding io_callback",

@@ -25,6 +25,7 @@ _REPLICATED = "nothing: its operands are gathered, with a warning"
 ELSEWHERE = {
     "cholesky_update": "leading dimensions",
     "cond": _OF_THE_BODY,
+    "empty2": "a scalar",
     "geqp3": "leading dimensions",
     "ormqr": "leading dimensions",
     "philox4x32": "every dimension",
