@@ -13,10 +13,11 @@ import pytest
 
 from autopar.ir.local import Accumulate
 from autopar.passes.collectives import psum
+from autopar.runtime.executable import Executable
 from tests.planned import Planned, analyse, lowered_collectives
 from tests.random_plans import plan_by_lot
 
-BATCH, WIDTH, VOCABULARY = 16, 16, 32
+BATCH, WIDTH, VOCABULARY = 8, 8, 16
 
 
 def model(dtype: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -36,7 +37,7 @@ def model(dtype: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
     def loss(weights: dict[str, Any], batch: dict[str, Any]) -> Any:
         h = weights["embedding"][batch["tokens"]]
-        h = h + jax.nn.relu(h @ weights["up"]) @ weights["down"] + weights["bias"]
+        h = h + jnp.tanh(h @ weights["up"]) @ weights["down"] + weights["bias"]
         scores = jax.nn.log_softmax((h @ weights["embedding"].T).astype(jnp.float32))
         return -jnp.mean(jnp.take_along_axis(scores, batch["tokens"][..., None], -1))
 
@@ -47,14 +48,17 @@ def model(dtype: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     return step, weights, batch
 
 
-def planned(dtype: Any, shape: tuple[int, ...], stages: int, microbatches: int, lots: int) -> tuple[Planned, Any, Any]:
-    """A plan drawn by lot, the gradients that it gives and those of `jax.jit`."""
+def planned(
+    dtype: Any, shape: tuple[int, ...], stages: int, microbatches: int, lots: int
+) -> tuple[Planned, Executable, Any, Any]:
+    """A plan drawn by lot, compiled, the gradients that it gives and those of `jax.jit`."""
     step, weights, batch = model(dtype)
     analysis = analyse(step, weights, batch, batch_axes=(None, 0))
     plan = plan_by_lot(analysis, shape, stages, microbatches, np.random.default_rng(lots))
-    outputs = plan.build(jax.devices())(jax.tree.leaves((weights, batch)))
+    executable = plan.build(jax.devices())
+    outputs = executable(jax.tree.leaves((weights, batch)))
     expected = jax.jit(step)(weights, batch)
-    return plan, jax.tree.unflatten(jax.tree.structure(expected), outputs)[2], expected[2]
+    return plan, executable, jax.tree.unflatten(jax.tree.structure(expected), outputs)[2], expected[2]
 
 
 def error(actual: Any, reference: Any) -> float:
@@ -64,22 +68,21 @@ def error(actual: Any, reference: Any) -> float:
     return math.sqrt(sum(squares) / sum(np.linalg.norm(np.asarray(b, np.float64)) ** 2 for _, b in pairs))
 
 
-PLANS = [((4,), 1, 4), ((2, 2), 1, 1), ((2,), 2, 2)]
+PLANS = [((2, 2), 1, 1), ((2,), 2, 2)]
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, pytest.param(jnp.float16, marks=pytest.mark.slow)])
 def test_sums_are_made_in_float32(dtype: Any) -> None:
     """Accumulators and what goes over the wire; the error against float32 is at most 1.2 times that of `jax.jit`."""
     step, weights, batch = model(dtype)
     exact = jax.jit(step)(jax.tree.map(lambda x: x.astype(jnp.float32), weights), batch)[2]
     ours, theirs = [], []
     for lots, (shape, stages, microbatches) in enumerate(PLANS):
-        plan, actual, expected = planned(dtype, shape, stages, microbatches, lots)
+        plan, executable, actual, expected = planned(dtype, shape, stages, microbatches, lots)
         assert {x.dtype for x in jax.tree.leaves(actual)} == {jnp.dtype(dtype)}
         totals = [op.total for local in plan.lowered.programs for op in local.ops if isinstance(op, Accumulate)]
         assert {total.dtype for total in totals} <= {np.dtype(np.float32)}
         assert bool(totals) == (microbatches > 1)
-        executable = plan.build(jax.devices())
         for local, source in zip(plan.lowered.programs, executable.sources, strict=True):
             assert lowered_collectives(source, local) == plan.priced(local)
             assert set(summed_dtypes(source)) <= {np.dtype(np.float32)}

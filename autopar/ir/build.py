@@ -200,7 +200,9 @@ def source_of(eqn: Any) -> str:
         return text
     frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines())
     own = next((frame for frame in frames if not is_library(frame)), None)
-    return text if own is None else f"{own}, in {text}"
+    if own is None:
+        return "" if text.startswith(_PACKAGE) else text
+    return f"{own}, in {text}"
 
 
 def is_library(frame: str) -> bool:
