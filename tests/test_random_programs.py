@@ -14,9 +14,12 @@ from hypothesis import strategies as st
 from jax import lax
 
 from autopar.errors import MicrobatchError
+from autopar.ir.graph import Graph, Value
+from autopar.passes.batch import Kind, When
+from autopar.passes.rules.base import bind
 from tests.planned import analyse
 from tests.random_plans import MESHES, plan_by_lot
-from tests.random_programs import RandomProgram, programs
+from tests.random_programs import BATCH, RandomProgram, programs
 
 CASES_A_TEST = 5
 BY_DEFAULT, ALL = 10, 200  # tests
@@ -91,3 +94,64 @@ def test_a_slice_of_a_slice_that_is_clamped(lots: int) -> None:
 
     program = found(function, {"a": numbers(8, 8), "k": np.int32(7)}, {"x": numbers(8, 8)})
     check_program(program, (2,), 1, 1, lots)
+
+
+def values_of(graph: Graph) -> Any:
+    """The function of the inputs that gives every array that the graph makes."""
+
+    def run(inputs: list[Any]) -> list[Any]:
+        env: dict[Any, Any] = {**dict(zip(graph.inputs, inputs, strict=True)), **graph.constants}
+        for eqn in graph.equations:
+            operands = [env[v] if isinstance(v, Value) else v.value for v in eqn.inputs]
+            env.update(zip(eqn.outputs, bind(eqn, operands), strict=True))
+        return [env[v] for eqn in graph.equations for v in eqn.outputs if not v.is_key]
+
+    return jax.jit(run)
+
+
+def check_states(program: RandomProgram, example: int) -> None:
+    """Another example in one place changes only what the batch analysis says it may."""
+    analysis = analyse(program.function, program.weights, program.batch, batch_axes=(None, 0))
+    graph = analysis.graph
+    run = values_of(graph)
+    changed = {name: np.copy(x) for name, x in program.batch.items()}
+    for x in changed.values():
+        x[example] = x[example] + 1
+    before, after = (run(jax.tree.leaves((program.weights, batch))) for batch in (program.batch, changed))
+    of_whole_batch: set[Value] = (
+        set()
+    )  # what is taken from the prologue, and what follows from it, may change everywhere
+    made = []
+    for eqn in graph.equations:
+        whole = analysis.when[eqn.id] is When.BEFORE or analysis.before[eqn.id]
+        if whole or any(v in of_whole_batch for v in eqn.values):
+            of_whole_batch.update(eqn.outputs)
+        made += [(eqn, v) for v in eqn.outputs if not v.is_key]
+    for (eqn, v), old, new in zip(made, before, after, strict=True):
+        state = analysis.states[v]
+        if v in of_whole_batch or state.kind not in (Kind.FREE, Kind.ALIKE, Kind.BATCHED):
+            continue
+        old, new = np.asarray(old), np.asarray(new)
+        if state.batch is not None:
+            batch = state.batch
+            shape = (*old.shape[: batch.dim], batch.outer, batch.units, batch.inner, *old.shape[batch.dim + 1 :])
+            unit = example * batch.units // BATCH
+            old, new = (np.delete(x.reshape(shape), unit, batch.dim + 1) for x in (old, new))
+        np.testing.assert_array_equal(old, new, err_msg=f"{eqn!r} is {state} in {program.kinds}")
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 40))])
+def test_an_example_changes_only_what_it_may(seed: int) -> None:
+    @hypothesis.seed(seed)
+    @hypothesis.settings(
+        max_examples=CASES_A_TEST,
+        deadline=None,
+        database=None,
+        phases=[hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+    @hypothesis.given(programs(), st.integers(0, BATCH - 1))
+    def check(program: RandomProgram, example: int) -> None:
+        check_states(program, example)
+
+    check()
