@@ -6,7 +6,8 @@ tile by tile.
 
 1. The graph depends on the rank and the mesh only: built once, edges sorted by the state they lead to.
 2. A size divides only by the tile counts that divide gcd(size, mesh size), and a payload is the array's bytes
-   over a number of tiles: arrays with the same gcds, elements and bytes share all prices.
+   over a number of tiles: arrays with the same gcds and the same bytes, as they are and as they are summed, share
+   all prices.
 3. An edge's price depends on (kind, axes, tiles) only, so each such class is priced once for each array.
 4. Seconds from a few sources to everywhere: Bellman-Ford, all sources and edges at once in numpy.
 5. The steps of one resharding: Dijkstra; equal times are decided by fewer steps, then by the order of `moves`.
@@ -279,15 +280,13 @@ class _Prices:
     """What depends on the array: the edges' seconds, and the shortest paths asked for so far."""
 
     def __init__(
-        self, network: _Network, mesh: Mesh, gcds: tuple[int, ...], size: int, itemsize: int, price: StepPrice
+        self, network: _Network, mesh: Mesh, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int, price: StepPrice
     ) -> None:
         self.network = network
         self.divides = np.all(np.array(gcds, np.int64) % network.tiles == 0, axis=1)  # [state]
         prices = np.array(
             [
-                price(kind, axes, size * (sum_itemsize(itemsize) if kind in SUM_KINDS else itemsize) // pieces)
-                if axes
-                else 0.0
+                price(kind, axes, (sum_nbytes if kind in SUM_KINDS else nbytes) // pieces) if axes else 0.0
                 for kind, axes, pieces in network.classes
             ]
         )
@@ -319,12 +318,12 @@ class Resharder:
         self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
         self._prices = functools.lru_cache(maxsize=1024)(self._make_prices)
 
-    def _make_prices(self, gcds: tuple[int, ...], size: int, itemsize: int) -> _Prices:
-        return _Prices(_network(len(gcds), self._logical), self._logical, gcds, size, itemsize, self._price)
+    def _make_prices(self, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int) -> _Prices:
+        return _Prices(_network(len(gcds), self._logical), self._logical, gcds, nbytes, sum_nbytes, self._price)
 
     def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _Prices:
-        size = self.mesh.size
-        return self._prices(tuple(math.gcd(n, size) for n in shape), math.prod(shape), itemsize)
+        gcds, size = tuple(math.gcd(n, self.mesh.size) for n in shape), math.prod(shape)
+        return self._prices(gcds, size * itemsize, size * sum_itemsize(itemsize))
 
     def _states(self, prices: _Prices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
         """Indices of the shardings. Raises InternalError for one that the array cannot have."""

@@ -113,3 +113,10 @@ def test_small_integers_wrap_as_they_do() -> None:
     total = jax.shard_map(lambda x: psum(x, ("x",)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(placed)
     np.testing.assert_array_equal(np.asarray(total), np.full(8, x.sum(dtype=np.int8)))
     assert total.dtype == np.int8
+
+
+def test_in_double_precision() -> None:
+    with jax.enable_x64(True):
+        _, _, actual, expected = planned(jnp.float64, (2, 2), 1, 2, 0)
+        assert {x.dtype for x in jax.tree.leaves(actual)} == {np.dtype(np.float64)}
+        assert error(actual, expected) < 1e-7  # the loss itself is in float32

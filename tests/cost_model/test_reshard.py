@@ -240,10 +240,16 @@ def test_prices_are_asked_once_per_bytes_and_divisibility() -> None:
     assert len(asked) == len(set(asked)) > 0
     before = len(asked)
     np.testing.assert_array_equal(resharder.matrix((16, 8), 4, states, states), first)  # both divide by 8
-    np.testing.assert_array_equal(resharder.matrix((8, 32), 2, states, states), first)
+    np.testing.assert_array_equal(resharder.matrix((8, 8), 8, states, states), first)
     assert len(asked) == before
     assert not np.array_equal(resharder.matrix((16, 16), 4, states, states), first)
     assert len(asked) == 2 * before
+
+
+def test_sums_are_made_in_four_bytes() -> None:
+    """128 elements of two bytes: 128 * 4 to sum, 128 * 2 to gather."""
+    assert step_payload(ReshardStep("all_reduce", ("x",)), (8, 16), 2, parse("[-,-]+x"), WIDE) == 512
+    assert step_payload(ReshardStep("all_gather", ("x",), 0), (8, 16), 2, parse("[x,-]"), WIDE) == 256
 
 
 def test_impossible_shardings_are_named() -> None:
