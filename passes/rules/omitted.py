@@ -8,7 +8,7 @@ _TOKEN = "it orders side effects"
 _OPAQUE = "what its kernel computes along which dimension is not known"
 _EXPORT = "it belongs to exported programs, whose sizes are known at run time only"
 _HIGHER = "it works on types beyond arrays"
-_MEMORY = "it makes memory without contents"
+_MEMORY = "it is about memory, not about what is in it"
 _CALLBACK = "Python is called, which may look at all of its operands"
 _EFFECT = "Python is called for what it does, not for a result"
 _UNUSED = "nothing in JAX makes it: gradients of maxima over windows are select_and_scatter_add"
@@ -31,7 +31,7 @@ _GROUPS: dict[str, str] = {
     _EXPORT: "call_exported dim_as_value dimension_size shape_assertion",
     _HIGHER: """box_get box_set call_hi_primitive call_hi_primitive_linearized from_edtype iota_2x32_shape log_extend
         log_read new_box new_log to_edtype""",
-    _MEMORY: "empty",
+    _MEMORY: "empty with_memory_space_constraint",
     _CALLBACK: "pure_callback",
     _UNUSED: "select_and_scatter",
     _EFFECT: "debug_callback debug_print inspect_sharding io_callback",

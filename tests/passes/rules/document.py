@@ -27,6 +27,7 @@ ELSEWHERE = {
     "cond": _OF_THE_BODY,
     "empty2": "a scalar",
     "geqp3": "leading dimensions",
+    "one_minus_square": "every dimension",
     "ormqr": "leading dimensions",
     "philox4x32": "every dimension",
     "platform_index": "a scalar",
