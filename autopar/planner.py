@@ -261,8 +261,7 @@ class Planner:
         step, rules, forward = self._in_microbatches(analysis, m)
 
         def flops(eqn: Equation) -> float:
-            rule = rules[eqn.id]
-            return rule.flops * rule.points() if rule.unit == "matmul" else 0.0
+            return rules[eqn.id].products
 
         wanted = self.method.num_stages or 1
         if (wanted == 1 and self.cluster.num_devices == 1) or not forward:

@@ -8,7 +8,7 @@ import math
 from autopar.cost_model.compute import compute_time
 from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.ir.graph import Value
-from autopar.ir.local import Accumulate, Compute, LocalProgram, Port, Reshard
+from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalProgram, Port, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
@@ -56,9 +56,10 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
                 if v in in_memory:
                     moved += local_bytes(v, result, mesh)
             dtype = str(op.equation.outputs[0].dtype)
-            matmul = op.unit == "matmul"
-            compute += compute_time(kind, flops=op.flops, bytes_moved=moved, dtype=dtype, matmul=matmul)
-            compute += kind.launch_overhead if moved else 0.0
+            kernels = op.kernels or (LocalKernel(op.flops, moved, op.unit == "matmul", dtype, 1.0),)
+            for k in kernels:
+                compute += compute_time(kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype, matmul=k.matmul)
+                compute += kind.launch_overhead * k.times if k.nbytes else 0.0
             flops += op.flops
             collectives += op.combined
             communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer, step_result
 from autopar.errors import InternalError
 from autopar.ir.graph import Equation, Literal, Phase, Value
-from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, Reshard, StageSharding
+from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reshard, StageSharding
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
@@ -265,6 +265,16 @@ class _Writer:
                 rule.work(cut),
                 rule.unit,
                 is_fusible(rule),
+                tuple(
+                    LocalKernel(
+                        k.flops / math.prod(cut.get(f, 1) for f in k.held),
+                        sum(nbytes / math.prod(cut.get(f, 1) for f in held) for nbytes, held in k.traffic),
+                        k.matmul,
+                        k.dtype,
+                        k.times,
+                    )
+                    for k in rule.kernels
+                ),
                 combined,
             )
         )

@@ -22,6 +22,17 @@ class Port:
 
 
 @dataclasses.dataclass(frozen=True)
+class LocalKernel:
+    """One equation of a body on local pieces, in all rounds."""
+
+    flops: float
+    nbytes: float  # read from memory and written to it
+    matmul: bool
+    dtype: str
+    times: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Compute:
     """One equation on local pieces."""
 
@@ -32,6 +43,7 @@ class Compute:
     flops: float  # on one device
     unit: Literal["matmul", "vector", "none"]
     fusible: bool  # an elementwise result that need not go through memory
+    kernels: tuple[LocalKernel, ...]  # of an equation with a body, instead of itself
     combined: tuple[Collective, ...]  # that belong to the equation: of results, of sums inside it, halos
 
 

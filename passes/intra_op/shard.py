@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -39,7 +39,7 @@ from autopar.passes.intra_op.strategies import (
     pieces,
     result_shardings,
 )
-from autopar.passes.rules.base import Rule, is_fusible
+from autopar.passes.rules.base import Kernel, Rule, is_fusible
 
 Slot = tuple[int | None, Value]
 _MEMORY_TIMES_PER_PROGRAM = 6
@@ -252,9 +252,10 @@ class StageProblem:
                     if v in materialised:
                         moved += v.nbytes * options.results[place].share
                 work = rule.flops * rule.points() * options.share
-                if rule.work_of is not None:
-                    work = np.array([rule.work(pieces(rule, lane, setting.mesh)) for lane in options.lanes])
-                seconds = self._seconds(rule, work, moved, str(outputs[0].dtype))
+                if rule.kernels:
+                    seconds = self._body_seconds(rule, options.lanes)
+                else:
+                    seconds = self._seconds(rule.unit == "matmul", work, moved, str(outputs[0].dtype))
                 if lane_rule.reduced:
                     for i, lane in enumerate(options.lanes):
                         for axes in combined_axes(lane_rule, lane, setting.mesh).values():
@@ -276,14 +277,30 @@ class StageProblem:
                 for place, v in enumerate(outputs):
                     self.makers[self._slot(program, v)] = _End(node, options.results[place], program.in_loop)
 
-    def _seconds(self, rule: Rule, work: Any, moved: Any, dtype: str) -> Any:
-        """`compute_time` of every strategy at once."""
+    def _body_seconds(self, rule: Rule, lanes: Sequence[Lane]) -> Any:
+        """Every kernel of a body, in all rounds."""
+        cut = [pieces(rule, lane, self.setting.mesh) for lane in lanes]
+        shares: dict[frozenset[int], Any] = {}
+
+        def share(held: frozenset[int]) -> Any:
+            if held not in shares:
+                shares[held] = np.array([1 / math.prod(split.get(f, 1) for f in held) for split in cut])
+            return shares[held]
+
+        total = np.zeros(len(lanes))
+        for k in rule.kernels:
+            moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(lanes)))
+            total += self._seconds(k.matmul, k.flops * share(k.held), moved, k.dtype, k.times)
+        return total
+
+    def _seconds(self, matmul: bool, work: Any, moved: Any, dtype: str, times: float = 1.0) -> Any:
+        """`compute_time` of every strategy at once, with the launches."""
         kind = self.setting.kind
-        key = (dtype, rule.unit == "matmul")
+        key = (dtype, matmul)
         if key not in self._peaks:
             self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=key[1])
         traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
-        launch = kind.launch_overhead if moved.any() else 0.0
+        launch = kind.launch_overhead * times if moved.any() else 0.0
         return np.maximum(work * self._peaks[key], traffic) + launch
 
     def _add_layouts(self) -> None:
@@ -481,6 +498,9 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
         fresh = {v for v in eqn.values if v in in_memory} - read
         read |= fresh
         moved += sum(v.nbytes for v in fresh)
+        if rule.kernels:
+            total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
+            continue
         flops = rule.flops * rule.points() / num_devices
         dtype = str(eqn.outputs[0].dtype)
         total += compute_time(
@@ -488,6 +508,14 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
         )
         total += kind.launch_overhead if moved else 0.0
     return total
+
+
+def _least_of_kernel(kernel: Kernel, kind: DeviceKind, num_devices: int) -> float:
+    moved = sum(nbytes for nbytes, _ in kernel.traffic) / num_devices
+    seconds = compute_time(
+        kind, flops=kernel.flops / num_devices, bytes_moved=moved, dtype=kernel.dtype, matmul=kernel.matmul
+    )
+    return seconds + (kind.launch_overhead * kernel.times if moved else 0.0)
 
 
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:

@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 from autopar.ir.graph import Equation
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
+Unit = Literal["matmul", "vector", "none"]
 ReduceOp = Literal["sum", "max", "min", "prod", "and", "or"]
 
 
@@ -61,6 +62,18 @@ class InnerSum:
 
 
 @dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one equation of a body does in all rounds, on whole arrays."""
+
+    flops: float
+    held: frozenset[int]  # factors that cut them
+    traffic: tuple[tuple[float, frozenset[int]], ...]  # bytes through memory, and the factors that cut them
+    matmul: bool
+    dtype: str
+    times: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Halo:
     """What each piece of an operand borrows from the pieces before and after it along a dimension."""
 
@@ -97,14 +110,14 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     emit: Emit = emit_same
     flops: float = 1.0  # per point of the iteration space (the product of all factors)
-    unit: Literal["matmul", "vector", "none"] = "vector"  # "none": moves or renames data at most
+    unit: Unit = "vector"  # "none": moves or renames data at most
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     # Of an equation with a body:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()
-    work_of: Callable[[Mapping[int, int]], float] | None = None  # FLOPs with some factors cut in so many pieces
+    kernels: tuple[Kernel, ...] = ()
 
     def points(self, split: Mapping[int, int] | None = None) -> int:
         """Size of the iteration space, with some factors cut in so many pieces."""
@@ -113,9 +126,16 @@ class Rule:
 
     def work(self, split: Mapping[int, int]) -> float:
         """FLOPs of one piece, with some factors cut in so many pieces."""
-        if self.work_of is not None:
-            return self.work_of(split)
+        if self.kernels:
+            return sum(k.flops / math.prod(split.get(f, 1) for f in k.held) for k in self.kernels)
         return self.flops * self.points() / math.prod(split.values())
+
+    @property
+    def products(self) -> float:
+        """FLOPs in matrix products."""
+        if self.kernels:
+            return sum(k.flops for k in self.kernels if k.matmul)
+        return self.work({}) if self.unit == "matmul" else 0.0
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""
@@ -129,4 +149,4 @@ class Rule:
 
 def is_fusible(rule: Rule) -> bool:
     """Whether XLA would fuse the equation into its readers, so that its result need not go through memory."""
-    return rule.unit != "matmul" and not rule.reduced and not rule.replicates
+    return rule.unit != "matmul" and not rule.reduced and not rule.replicates and not rule.kernels

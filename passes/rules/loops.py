@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.ir.graph import BatchDim, Equation
+from autopar.ir.graph import BatchDim, Equation, Value
 from autopar.ir.unmap import scan_counts
-from autopar.passes.rules.base import DimMap, InnerSum, Local, Rule, bind
-from autopar.passes.rules.building import Factors, RuleBuilder, replicated, work_per_point
+from autopar.passes.rules.base import DimMap, InnerSum, Kernel, Local, Rule, Unit, bind, is_fusible
+from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, make_body
 
 Run = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Any]]  # pieces, operands -> results
@@ -164,10 +163,7 @@ class _Layout:
 
 
 def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float) -> Rule:
-    """One factor a cut; `times` weighs what an equation of the body costs."""
-    work = {e.id: times * body.flops(e) for e in body.equations}
-    total = sum(work.values())
-    unit: Any = "matmul" if any(body.rules[e.id].unit == "matmul" for e in body.equations) else "vector"
+    """One factor a cut; `times` is how often the body runs."""
 
     def run_or_bind(pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.params.get("branches_platforms") is not None and not pieces:
@@ -176,8 +172,10 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
 
     if not cuts:
         whole = replicated(eqn)
-        flops = total / max(1, math.prod(whole.factors))
-        return dataclasses.replace(whole, flops=flops, unit=unit, emit=lambda _, eqn, xs: run_or_bind([], eqn, xs))
+        kernels = _kernels(body, [], times)
+        return dataclasses.replace(
+            whole, unit=_unit(kernels), kernels=kernels, emit=lambda _, eqn, xs: run_or_bind([], eqn, xs)
+        )
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
     numbered = list(zip(numbers, cuts, strict=True))
@@ -192,20 +190,62 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return run_or_bind([Piece(cut, f, local) for f, cut in numbered if local.is_split(f)], eqn, operands)
 
-    by_factors: dict[tuple[int, ...], float] = defaultdict(float)
-    for i, flops in work.items():
-        by_factors[tuple(f for f, cut in numbered if i in cut.splits)] += flops
-
-    def work_of(split: Mapping[int, int]) -> float:
-        return sum(flops / math.prod(split.get(f, 1) for f in held) for held, flops in by_factors.items())
-
+    kernels = _kernels(body, numbered, times)
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
-        inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), work_of=work_of,
+        inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        flops=work_per_point(total, factors), unit=unit,
+        unit=_unit(kernels),
     )  # fmt: skip
+
+
+def _unit(kernels: Sequence[Kernel]) -> Unit:
+    return "matmul" if any(kernel.matmul for kernel in kernels) else "vector"
+
+
+def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> tuple[Kernel, ...]:
+    """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
+    in_memory = {*body.inputs, *body.outputs}
+    for e in body.equations:
+        rule = body.rules[e.id]
+        if not is_fusible(rule):
+            in_memory.update(e.outputs)
+        if rule.unit == "matmul":
+            in_memory.update(e.values)
+
+    def cut_by(v: Value) -> frozenset[int]:
+        return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
+
+    found: list[Kernel] = []
+    fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
+    read: set[Value] = set()
+    for e in body.equations:
+        rule = body.rules[e.id]
+        splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+        if rule.kernels:
+            found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
+            continue
+        fresh = dict.fromkeys(v for v in e.values if v in in_memory and v not in read)
+        read.update(fresh)
+        moved = [*fresh, *(v for v in e.outputs if v in in_memory)]
+        traffic = tuple((times * v.nbytes, cut_by(v)) for v in moved)
+        dtype, flops, held = str(e.outputs[0].dtype), times * body.flops(e), frozenset(splits)
+        if traffic or rule.unit == "matmul":
+            found.append(Kernel(flops, held, traffic, rule.unit == "matmul", dtype, times))
+        else:
+            fused[held, dtype] += flops
+    return (*found, *(Kernel(flops, held, (), False, dtype, times) for (held, dtype), flops in fused.items()))
+
+
+def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
+    """A kernel of a body in a body, in the outer one's factors."""
+
+    def outer(held: frozenset[int]) -> frozenset[int]:
+        return frozenset(f for f, inner in splits.items() if inner in held)
+
+    traffic = tuple((times * nbytes, outer(held)) for nbytes, held in kernel.traffic)
+    return Kernel(times * kernel.flops, outer(kernel.held), traffic, kernel.matmul, kernel.dtype, times * kernel.times)
 
 
 def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[InnerSum, ...]:

@@ -65,8 +65,7 @@ class Body:
 
     def flops(self, equation: Equation) -> float:
         """Work of one equation in one round."""
-        rule = self.rules[equation.id]
-        return rule.flops * rule.points()
+        return self.rules[equation.id].work({})
 
 
 def make_body(
