@@ -112,7 +112,10 @@ class Cut:
 
 
 def find_cuts(body: Body) -> list[Cut]:
-    """Cuts that share no work, those that split most first; cuts in need of sums are merged where they can be."""
+    """Cuts that share no work, those that split most first; others are merged into cuts in need of sums.
+
+    A mesh axis can take one cut of a loop: heads and hidden units, say, are worth more as one than apart.
+    """
     found: list[Cut] = []
     for value in body.inputs:
         if value.is_key:
@@ -130,7 +133,7 @@ def find_cuts(body: Body) -> list[Cut]:
         if any(_clash(cut, other) for other in chosen):
             continue
         for index, other in enumerate(chosen):
-            if cut.sums and other.sums and (merged := _merged(cut, other)) is not None:
+            if other.sums and (merged := _merged(cut, other, body)) is not None:
                 chosen[index] = merged
                 break
         else:
@@ -159,12 +162,13 @@ def _holds(state: State, dim: int) -> bool:
     return isinstance(state, BatchDim) and state.dim == dim
 
 
-def _merged(a: Cut, b: Cut) -> Cut | None:
-    """Both at once, if they have nothing in common."""
-    if a.states.keys() & b.states.keys() or (a.splits.keys() | a.passing) & (b.splits.keys() | b.passing):
+def _merged(a: Cut, b: Cut, body: Body) -> Cut | None:
+    """Both at once, if they have nothing in common but fences, and neither loses pieces by it."""
+    common = (a.splits.keys() | a.passing) & (b.splits.keys() | b.passing)
+    if a.states.keys() & b.states.keys() or any(not body.rules[i].separable for i in common):
         return None
     units = math.gcd(a.units, b.units)
-    if units == 1:
+    if units < min(a.units, b.units):
         return None
     return Cut(
         units, {**a.states, **b.states}, {**a.splits, **b.splits}, a.passing | b.passing, a.sums | b.sums,
