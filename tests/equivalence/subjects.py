@@ -31,7 +31,6 @@ class Model(Protocol):
 class Subject:
     model: Model
     config: Callable[[int], Any]  # number of layers -> a tiny configuration; dropout is on
-    max_stages: int = 8  # 1 where the layers are one operator
     max_microbatches: int = 8  # 1 where the examples are coupled (batch norm)
     unit: int = 1  # examples that stay together in a microbatch and on a data shard (a group of MoE)
 
@@ -75,8 +74,7 @@ def _lstm(num_layers: int) -> lstm.LSTMConfig:
 
 SUBJECTS: Mapping[str, Subject] = {
     "gpt": Subject(cast(Model, gpt), _gpt),
-    # A loop over the layers is one operator yet, so that it stays in one stage.
-    "gpt_scan": Subject(cast(Model, gpt), lambda num_layers: _gpt(num_layers, scan=True), max_stages=1),
+    "gpt_scan": Subject(cast(Model, gpt), lambda num_layers: _gpt(num_layers, scan=True)),
     "moe": Subject(cast(Model, moe), _moe, unit=2),
     "decoder": Subject(cast(Model, decoder), _decoder),
     "encoder_decoder": Subject(cast(Model, encoder_decoder), _encoder_decoder),
