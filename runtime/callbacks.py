@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,24 +13,25 @@ from autopar.ir.graph import Equation, Literal
 
 
 class Callbacks:
-    """Calls back once a step, in the order of the user's program, as `jax.jit` on one device would."""
+    """Calls back once a step, in the order of the user's program: in one program XLA would choose the order."""
 
     def __init__(self, equations: Sequence[Equation], device: jax.Device) -> None:
-        self.equations, self.device = tuple(equations), device
-        self._program = jax.jit(self._call)
+        self.device = device
+        self._programs = [(jax.jit(functools.partial(_call, eqn)), len(eqn.values)) for eqn in equations]
 
     def __call__(self, values: Sequence[Any]) -> None:
         """`values`: the operands of all callbacks in order, literals left out."""
-        self._program(*[jax.device_put(_whole(x), self.device) for x in values])
+        supply = iter(values)
+        for program, count in self._programs:
+            program(*[jax.device_put(_whole(x), self.device) for x in itertools.islice(supply, count)])
         if self.device.platform == "cpu":
-            # The next step must not meet this program on a virtual device (see the worker).
+            # The next step must not meet these programs on a virtual device (see the worker).
             jax.effects_barrier()
 
-    def _call(self, *values: Any) -> None:
-        supply = iter(values)
-        for eqn in self.equations:
-            operands = [v.value if isinstance(v, Literal) else next(supply) for v in eqn.inputs]
-            eqn.primitive.bind(*operands, **eqn.params)
+
+def _call(eqn: Equation, *values: Any) -> None:
+    supply = iter(values)
+    eqn.primitive.bind(*[v.value if isinstance(v, Literal) else next(supply) for v in eqn.inputs], **eqn.params)
 
 
 def _whole(x: Any) -> Any:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
+import pytest
 
 import autopar
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
 from autopar.ir.plan import LeafPlan, Plan
-from benchmarks.models import moe
+from benchmarks import scan_layers
+from benchmarks.models import gpt, moe
 from tests import models
 from tests.planned import Planned, cluster_of, plan_step
 
@@ -217,3 +221,17 @@ def test_a_large_image_is_cut_in_strips() -> None:
             assert sorted(leaf.sharding.tiles(stage.mesh)) == [1, 1, 1, 8]
             assert 8 in leaf.sharding.tiles(stage.mesh)[1:3], f"{leaf.path} is {leaf.sharding}"
     assert plan.step_time < 0.010
+
+
+def test_a_scan_over_layers_costs_what_the_unrolled_layers_cost() -> None:
+    """`benchmarks/scan_layers.py` measures it on more layers, and the time that planning takes."""
+    times = []
+    for scan in (False, True):
+        config = dataclasses.replace(scan_layers.CONFIG, num_layers=4, scan=scan)
+        optimizer = optax.sgd(1e-3)
+        state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
+        cluster = autopar.load_preset(scan_layers.CLUSTER)
+        method = autopar.recipes.data_parallel()
+        step = autopar.parallelize(gpt.make_train_step(config, optimizer), cluster=cluster, method=method)
+        times.append(step.plan(state, gpt.abstract_batch(config, scan_layers.BATCH_SIZE)).step_time)
+    assert times[1] == pytest.approx(times[0], rel=0.02)

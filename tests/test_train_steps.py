@@ -336,6 +336,22 @@ def test_printing_inside(method: str, capfd: pytest.CaptureFixture[str]) -> None
     assert printed(autopar.parallelize(step, method=METHODS[method])) == wanted
 
 
+def test_prints_come_in_the_order_of_the_program(capfd: pytest.CaptureFixture[str]) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        loss, g = jax.value_and_grad(squared_error)(state, batch)
+        jax.debug.print("literal {} start {}", 3, state["w"].shape[0])
+        jax.debug.print("loss {}", loss)
+        for number in range(4):
+            jax.debug.print("then {} {}", number, batch["x"][number, 0])
+        return descend(state, g), loss
+
+    autopar.parallelize(step, method=METHODS["data_parallel"])(parameters(), examples())
+    jax.effects_barrier()
+    words = [" ".join(line.split()[:2]) for line in capfd.readouterr().out.splitlines()]
+    assert [w.split()[0] for w in words] == ["literal", "loss", *["then"] * 4]
+    assert words[2:] == [f"then {n}" for n in range(4)]
+
+
 def test_what_a_step_replaces_can_be_returned_as_well() -> None:
     """The old value, though its buffer is overwritten."""
 
