@@ -224,12 +224,12 @@ class Planner:
         """The loops that stages may share."""
         return find_stacks(self.analysis)
 
-    def _cut(self, cuts: Mapping[int, LeafCut]) -> BatchAnalysis:
-        """The analysis of the graph with these argument leaves in pieces."""
+    def _cut(self, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()) -> BatchAnalysis:
+        """The analysis of the graph with these argument leaves in pieces, others whole."""
         if not cuts:
             return self.analysis
         axes = {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
-        return analyse_batch(cut_leaves(self.analysis, cuts), axes, rule_of)
+        return analyse_batch(cut_leaves(self.analysis, cuts, whole), axes, rule_of)
 
     def _in_microbatches(
         self, analysis: BatchAnalysis, m: int
@@ -256,8 +256,11 @@ class Planner:
     @functools.cache  # noqa: B019 - a planner lives as long as one call
     def layered(self, m: int, pipelined: bool) -> Layered:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
+        self.analysis.check(m)
         finest = self.stacks.leaf_cuts(self.stacks.loops) if pipelined and self.cluster.num_devices > 1 else {}
         analysis = self._cut(finest)
+        if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
+            analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
         step, rules, forward = self._in_microbatches(analysis, m)
 
         def flops(eqn: Equation) -> float:
@@ -395,7 +398,8 @@ class Planner:
         self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]
     ) -> tuple[Plan, LoweredStep]:
         """Plan where some argument leaves lie: no stage search, an equation goes where its parameters are."""
-        analysis = self._cut({i: home.cut for i, home in lies.items() if home.cut is not None})
+        cuts = {i: home.cut for i, home in lies.items() if home.cut is not None}
+        analysis = self._cut(cuts, frozenset(lies) - cuts.keys())
         analysis.check(num_microbatches)
         graph = analysis.graph
         self.pinned = {

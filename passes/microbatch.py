@@ -239,7 +239,8 @@ class _Splitter:
         def slice_out(x: Any, index: Any) -> Sequence[Any]:
             return [slice_units(x, batch, self.m, index)]
 
-        return self._trace(slice_out, [v, self.microbatch], Phase.FORWARD, "")[0]
+        phase = Phase.BACKWARD if v in self.backward else Phase.FORWARD
+        return self._trace(slice_out, [v, self.microbatch], phase, "")[0]
 
     def _emit_loop(self, eqn: Equation) -> None:
         self.builder.origin = eqn.origin

@@ -203,7 +203,8 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
     for out, source in renewed.items():
         if out in where and out is not source and source not in homes:
             where[source] = where[out]
-    for value in fed:  # the loop takes its slices wherever it wants them; the whole batch goes where it is read
+    # The loop takes its slices of the batch wherever it wants them; the whole goes where it is read.
+    for value in [v for v in stored if v in fed or v not in where]:
         readers = [stages[eqn.id] for eqn in users[value] if eqn.id in stages and not eqn.phase.in_loop]
         if readers:
             where[value] = min(readers)

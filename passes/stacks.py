@@ -113,7 +113,9 @@ class _Spread:
 
     def _choose(self, eqn: Equation, cut: _Cut) -> bool:
         rule = self.rules[eqn.id]
-        if eqn.id in self.splits or eqn.id in self.loops or len(eqn.outputs) > 1 or rule.separable:
+        if eqn.id in self.chosen or eqn.id in self.splits or eqn.id in self.loops:
+            return False
+        if len(eqn.outputs) > 1 or rule.separable:
             return False
         try:
             split = batch_to_factor(cut.batch, rule.outputs[0][cut.batch.dim], rule.factors)
@@ -440,7 +442,8 @@ class Stacks:
 
     graph: Graph
     leaves: Mapping[int, tuple[LeafCut, int]]  # by argument leaf: its finest cut, the loop it follows
-    loops: Mapping[int, Bounds]  # the finest cuts
+    loops: Mapping[int, Bounds]  # the finest cuts of the loops that leaves follow
+    alike: Mapping[int, int]  # loop -> the loop whose leaves it reads
 
     def leaf_cuts(self, bounds: Mapping[int, Bounds]) -> dict[int, LeafCut]:
         """The cuts of leaves that follow from cuts of loops."""
@@ -464,13 +467,24 @@ def find_stacks(analysis: BatchAnalysis) -> Stacks:
         for i, v in enumerate(analysis.graph.inputs)
         if (cut := spread.given.get(v)) is not None
     }
-    return Stacks(analysis.graph, leaves, {i: b for i, b in loops.items() if any(i == at for _, at in leaves.values())})
+    followed = {at for _, at in leaves.values()}
+    alike: dict[int, int] = {}
+    for eqn in analysis.graph.equations:
+        if eqn.id not in loops:
+            continue
+        stacked = [eqn.inputs[i] for i in spread.chains[eqn.id].stacked_in]
+        read = [spread.states[v].loop for v in stacked if isinstance(v, Value) and v in spread.states]
+        found = [loop for loop in read if loop in followed]
+        if found:
+            alike[eqn.id] = min(found)
+    return Stacks(analysis.graph, leaves, {i: b for i, b in loops.items() if i in followed}, alike)
 
 
-def cut_leaves(analysis: BatchAnalysis, cuts: Mapping[int, LeafCut]) -> Graph:
-    """The graph with these argument leaves in pieces, and everything else cut as follows from that."""
+def cut_leaves(analysis: BatchAnalysis, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()) -> Graph:
+    """The graph with these argument leaves in pieces, and everything else cut as follows from that; but for `whole`."""
     graph = analysis.graph
-    spread = _Spread(graph, lambda e: analysis.rules[e.id], _never_cut(analysis))
+    kept = _never_cut(analysis) | {graph.inputs[i] for i in whole}
+    spread = _Spread(graph, lambda e: analysis.rules[e.id], kept)
     for i, cut in cuts.items():
         value = graph.inputs[i]
         spread.given[value] = _Cut(BatchDim(cut.axis, 1, value.shape[cut.axis], 1), cut.bounds, -1)
@@ -484,15 +498,13 @@ def _never_cut(analysis: BatchAnalysis) -> frozenset[Value]:
 
 def loop_bounds(equations: Iterable[tuple[Equation, int]], stacks: Stacks) -> dict[int, Bounds]:
     """Where loops are cut so that each stage has its part: `equations` of the finest cut, each with its stage."""
-    loop_at = {eqn.origin[0]: eqn.id for eqn in stacks.graph.equations if eqn.id in stacks.loops}
+    loop_at = {eqn.origin[0]: eqn.id for eqn in stacks.graph.equations if eqn.id in stacks.alike}
     starts: dict[int, dict[int, int]] = {}  # loop -> first round of a part -> stage
     for eqn, stage in equations:
         origin, start = eqn.origin
         if origin in loop_at and chain_of(eqn) is not None:
             starts.setdefault(loop_at[origin], {})[start] = stage
-    found = {}
-    for loop, stages in starts.items():
-        rounds = sorted(stages)
-        cuts = [b for a, b in itertools.pairwise(rounds) if stages[a] != stages[b]]
-        found[loop] = (0, *cuts, stacks.loops[loop][-1])
-    return found
+    cuts: dict[int, set[int]] = {loop: set() for loop in stacks.loops}
+    for loop, stages in starts.items():  # loops over the same leaves are cut where any of them is
+        cuts[stacks.alike[loop]] |= {b for a, b in itertools.pairwise(sorted(stages)) if stages[a] != stages[b]}
+    return {loop: (0, *sorted(at), stacks.loops[loop][-1]) for loop, at in cuts.items()}

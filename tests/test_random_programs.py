@@ -155,3 +155,20 @@ def test_an_example_changes_only_what_it_may(seed: int) -> None:
         check_states(program, example)
 
     check()
+
+
+def test_examples_that_only_the_prologue_reads_lie_where_it_is() -> None:
+    """At the second stage; at first they were looked for at the first one."""
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            hidden = jnp.tanh(batch["x"] @ weights["w0"]) @ weights["w1"]
+            start = jnp.max(batch["tokens"]) % 4
+            return (lax.dynamic_slice_in_dim(hidden, start, 2, 1) ** 2).sum()
+
+        gradient = jax.grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.01 * g, weights, gradient)
+
+    weights = {"w0": numbers(4, 4), "w1": numbers(4, 4)}
+    batch = {"x": numbers(8, 4), "tokens": np.arange(8, dtype=np.int32)}
+    check_program(found(step, weights, batch), (2,), stages=2, microbatches=2, lots=0)

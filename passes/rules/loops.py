@@ -143,6 +143,8 @@ def chain_of(eqn: Equation) -> Chain | None:
     adding = set()
     for k in range(carries):
         start, end = body.invars[consts + k], body.outvars[k]
+        if hasattr(end, "val"):
+            continue  # the same in every round
         if end in adds and start in adds[end] and uses[start] == 1 and uses[end] == 1:
             adding.add(k)
     return Chain(

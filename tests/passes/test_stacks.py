@@ -72,13 +72,33 @@ def backwards(params: Any, x: jax.Array) -> Any:
     return jnp.mean(z**2) + jnp.mean(kept[2] ** 2)
 
 
+def unfollowed(params: Any, x: jax.Array) -> Any:
+    """A product of the weights with themselves, which no cut can follow."""
+    y, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, params["stack"])
+    flat = params["stack"].reshape(LAYERS, -1)
+    return jnp.mean((y @ params["out"]) ** 2) + ((flat @ flat.T - jnp.eye(LAYERS)) ** 2).sum() * 1e-3
+
+
+def first_differs(params: Any, x: jax.Array) -> Any:
+    """A carry that ends the same in every round."""
+
+    def layer(carry: Any, w: jax.Array) -> Any:
+        h, first = carry
+        return (jnp.where(first, h, 2 * h) + jnp.tanh(h @ w), False), None
+
+    (y, _), _ = lax.scan(layer, (x, True), params["stack"])
+    return jnp.mean((y @ params["out"]) ** 2)
+
+
 def middle(params: Any, x: jax.Array) -> Any:
     """Stacked along the second axis."""
     y, _ = lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, jnp.moveaxis(params["stack"], 1, 0))
     return jnp.mean((y @ params["out"]) ** 2)
 
 
-LOSSES: dict[str, Loss] = {f.__name__: f for f in (plain, shared, regularised, backwards, middle)}
+LOSSES: dict[str, Loss] = {
+    f.__name__: f for f in (plain, shared, regularised, backwards, unfollowed, first_differs, middle)
+}
 
 
 def state_of(name: str) -> Any:
@@ -136,7 +156,7 @@ def test_parts_compute_what_the_loop_computes(name: str, bounds: tuple[int, ...]
     assert {c.axis for c in cut.input_cuts.values()} == {1 if name == "middle" else 0}
     size = LAYERS * WIDTH * WIDTH
     joined = [e for e in cut.equations if e.primitive.name == "concatenate" and np.prod(e.outputs[0].shape) >= size]
-    assert not joined
+    assert bool(joined) == (name == "unfollowed")
     leaves = jax.tree.leaves((state_of(name), draw(4, BATCH, WIDTH)))
     for path, x, y in zip(cut.output_paths, run(cut, leaves), run(analysis.graph, leaves), strict=False):
         # Half precision rounds alike but where sums are in another order.
@@ -246,3 +266,108 @@ def test_a_function_that_keeps_the_leaf_whole_says_so(pipeline: Any) -> None:
     other = autopar.parallelize(step_of("shared"), method=autopar.recipes.data_parallel(), batch_axes=(None, 0))
     with pytest.raises(StateError, match=r"^state\[.*'stack'\] lies in pieces \(0, ., 6\) of .* whole.*gather"):
         other(state, x)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_inference_is_a_pipeline_of_forward_passes(scan: bool) -> None:
+    def predict(params: Any, x: jax.Array) -> Any:
+        if scan:
+            x, _ = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params["stack"])
+        else:
+            for w in params["stack"]:
+                x = x + jnp.tanh(x @ w)
+        return {"scores": jax.nn.softmax(x @ params["out"]), "largest": jnp.abs(x).max()}
+
+    params, x = state_of("plain")["params"], draw(4, BATCH, WIDTH)
+    piped = autopar.parallelize(
+        predict, method=autopar.recipes.inter_op_only(2), num_microbatches=2, batch_axes=(None, 0),
+        devices=jax.devices()[:2],
+    )  # fmt: skip
+    plan = piped.plan(params, x)
+    assert (len(plan.stages), plan.num_microbatches, len(plan.leaf_cuts)) == (2, 2, int(scan))
+    for y, expected in zip(jax.tree.leaves(piped(params, x)), jax.tree.leaves(predict(params, x)), strict=True):
+        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def two_devices(step: Any, microbatches: int, stages: int = 2) -> Any:
+    return autopar.parallelize(
+        step, method=autopar.recipes.inter_op_only(stages), num_microbatches=microbatches, batch_axes=(None, 0),
+        devices=jax.devices()[:stages],
+    )  # fmt: skip
+
+
+def descended(loss: Loss) -> Callable[[Any, Any], Any]:
+    def step(params: Any, x: jax.Array) -> Any:
+        value, gradient = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    return step
+
+
+def penalised(params: Any, x: jax.Array) -> Any:
+    """Addends in a carry: whole, the loop keeps them; its parts would hand them on."""
+
+    def layer(carry: Any, w: jax.Array) -> Any:
+        h, penalty = carry
+        h = h + jnp.tanh(h @ w)
+        return (h, 0.9 * penalty + (h**2).mean()), None
+
+    (y, penalty), _ = lax.scan(layer, (x, jnp.float32(0)), params["stack"])
+    return jnp.mean(y**2) + penalty
+
+
+def counted(params: Any, x: jax.Array) -> Any:
+    """A result of the loop that is alike in all microbatches, in the gradient."""
+
+    def layer(carry: Any, w: jax.Array) -> Any:
+        h, n = carry
+        return (h + jnp.tanh(h @ w), n + 1), None
+
+    (y, n), _ = lax.scan(layer, (x, jnp.int32(0)), params["stack"])
+    return jnp.mean(y**2) * n
+
+
+def test_what_its_parts_would_couple_stays_one_loop() -> None:
+    check_two_microbatches(penalised, autopar.parallelize, method="auto", num_microbatches=2, batch_axes=(None, 0))
+
+
+def test_counts_of_a_loop_reach_the_gradient() -> None:
+    check_two_microbatches(counted, lambda step: two_devices(step, 2))
+
+
+def check_two_microbatches(loss: Loss, parallelize: Callable[..., Any], **options: Any) -> None:
+    params, x = {"stack": draw(1, LAYERS, WIDTH, WIDTH)}, draw(4, BATCH, WIDTH)
+    expected, value = jax.jit(descended(loss))(params, x)
+    found, got = parallelize(descended(loss), **options)(params, x)
+    assert float(autopar.gather(got)) == pytest.approx(float(value), rel=1e-5)
+    np.testing.assert_allclose(np.asarray(autopar.gather(found)["stack"]), expected["stack"], rtol=1e-4, atol=1e-5)
+
+
+def test_what_follows_may_meet_leaves_that_lie_whole() -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        value, g = jax.value_and_grad(lambda w: plain({"stack": w, "out": state["out"]}, x))(state["w"])
+        return {**state, "w": state["w"] - 0.1 * g}, value
+
+    def average(state: Any, x: jax.Array) -> Any:
+        return {**state, "average": 0.9 * state["average"] + 0.1 * state["w"]}, x.sum()
+
+    stack = draw(1, LAYERS, WIDTH, WIDTH)
+    state = {"w": stack, "average": jnp.array(stack), "out": draw(2, WIDTH, WIDTH)}
+    x = draw(4, BATCH, WIDTH)
+    expected, _ = jax.jit(average)(jax.jit(step)(state, x)[0], x)
+    piped = two_devices(step, 1)
+    state, _ = piped(state, x)
+    state, _ = autopar.parallelize(average, follow=piped, batch_axes=(None, 0))(state, x)
+    for y, wanted in zip(jax.tree.leaves(autopar.gather(state)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_two_loops_over_the_same_weights_fill_all_stages() -> None:
+    def twice(params: Any, x: jax.Array) -> Any:
+        for _ in range(2):
+            x, _ = lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), x, params["stack"])
+        return jnp.mean(x**2)
+
+    params, x = {"stack": draw(1, LAYERS, WIDTH, WIDTH)}, draw(4, BATCH, WIDTH)
+    plan = two_devices(descended(twice), 2, stages=4).plan(params, x)
+    assert all(stage.equations[1] > stage.equations[0] for stage in plan.stages)
