@@ -224,6 +224,11 @@ class Planner:
         """The loops that stages may share."""
         return find_stacks(self.analysis)
 
+    @functools.cached_property
+    def _finest(self) -> BatchAnalysis:
+        """With loops over layers cut wherever a stage may end."""
+        return self._cut(self.stacks.leaf_cuts(self.stacks.loops))
+
     def _cut(self, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()) -> BatchAnalysis:
         """The analysis of the graph with these argument leaves in pieces, others whole."""
         if not cuts:
@@ -257,8 +262,7 @@ class Planner:
     def layered(self, m: int, pipelined: bool) -> Layered:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
         self.analysis.check(m)
-        finest = self.stacks.leaf_cuts(self.stacks.loops) if pipelined and self.cluster.num_devices > 1 else {}
-        analysis = self._cut(finest)
+        analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
         if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
             analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
         step, rules, forward = self._in_microbatches(analysis, m)
@@ -405,8 +409,7 @@ class Planner:
         self.pinned = {
             graph.inputs[k]: at for i, home in lies.items() for k, at in zip(graph.inputs_of[i], home.at, strict=True)
         }
-        step = split_batch(analysis, num_microbatches)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
+        step, rules, _ = self._in_microbatches(analysis, num_microbatches)
         homes = {v: stage for v, (stage, _) in self.pinned.items()}
         at: dict[Value, int] = dict(homes)
         stages: dict[int, int] = {}

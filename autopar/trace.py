@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.build import Builder, is_call, is_library, live_equations, source_of
+from autopar.ir.build import CALLS, Builder, is_library, live_equations, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
 from autopar.ir.pieces import Pieces
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
@@ -191,10 +191,10 @@ def _effectful(jaxpr: Any, inside: str = "") -> tuple[Any, str] | None:
         if not eqn.effects or (name in _CALLBACKS and not inside):
             continue
         for inner in jex_core.jaxprs_in_params(eqn.params):
-            found = _effectful(inner, inside if is_call(name) else name)
+            found = _effectful(inner, inside if name in CALLS else name)
             if found:
                 return found
-        if not is_call(name):
+        if name not in CALLS:
             return eqn, inside
     return None
 

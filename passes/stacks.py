@@ -440,7 +440,6 @@ def _join(batch: BatchDim, *xs: Any) -> Sequence[Any]:
 class Stacks:
     """What can be cut for loops over layers."""
 
-    graph: Graph
     leaves: Mapping[int, tuple[LeafCut, int]]  # by argument leaf: its finest cut, the loop it follows
     loops: Mapping[int, Bounds]  # the finest cuts of the loops that leaves follow
     alike: Mapping[int, int]  # loop -> the loop whose leaves it reads
@@ -477,7 +476,7 @@ def find_stacks(analysis: BatchAnalysis) -> Stacks:
         found = [loop for loop in read if loop in followed]
         if found:
             alike[eqn.id] = min(found)
-    return Stacks(analysis.graph, leaves, {i: b for i, b in loops.items() if i in followed}, alike)
+    return Stacks(leaves, {i: b for i, b in loops.items() if i in followed}, alike)
 
 
 def cut_leaves(analysis: BatchAnalysis, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()) -> Graph:
@@ -498,12 +497,11 @@ def _never_cut(analysis: BatchAnalysis) -> frozenset[Value]:
 
 def loop_bounds(equations: Iterable[tuple[Equation, int]], stacks: Stacks) -> dict[int, Bounds]:
     """Where loops are cut so that each stage has its part: `equations` of the finest cut, each with its stage."""
-    loop_at = {eqn.origin[0]: eqn.id for eqn in stacks.graph.equations if eqn.id in stacks.alike}
     starts: dict[int, dict[int, int]] = {}  # loop -> first round of a part -> stage
     for eqn, stage in equations:
-        origin, start = eqn.origin
-        if origin in loop_at and chain_of(eqn) is not None:
-            starts.setdefault(loop_at[origin], {})[start] = stage
+        loop, start = eqn.origin
+        if loop in stacks.alike and chain_of(eqn) is not None:
+            starts.setdefault(loop, {})[start] = stage
     cuts: dict[int, set[int]] = {loop: set() for loop in stacks.loops}
     for loop, stages in starts.items():  # loops over the same leaves are cut where any of them is
         cuts[stacks.alike[loop]] |= {b for a, b in itertools.pairwise(sorted(stages)) if stages[a] != stages[b]}

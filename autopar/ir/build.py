@@ -186,11 +186,6 @@ def _unmapped(eqn: Any, source: str) -> Any:
         ) from error
 
 
-def is_call(name: str) -> bool:
-    """Whether equations of this primitive are inlined."""
-    return name in CALLS
-
-
 def source_of(eqn: Any) -> str:
     """The user's line that a JAX equation comes from, with the line of an installed package that it led to, or ""."""
     text = source_info_util.summarize(eqn.source_info)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -136,12 +137,12 @@ class Graph:
     output_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the result leaf
     callbacks: tuple[Equation, ...] = ()  # `jax.debug.print` and the like: called on the host after each step
 
-    @property
+    @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:
         """The inputs of each argument leaf."""
         return _numbers(self.input_cuts, len(self.inputs))
 
-    @property
+    @functools.cached_property
     def outputs_of(self) -> tuple[range, ...]:
         """The outputs of each result leaf."""
         return _numbers(self.output_cuts, len(self.outputs))
