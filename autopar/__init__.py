@@ -1,7 +1,7 @@
 """autopar: an auto-parallelizing compiler for JAX."""
 
 from autopar import recipes
-from autopar.api import Executable, Parallelized, gather, parallelize
+from autopar.api import Executable, Parallelized, parallelize
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
 from autopar.errors import AutoparError, InternalError, UserError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
@@ -11,6 +11,7 @@ from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.passes.rules.table import register_sharding_rule
+from autopar.state import gather
 
 __all__ = [
     "AutoparError",

@@ -11,18 +11,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
 from autopar.errors import PlanError, PlanMismatchError, StateError, TraceError
-from autopar.ir.graph import Graph, LeafCut
-from autopar.ir.mesh import Cluster, Mesh
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
-from autopar.ir.sharding import Sharding
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
@@ -33,7 +30,8 @@ from autopar.planner import LeafHome, Planner
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
-from autopar.trace import leaf_specs, matching_leaves, trace
+from autopar.state import argument_like, homes_of, pieces_of, uncommitted
+from autopar.trace import leaf_specs, trace
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +126,7 @@ class Executable:
         for i, leaf in enumerate(leaves):
             cut = cuts.get(i)
             if not isinstance(leaf, Pieces):
-                found += [leaf] if cut is None else _pieces(leaf, cut)
+                found += [leaf] if cut is None else pieces_of(leaf, cut)
             elif leaf.cut == cut:
                 found += leaf.pieces
             else:
@@ -250,7 +248,7 @@ class Parallelized:
             return leaves
 
         leaves = jax.eval_shape(make_leaves, *args)
-        first, structure = _argument_like(executable._graph, tree, leaves)
+        first, structure = argument_like(executable._graph, tree, leaves)
         homes = executable._runtime.wiring.homes
         planned = executable._planned
         cuts = {i: cut for i in range(len(leaves)) if (cut := planned.input_cuts.get(first + i)) is not None}
@@ -267,11 +265,11 @@ class Parallelized:
 
             def make(*xs: Any, pieces: list[tuple[int, int]] = pieces) -> list[Any]:
                 state = make_leaves(*xs)
-                return [_pieces(state[i], cuts[i])[k] if i in cuts else state[i] for i, k in pieces]
+                return [pieces_of(state[i], cuts[i])[k] if i in cuts else state[i] for i, k in pieces]
 
             wanted = None if mesh is None else [shardings[piece] for piece in pieces]
             # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
-            made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(_uncommitted, args)))
+            made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(uncommitted, args)))
             placed.update(zip(pieces, made, strict=True))
         return unflatten_arrays(
             structure,
@@ -323,7 +321,7 @@ class Parallelized:
             graph = index_within_examples(trace(fun, args, kwargs, name=self._name, is_static=self._is_static))
             warn_missing(graph.equations)
             leader = self._leader()
-            lies = {} if leader is None else _lies(leader, graph, call.leaves)
+            lies = {} if leader is None else _homes(leader, graph, call.leaves)
             state = frozenset(graph.inputs[i] for i in lies)
             axes = resolve_batch_axes(graph, self._batch_axes, state)
             self._analyses[call.key] = analyse_batch(graph, axes, rule_of)
@@ -351,7 +349,7 @@ class Parallelized:
         leader = self._leader()
         if leader is None:
             return self._planned_anew(analysis, self._own_cluster(), self._method)
-        lies = _lies(leader, analysis.graph, call.leaves)
+        lies = _homes(leader, analysis.graph, call.leaves)
         fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
         planner = Planner(analysis, leader.plan.cluster, AUTO)
         limit = 1 if analysis.couplings else analysis.max_microbatches
@@ -411,6 +409,10 @@ class Parallelized:
         return frozenset(found) & carried
 
 
+def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:
+    return homes_of(leader.plan, leader._graph, leader._devices, graph, leaves)
+
+
 def _bind_static(fun: Callable[..., Any], call: _Call) -> Callable[..., Any]:
     """The function of the other arguments."""
     if not call.positional and not call.named:
@@ -451,96 +453,6 @@ def _data_shards(method: Method, num_devices: int) -> int:
         return 1
     shape = method.mesh_shape if method.mesh_shape != (-1,) else (num_devices // (method.num_stages or 1),)
     return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in method.data_axes)
-
-
-def _argument_like(graph: Graph, tree: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
-    """Index of the first leaf, and structure, of the argument that looks like the state that `init_fn` returns.
-
-    The same paths to the same shapes will do: functions in the structure, such as the optimizer of Flax's `TrainState`,
-    are others each time that `init_fn` makes them.
-    """
-    args_tree, _ = graph.in_tree.children()
-    shapes = [(x.shape, x.dtype) for x in leaves]
-    for same in (lambda child: child == tree, lambda child: _paths(child) == _paths(tree)):
-        first = 0
-        for child in args_tree.children():
-            values = graph.inputs[first : first + child.num_leaves]
-            if [(v.shape, v.dtype) for v in values] == shapes and same(child):
-                return first, child
-            first += child.num_leaves
-    raise PlanError(
-        f"init: what init_fn returns, {tree} with {len(leaves)} leaves, has the structure and shapes of no argument of "
-        f"{graph.name}."
-    )
-
-
-def _paths(tree: Any) -> list[Any]:
-    leaves = jax.tree.unflatten(tree, range(tree.num_leaves))
-    return [path for path, _ in jax.tree_util.tree_leaves_with_path(leaves)]
-
-
-def _pieces(x: Any, cut: LeafCut) -> list[Any]:
-    return [x[(slice(None),) * cut.axis + (slice(start, stop),)] for start, stop in cut.windows]
-
-
-def _uncommitted(x: Any) -> Any:
-    """An array that no device is committed to, so that any mesh may use it."""
-    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        data = np.asarray(jax.random.key_data(x))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))  # type: ignore[arg-type]
-    return np.asarray(x) if isinstance(x, jax.Array) else x
-
-
-def _lies(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:
-    """Where the argument leaves lie that are state of the leader, by number.
-
-    State is what lies on a mesh of the leader's plan, and what looks like state of the leader though it lies nowhere
-    yet (shapes, numpy arrays).
-    """
-    old, new = leader._graph, [(v.shape, str(v.dtype)) for v in graph.inputs]
-    matches = matching_leaves(
-        graph.in_tree, new, old.in_tree.children()[0], [(v.shape, str(v.dtype)) for v in old.inputs]
-    )
-    alike = {mine: theirs for theirs, mine in matches.items()}
-    meshes = [_device_mesh(stage.mesh, leader._devices) for stage in leader.plan.stages]
-    found: dict[int, LeafHome] = {}
-    kept = leader.plan.pieces
-    for i, leaf in enumerate(leaves):
-        planned = kept[alike[i]] if i in alike else ()
-        if planned and not planned[0].state:
-            continue
-        shardings = [getattr(x, "sharding", None) for x in (leaf.pieces if isinstance(leaf, Pieces) else (leaf,))]
-        at = tuple(
-            (meshes.index(sharding.mesh), _sharding_of(sharding, len(leaf.shape)))
-            for sharding in shardings
-            if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes
-        )
-        if len(at) == len(shardings):
-            found[i] = LeafHome(at, leaf.cut if isinstance(leaf, Pieces) else None)
-        elif planned:
-            found[i] = LeafHome(tuple((p.stage, p.sharding) for p in planned), leader.plan.leaf_cuts.get(alike[i]))
-    return found
-
-
-def _device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    return jax.sharding.Mesh(np.array([devices[d] for d in mesh.devices], dtype=object).reshape(mesh.shape), mesh.axes)
-
-
-def _sharding_of(sharding: jax.sharding.NamedSharding, rank: int) -> Sharding:
-    dims = [() if d is None else ((d,) if isinstance(d, str) else tuple(d)) for d in sharding.spec]
-    return Sharding(tuple(dims) + ((),) * (rank - len(dims)))
-
-
-def gather(tree: Any) -> Any:
-    """A pytree whose arrays lie whole on the first device: what `jax.jit` accepts, whatever the plan was."""
-    device = jax.devices()[0]
-
-    def whole(x: Any) -> Any:
-        if isinstance(x, Pieces):
-            return jax.device_put(np.asarray(x), device)
-        return jax.device_put(_uncommitted(x), device) if isinstance(x, jax.Array) else x
-
-    return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Pieces))
 
 
 @overload

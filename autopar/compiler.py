@@ -39,7 +39,7 @@ def build(
     """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`."""
     placed, step = lowered.placed, lowered.placed.step
     graph = step.graph
-    meshes = [_device_mesh(s.mesh, devices) for s in lowered.shardings]
+    meshes = [device_mesh(s.mesh, devices) for s in lowered.shardings]
 
     def array(stage: int, port: Port) -> Array:
         sharding = jax.sharding.NamedSharding(meshes[stage], partition_spec(port.sharding))
@@ -84,7 +84,8 @@ def build(
     return Executable(sources, wiring)
 
 
-def _device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+def device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """A logical mesh of these devices; device i of the cluster is `devices[i]`."""
     grid = np.array([devices[d] for d in mesh.devices], dtype=object).reshape(mesh.shape)
     return jax.sharding.Mesh(grid, mesh.axes)
 

@@ -1,0 +1,108 @@
+"""Where the leaves of a step's state lie: whole on one device, in planned shardings, in pieces on several stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compiler import device_mesh
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, LeafCut
+from autopar.ir.pieces import Pieces
+from autopar.ir.plan import Plan
+from autopar.ir.sharding import Sharding
+from autopar.planner import LeafHome
+from autopar.trace import matching_leaves
+
+
+def argument_like(graph: Graph, tree: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
+    """Index of the first leaf, and structure, of the argument that looks like the state that `init_fn` returns.
+
+    The same paths to the same shapes will do: functions in the structure, such as the optimizer of Flax's `TrainState`,
+    are others each time that `init_fn` makes them.
+    """
+    args_tree, _ = graph.in_tree.children()
+    shapes = [(x.shape, x.dtype) for x in leaves]
+    for same in (lambda child: child == tree, lambda child: _paths(child) == _paths(tree)):
+        first = 0
+        for child in args_tree.children():
+            values = graph.inputs[first : first + child.num_leaves]
+            if [(v.shape, v.dtype) for v in values] == shapes and same(child):
+                return first, child
+            first += child.num_leaves
+    raise PlanError(
+        f"init: what init_fn returns, {tree} with {len(leaves)} leaves, has the structure and shapes of no argument of "
+        f"{graph.name}."
+    )
+
+
+def _paths(tree: Any) -> list[Any]:
+    leaves = jax.tree.unflatten(tree, range(tree.num_leaves))
+    return [path for path, _ in jax.tree_util.tree_leaves_with_path(leaves)]
+
+
+def pieces_of(x: Any, cut: LeafCut) -> list[Any]:
+    """A whole array in its pieces."""
+    return [x[(slice(None),) * cut.axis + (slice(start, stop),)] for start, stop in cut.windows]
+
+
+def uncommitted(x: Any) -> Any:
+    """An array that no device is committed to, so that any mesh may use it."""
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        data = np.asarray(jax.random.key_data(x))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))  # type: ignore[arg-type]
+    return np.asarray(x) if isinstance(x, jax.Array) else x
+
+
+def homes_of(
+    plan: Plan, old: Graph, devices: Sequence[jax.Device], graph: Graph, leaves: Sequence[Any]
+) -> dict[int, LeafHome]:
+    """Where those argument leaves of `graph` lie that are state of a planned step `old`, by number.
+
+    State is what lies on a mesh of the plan, and what looks like state of that step though it lies nowhere yet
+    (shapes, numpy arrays).
+    """
+    new = [(v.shape, str(v.dtype)) for v in graph.inputs]
+    matches = matching_leaves(
+        graph.in_tree, new, old.in_tree.children()[0], [(v.shape, str(v.dtype)) for v in old.inputs]
+    )
+    alike = {mine: theirs for theirs, mine in matches.items()}
+    meshes = [device_mesh(stage.mesh, devices) for stage in plan.stages]
+    kept, cuts = plan.pieces, plan.leaf_cuts
+    found: dict[int, LeafHome] = {}
+    for i, leaf in enumerate(leaves):
+        planned = kept[alike[i]] if i in alike else ()
+        if planned and not planned[0].state:
+            continue
+        shardings = [getattr(x, "sharding", None) for x in (leaf.pieces if isinstance(leaf, Pieces) else (leaf,))]
+        at = tuple(
+            (meshes.index(sharding.mesh), _sharding_of(sharding, len(leaf.shape)))
+            for sharding in shardings
+            if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes
+        )
+        if len(at) == len(shardings):
+            found[i] = LeafHome(at, leaf.cut if isinstance(leaf, Pieces) else None)
+        elif planned:
+            found[i] = LeafHome(tuple((p.stage, p.sharding) for p in planned), cuts.get(alike[i]))
+    return found
+
+
+def _sharding_of(sharding: jax.sharding.NamedSharding, rank: int) -> Sharding:
+    dims = [() if d is None else ((d,) if isinstance(d, str) else tuple(d)) for d in sharding.spec]
+    return Sharding(tuple(dims) + ((),) * (rank - len(dims)))
+
+
+def gather(tree: Any) -> Any:
+    """A pytree whose arrays lie whole on the first device: what `jax.jit` accepts, whatever the plan was."""
+    device = jax.devices()[0]
+
+    def whole(x: Any) -> Any:
+        if isinstance(x, Pieces):
+            return jax.device_put(np.asarray(x), device)
+        return jax.device_put(uncommitted(x), device) if isinstance(x, jax.Array) else x
+
+    return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Pieces))
