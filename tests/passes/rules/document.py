@@ -19,7 +19,7 @@ from tests.passes.rules.primitives import primitives_of_jax
 DOCUMENT = Path(__file__).parents[3] / "docs" / "primitives.md"
 
 _OF_THE_BODY = "what its body allows: each cut of the body that comes out as it went in"
-_WINDOWED = "dimensions without a window"
+_WINDOWED = "every dimension; one with windows if array and windows divide alike, with a halo"
 _REPLICATED = "nothing: its operands are gathered, with a warning"
 # Those whose rules are tested in other ways than by a case.
 ELSEWHERE = {
@@ -38,7 +38,6 @@ ELSEWHERE = {
     "rng_uniform": _REPLICATED,
     "scan": _OF_THE_BODY,
     "select_and_gather_add": _WINDOWED,
-    "select_and_scatter": _WINDOWED,
     "select_and_scatter_add": _WINDOWED,
     "stage": "every dimension",
     "threefry4x32": "every dimension",
