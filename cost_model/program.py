@@ -101,16 +101,18 @@ def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
     born: dict[tuple[Value, Sharding], int] = {}
     dies: dict[tuple[Value, Sharding], int] = {}
 
+    fences = [op.equation for op in local.ops if isinstance(op, Compute) and op.fence]
+    in_memory = in_memory | {v for eqn in fences for v in (*eqn.values, *eqn.outputs)}
+
     def use(key: tuple[Value, Sharding], position: int) -> None:
         if key not in outside and key[0] in in_memory:
-            born.setdefault(key, position)
-            dies[key] = position
+            dies[key] = max(position, born.setdefault(key, position))
 
     for position, op in enumerate(local.ops):
         if isinstance(op, Compute):
             for v, sharding in zip(op.equation.inputs, op.operands, strict=True):
                 if isinstance(v, Value) and sharding is not None:
-                    use((v, sharding), position)
+                    use((v, sharding), position - op.fence)
             for v, result in zip(op.equation.outputs, op.results, strict=True):
                 use((v, result), position)
         elif isinstance(op, Reshard):
@@ -120,6 +122,9 @@ def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
             use((op.addend, op.sharding), position)
     changes = [0] * (len(local.ops) + 1)
     for position, op in enumerate(local.ops):
+        if isinstance(op, Compute):
+            changes[position] += op.temporaries
+            changes[position + 1] -= op.temporaries
         if not isinstance(op, Reshard) or op.value.sum_nbytes == op.value.nbytes:
             continue
         if any(step.kind in SUM_KINDS for step in op.steps):  # the sum is made in a copy

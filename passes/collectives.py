@@ -50,6 +50,22 @@ def psum(x: Any, axes: Sequence[str]) -> Any:
     return jax.lax.psum(widened(x), tuple(axes)).astype(x.dtype)
 
 
+def psum_scatter(x: Any, axes: Sequence[str], dim: int) -> Any:
+    """A piece along `dim` of the sum over mesh axes, rounded once."""
+    return jax.lax.psum_scatter(widened(x), tuple(axes), scatter_dimension=dim, tiled=True).astype(x.dtype)
+
+
+def all_gather(x: Any, axes: Sequence[str], dim: int) -> Any:
+    """The pieces along `dim` from all positions along mesh axes."""
+    return jax.lax.all_gather(x, tuple(axes), axis=dim, tiled=True)
+
+
+def take_piece(x: Any, axes: Sequence[str], dim: int) -> Any:
+    """This device's piece along `dim` of what all positions along mesh axes have."""
+    size = x.shape[dim] // jax.lax.axis_size(tuple(axes))
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * size, size, dim)
+
+
 def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
     # Axes of size 1 hold everything already: leaving them out keeps the lowered program free of empty collectives.
     axes = tuple(axis for axis in step.axes if mesh.axis_size(axis) > 1)
@@ -59,15 +75,13 @@ def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
         case "all_reduce":
             return psum(x, axes)
         case "reduce_scatter":
-            scattered = jax.lax.psum_scatter(widened(x), axes, scatter_dimension=step.dim, tiled=True)
-            return scattered.astype(x.dtype)
+            return psum_scatter(x, axes, step.dim)
         case "all_gather":
-            return jax.lax.all_gather(x, axes, axis=step.dim, tiled=True)
+            return all_gather(x, axes, step.dim)
         case "all_to_all":
             return jax.lax.all_to_all(x, axes[0], split_axis=step.to_dim, concat_axis=step.dim, tiled=True)
         case "slice":
-            size = x.shape[step.dim] // math.prod(mesh.axis_size(axis) for axis in axes)
-            return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, step.dim)
+            return take_piece(x, axes, step.dim)
         case "mask":
             return jnp.where(jax.lax.axis_index(axes) == 0, x, jnp.zeros_like(x))
         case "permute":

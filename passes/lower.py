@@ -24,18 +24,23 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import Halos, apply_steps, psum
+from autopar.passes.collectives import Halos, all_gather, apply_steps, psum, psum_scatter, take_piece
 from autopar.passes.intra_op.strategies import (
+    Kept,
     combined_axes,
     exchanges,
-    inner_sums,
+    inner_collectives,
+    kept_operands,
+    kept_results,
     lane_rules,
     operand_shardings,
     pieces,
     result_shardings,
+    splitting_axes,
+    temporaries,
 )
 from autopar.passes.merge import merge_equal_ops
-from autopar.passes.rules.base import Rule, is_fusible
+from autopar.passes.rules.base import Local, Rule, is_fusible
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
 _COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
@@ -253,7 +258,7 @@ class _Writer:
             for v, s in zip(eqn.outputs, results, strict=True)
         ) + tuple(
             collective
-            for collective, times in inner_sums(rule, strategy[0], mesh)
+            for collective, times in inner_collectives(rule, strategy[0], mesh)
             for _ in range(times)
         )  # fmt: skip
         self.ops.append(
@@ -264,6 +269,7 @@ class _Writer:
                 results,
                 rule.work(cut),
                 rule.unit,
+                rule.separable,
                 is_fusible(rule),
                 tuple(
                     LocalKernel(
@@ -275,6 +281,7 @@ class _Writer:
                     )
                     for k in rule.kernels
                 ),
+                0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh)),
                 combined,
             )
         )
@@ -359,7 +366,7 @@ def _bridge(
 
 
 @dataclasses.dataclass
-class SpaceLocal:
+class SpaceLocal(Local):
     """The piece of one device, for `emit`."""
 
     rule: Rule
@@ -367,6 +374,8 @@ class SpaceLocal:
     axes: Mapping[int, tuple[str, ...]]  # factor -> mesh axes that split it, major first
     mesh: Mesh
     halos: Halos
+    kept_operands: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
+    kept_results: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
 
     def size(self, factor: int) -> int:
         return self.rule.factors[factor] // self.cut.get(factor, 1)
@@ -389,6 +398,17 @@ class SpaceLocal:
         if not self.is_split(factor) or not (before or after):
             return x
         return self.halos.borrow(x, dim, before, after, fill, self.axes[factor])
+
+    def gather(self, operand: int, x: Any) -> Any:
+        kept = self.kept_operands.get(operand)
+        return x if kept is None else all_gather(x, kept.axes, x.ndim + kept.dim)
+
+    def scatter(self, result: int, x: Any) -> Any:
+        kept = self.kept_results.get(result)
+        if kept is None:
+            return x
+        scatter = take_piece if kept.collective is None else psum_scatter
+        return scatter(x, kept.axes, x.ndim + kept.dim)
 
 
 def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:
@@ -428,11 +448,10 @@ def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh,
     if rule.separable:
         return rule.emit(SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands)
     lane = op.strategy[0]
-    axes: dict[int, tuple[str, ...]] = defaultdict(tuple)
-    for axis, choice in zip(mesh.axes, lane, strict=True):
-        if choice >= 0:
-            axes[choice] = (*axes[choice], axis)
-    results = rule.emit(SpaceLocal(rule, pieces(rule, lane, mesh), axes, mesh, halos), op.equation, operands)
+    cut = pieces(rule, lane, mesh)
+    axes = {f: splitting_axes(rule, f, lane, mesh) for f in cut}
+    kept = kept_operands(rule, lane, mesh), kept_results(rule, lane, mesh)
+    results = rule.emit(SpaceLocal(rule, cut, axes, mesh, halos, *kept), op.equation, operands)
     for kind, over in combined_axes(rule, lane, mesh).items():
         results = [_combine(kind, x, over) for x in results]
     expected = [s.local_shape(v.shape, mesh) for v, s in zip(op.equation.outputs, op.results, strict=True)]

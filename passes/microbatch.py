@@ -18,7 +18,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, sum_dtype
 from autopar.passes.batch import BatchAnalysis, Kind, When
-from autopar.passes.rules.base import Rule
+from autopar.passes.rules.base import Local, Rule
 from autopar.passes.rules.split import (
     Split,
     Unsplittable,
@@ -30,7 +30,7 @@ from autopar.passes.rules.split import (
 
 
 @dataclasses.dataclass
-class _TimeLocal:
+class _TimeLocal(Local):
     """The piece of one microbatch, for `emit`."""
 
     rule: Rule

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value
 from autopar.passes.batch import BatchAnalysis, Kind, When
-from autopar.passes.rules.base import Rule
+from autopar.passes.rules.base import Local, Rule
 from autopar.passes.rules.loops import Chain, chain_of
 from autopar.passes.rules.split import (
     Split,
@@ -181,7 +181,7 @@ class _Spread:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Piece(Local):
     """The piece [start, stop) of a split, for `emit`."""
 
     rule: Rule

@@ -42,8 +42,10 @@ class Compute:
     results: tuple[Sharding, ...]
     flops: float  # on one device
     unit: Literal["matmul", "vector", "none"]
+    fence: bool  # hands on the buffers that it takes
     fusible: bool  # an elementwise result that need not go through memory
     kernels: tuple[LocalKernel, ...]  # of an equation with a body, instead of itself
+    temporaries: int  # bytes that a body holds at once, beyond operands and results
     combined: tuple[Collective, ...]  # that belong to the equation: of results, of sums inside it, halos
 
 

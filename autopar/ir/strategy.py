@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-# Per mesh axis, what it splits: a factor of the equation's rule (>= 0), nothing (WHOLE), or, written
-# `linear_set(k)`, nothing but the addends that the operands of the rule's k-th linear set are.
+# Per mesh axis, what it splits: a factor of the equation's rule (>= 0; numbers after the last factor are the rule's
+# `gatherings`, ways to split one of them), nothing (WHOLE), or, written `linear_set(k)`, nothing but the addends that
+# the operands of the rule's k-th linear set are.
 AxisChoice = int
 WHOLE: AxisChoice = -1
 

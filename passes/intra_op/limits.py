@@ -100,14 +100,18 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
             size = mesh.axis_size(axis)
             if size == 1:
                 continue
+            factor = rule.factor_of(choice) if choice >= 0 else choice
             can = [f for f in splittable(rule) if rule.factors[f] % size == 0]
             if axis in method.data_axes:
-                if choice not in factors and any(f in can for f in factors):
+                if factor not in factors and any(f in can for f in factors):
                     return False  # examples are split wherever they can be
-                if choice >= 0 and choice not in factors and (factors or (not varies and zero < least_zero)):
+                gathering = any(way.factor == factor for way in rule.gatherings)
+                if gathering and (choice != factor) != (zero == 3):
+                    return False  # parameters are gathered layer by layer just where they are kept in pieces
+                if factor >= 0 and factor not in factors and (factors or (not varies and zero < least_zero)):
                     return False
             elif axis in method.model_axes:
-                if choice in factors:
+                if factor in factors:
                     return False
                 products = rule.unit == "matmul" and any(f not in factors for f in can)
                 if products and eqn.phase.in_loop and choice < 0:

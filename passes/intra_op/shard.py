@@ -32,12 +32,13 @@ from autopar.passes.intra_op.strategies import (
     combined_axes,
     enumerate_lane,
     exchanges,
-    inner_sums,
+    inner_collectives,
     lane_operands,
     lane_rules,
     operand_shardings,
     pieces,
     result_shardings,
+    temporaries,
 )
 from autopar.passes.rules.base import Kernel, Rule, is_fusible
 
@@ -213,7 +214,7 @@ class StageProblem:
 
     def _options(self, rule: Rule, addends: frozenset[int]) -> LaneOptions:
         key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
-               rule.linear, tuple(sorted(rule.unaffected.items())), addends)  # fmt: skip
+               rule.linear, tuple(sorted(rule.unaffected.items())), rule.gatherings, addends)  # fmt: skip
         found = self.setting.options.get(key)
         if found is None:
             mesh = self.setting.mesh
@@ -261,9 +262,9 @@ class StageProblem:
                         for axes in combined_axes(lane_rule, lane, setting.mesh).values():
                             payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
                             seconds[i] += setting.price("all_reduce", axes, int(payload))
-                if lane_rule.sums or lane_rule.halos:
+                if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
                     for i, lane in enumerate(options.lanes):
-                        inner = [*inner_sums(lane_rule, lane, setting.mesh)]
+                        inner = [*inner_collectives(lane_rule, lane, setting.mesh)]
                         inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, setting.mesh)]
                         for c, times in inner:
                             seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
@@ -478,6 +479,13 @@ class StageProblem:
                 self.usages[end.node].append(Usage(first, last, size * copies))
         for program in self.programs:
             start, stop = times[program.index]
+            for t in range(start, stop):
+                eqn = program.equations[positions[t]]
+                rule = setting.rules[eqn.id]
+                if rule.moments:
+                    node, options = self.lanes[program.index, eqn.id, 0]
+                    held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
+                    self.usages[node].append(Usage(t, t + 1, held))
             for value, (born, dies) in _lifetimes(program, setting.rules).items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
@@ -544,17 +552,20 @@ def _materialised(program: Program, rules: Mapping[int, Rule]) -> set[Value]:
 
 def _lifetimes(program: Program, rules: Mapping[int, Rule]) -> dict[Value, tuple[int, int]]:
     """Positions between which each materialised value that the program makes is live."""
-    materialised = _materialised(program, rules)
+    in_memory = _materialised(program, rules)
     born: dict[Value, int] = {}
     dies: dict[Value, int] = {}
     for position, eqn in enumerate(program.equations):
         for v in eqn.outputs:
             born[v] = dies[v] = position
+        fence = rules[eqn.id].separable  # hands on the buffers that it takes
         for v in eqn.values:
-            dies[v] = position
+            dies[v] = max(dies.get(v, 0), position - fence)
+        if fence:
+            in_memory.update((*eqn.values, *eqn.outputs))
     for v in program.outputs:
         dies[v] = len(program.equations)
-    return {v: (at, dies[v]) for v, at in born.items() if v in materialised}
+    return {v: (at, dies[v]) for v, at in born.items() if v in in_memory}
 
 
 def _peak_positions(program: Program, rules: Mapping[int, Rule]) -> list[int]:
@@ -566,5 +577,7 @@ def _peak_positions(program: Program, rules: Mapping[int, Rule]) -> list[int]:
         if dies < count:
             live[dies + 1] -= v.nbytes
     live = np.cumsum(live)[: max(1, count)]
+    for position, eqn in enumerate(program.equations):
+        live[position] += rules[eqn.id].temporaries({})
     bounds = np.linspace(0, len(live), _MEMORY_TIMES_PER_PROGRAM + 1).astype(int)
     return [int(a + np.argmax(live[a:b])) for a, b in itertools.pairwise(bounds) if b > a]

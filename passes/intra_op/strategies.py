@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.ir.graph import Equation
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Collective, Sharding
+from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
 from autopar.passes.collectives import shift
 from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
@@ -46,16 +46,14 @@ def splittable(rule: Rule) -> Iterator[int]:
 
 def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lane, ...]:
     """All strategies of one lane, the fully replicated one first; `addends` are the operands that can be partial."""
-    options: list[AxisChoice] = [WHOLE, *splittable(rule)]
+    factors = list(splittable(rule))
+    options: list[AxisChoice] = [WHOLE, *factors]
+    options += [len(rule.factors) + k for k, way in enumerate(rule.gatherings) if way.factor in factors]
     options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & addends]
     lanes = []
     per_axis = [options if size > 1 else [WHOLE] for size in mesh.shape]
     for lane in itertools.product(*per_axis):
-        pieces: dict[int, int] = {}
-        for axis, choice in zip(mesh.axes, lane, strict=True):
-            if choice >= 0:
-                pieces[choice] = pieces.get(choice, 1) * mesh.axis_size(axis)
-        if all(rule.factors[f] % n == 0 for f, n in pieces.items()):
+        if all(rule.factors[f] % n == 0 for f, n in pieces(rule, lane, mesh).items()):
             sets = [choice for choice in lane if choice < WHOLE]
             # Pieces of a reduced factor are addends only if the rule sums; mixing two linear sets is pointless.
             if len(set(sets)) <= 1:
@@ -73,23 +71,70 @@ def pieces(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, int]:
     cut: dict[int, int] = {}
     for axis, choice in zip(mesh.axes, lane, strict=True):
         if choice >= 0:
-            cut[choice] = cut.get(choice, 1) * mesh.axis_size(axis)
+            factor = rule.factor_of(choice)
+            cut[factor] = cut.get(factor, 1) * mesh.axis_size(axis)
     return cut
 
 
-def _lay(dims: DimMap, lane: Lane, mesh: Mesh, partial: tuple[str, ...]) -> Sharding:
-    return Sharding(
-        tuple(
-            tuple(axis for axis, choice in zip(mesh.axes, lane, strict=True) if choice >= 0 and choice in dim)
-            for dim in dims
-        ),
-        partial,
-    )
+def _lay(rule: Rule, dims: DimMap, lane: Lane, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    split = {axis: rule.factor_of(choice) for axis, choice in zip(mesh.axes, lane, strict=True) if choice >= 0}
+    return tuple(tuple(axis for axis, factor in split.items() if factor in dim) for dim in dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """A stacked operand or result that is kept in pieces which a loop gathers, or makes, in each round."""
+
+    dim: int  # that is cut; from the end
+    axes: tuple[str, ...]  # major first
+    collective: Collective | None  # in each round
+    times: int
+
+
+def kept_operands(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, Kept]:
+    """By position. See `Gathering`."""
+    return _kept(rule, lane, mesh, "all_gather")
+
+
+def kept_results(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, Kept]:
+    """By position. See `Gathering`."""
+    return _kept(rule, lane, mesh, "reduce_scatter")
+
+
+def _kept(rule: Rule, lane: Lane, mesh: Mesh, kind: StepKind) -> dict[int, Kept]:
+    """In pieces along the first dimension after that of the rounds which nothing cuts and the pieces divide."""
+    found: dict[int, Kept] = {}
+    for k, way in enumerate(rule.gatherings):
+        choice = len(rule.factors) + k
+        axes = tuple(a for a, c in zip(mesh.axes, lane, strict=True) if c == choice and mesh.axis_size(a) > 1)
+        count = math.prod(mesh.axis_size(axis) for axis in axes)
+        if count == 1:
+            continue
+        slices, maps = (way.operands, rule.inputs) if kind == "all_gather" else (way.results, rule.outputs)
+        for s in slices:
+            dims = maps[s.position]
+            cut = _lay(rule, dims, lane, mesh)
+            sizes = [math.prod(rule.factors[f] for f in dim) for dim in dims]
+            free = (d for d in range(1, len(dims)) if not cut[d] and sizes[d] % count == 0)
+            dim = next(free, None)
+            if dim is not None and s.position not in found:
+                tiles = math.prod(mesh.axis_size(axis) for along in cut for axis in along)
+                collective = Collective(kind, axes, s.nbytes // tiles) if s.nbytes else None
+                found[s.position] = Kept(dim - len(dims), axes, collective, way.times)
+    return found
+
+
+def _with_kept(dims: tuple[tuple[str, ...], ...], kept: Kept | None) -> tuple[tuple[str, ...], ...]:
+    if kept is None:
+        return dims
+    at = len(dims) + kept.dim
+    return (*dims[:at], kept.axes, *dims[at + 1 :])
 
 
 def operand_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each operand must be; literals get the sharding of a scalar."""
     found = []
+    kept = kept_operands(rule, lane, mesh)
     for position, dims in enumerate(rule.inputs):
         partial = tuple(
             sorted(
@@ -98,22 +143,25 @@ def operand_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...
                 if choice < WHOLE and position in rule.linear[linear_set(choice)]
             )
         )
-        found.append(_lay(dims, lane, mesh, partial))
+        found.append(Sharding(_with_kept(_lay(rule, dims, lane, mesh), kept.get(position)), partial))
     return tuple(found)
 
 
 def result_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each result is: partial over axes that split a summed factor or whose operands are partial."""
     found = []
+    kept = kept_results(rule, lane, mesh)
     for k, dims in enumerate(rule.outputs):
+        scattered = kept[k].axes if k in kept else ()
         partial = tuple(
             sorted(
                 axis
                 for axis, choice in zip(mesh.axes, lane, strict=True)
-                if choice < WHOLE or (choice >= 0 and rule.is_addend(choice, k))
+                if choice < WHOLE
+                or (choice >= 0 and axis not in scattered and rule.is_addend(rule.factor_of(choice), k))
             )
         )
-        found.append(_lay(dims, lane, mesh, partial))
+        found.append(Sharding(_with_kept(_lay(rule, dims, lane, mesh), kept.get(k)), partial))
     return tuple(found)
 
 
@@ -121,16 +169,21 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
     """Axes over which results must be combined at once, by operation (max, min, ..): no sum can stay partial there."""
     found: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axes, lane, strict=True):
-        if choice >= 0 and mesh.axis_size(axis) > 1 and (op := rule.reduced.get(choice)) not in (None, "sum"):
+        if choice < 0 or mesh.axis_size(axis) == 1:
+            continue
+        if (op := rule.reduced.get(rule.factor_of(choice))) not in (None, "sum"):
             found[op] = (*found.get(op, ()), axis)
     return found
 
 
-def inner_sums(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
-    """All-reduces in the body of an equation, and how often."""
+def inner_collectives(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
+    """Collectives in the body of an equation, and how often."""
     cut = pieces(rule, lane, mesh)
+    for kept in (*kept_operands(rule, lane, mesh).values(), *kept_results(rule, lane, mesh).values()):
+        if kept.collective is not None:
+            yield kept.collective, kept.times
     for total in rule.sums:
-        axes = cutting_axes(total.factor, lane, mesh)
+        axes = splitting_axes(rule, total.factor, lane, mesh)
         if axes:
             payload = total.nbytes // math.prod(cut.get(f, 1) for f in total.held)
             yield Collective("all_reduce", axes, payload), total.times
@@ -156,7 +209,7 @@ def exchanges(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[Exchange]:
     cut = pieces(rule, lane, mesh)
     grown: dict[int, tuple[Halo, ...]] = defaultdict(tuple)
     for halo in rule.halos:
-        axes = cutting_axes(halo.factor, lane, mesh)
+        axes = splitting_axes(rule, halo.factor, lane, mesh)
         if not axes:
             continue
         shape = [math.prod(rule.factors[f] // cut.get(f, 1) for f in dim) for dim in rule.inputs[halo.operand]]
@@ -175,10 +228,21 @@ def exchanges(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[Exchange]:
         grown[halo.operand] += (dataclasses.replace(halo, operand=0, factor=0),)
 
 
-def cutting_axes(factor: int, lane: Lane, mesh: Mesh) -> tuple[str, ...]:
-    """The axes of several devices that split a factor, major first."""
+def temporaries(rule: Rule, lane: Lane, mesh: Mesh) -> float:
+    """Most bytes that the body of an equation holds at once on one device, beyond operands and results."""
+    cut = pieces(rule, lane, mesh)
+    for axis, choice in zip(mesh.axes, lane, strict=True):
+        if choice >= len(rule.factors):
+            cut[choice] = cut.get(choice, 1) * mesh.axis_size(axis)
+    return rule.temporaries(cut)
+
+
+def splitting_axes(rule: Rule, factor: int, lane: Lane, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of several devices that split a factor, in whatever way, major first."""
     return tuple(
-        axis for axis, choice in zip(mesh.axes, lane, strict=True) if choice == factor and mesh.axis_size(axis) > 1
+        axis
+        for axis, choice in zip(mesh.axes, lane, strict=True)
+        if choice >= 0 and rule.factor_of(choice) == factor and mesh.axis_size(axis) > 1
     )
 
 

@@ -36,6 +36,14 @@ class Local(Protocol):
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
 
+    def gather(self, operand: int, x: Any) -> Any:
+        """A round's slice of an operand, whole; see `Gathering`."""
+        return x
+
+    def scatter(self, result: int, x: Any) -> Any:
+        """A round's slice of a result, as it is kept; see `Gathering`."""
+        return x
+
 
 Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]
 
@@ -59,6 +67,31 @@ class InnerSum:
     nbytes: int  # of the whole array, as it is summed
     held: frozenset[int]  # factors whose pieces it is cut into
     times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSlice:
+    """A round's slice of a stacked operand or result."""
+
+    position: int  # of the operand or result
+    nbytes: int  # of the whole slice, as it is gathered or summed; 0: nothing is sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """A further way to split a factor of a loop: stacks that it leaves whole are kept in pieces.
+
+    Every round gathers its slices of the operands; of results it keeps a piece of each slice, summed if the slices are
+    addends. That is how parameters of layers are fully sharded (FSDP; Zhao et al. 2023).
+    """
+
+    factor: int
+    operands: tuple[RoundSlice, ...]
+    results: tuple[RoundSlice, ...]
+    times: int
+
+
+Moment = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the factors that cut them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +151,8 @@ class Rule:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+    gatherings: tuple[Gathering, ...] = ()
+    moments: tuple[Moment, ...] = ()  # when most of what one round makes for itself is live
 
     def points(self, split: Mapping[int, int] | None = None) -> int:
         """Size of the iteration space, with some factors cut in so many pieces."""
@@ -129,6 +164,17 @@ class Rule:
         if self.kernels:
             return sum(k.flops / math.prod(split.get(f, 1) for f in k.held) for k in self.kernels)
         return self.flops * self.points() / math.prod(split.values())
+
+    def factor_of(self, choice: int) -> int:
+        """The factor that a mesh axis splits by its choice; choices beyond the factors are `gatherings`."""
+        return choice if choice < len(self.factors) else self.gatherings[choice - len(self.factors)].factor
+
+    def temporaries(self, split: Mapping[int, int]) -> float:
+        """Most bytes of one piece that a body holds at once beyond operands and results."""
+        return max(
+            (sum(n / math.prod(split.get(f, 1) for f in held) for n, held in moment) for moment in self.moments),
+            default=0.0,
+        )
 
     @property
     def products(self) -> float:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,21 +17,39 @@ import jax.numpy as jnp
 
 from autopar.ir.graph import BatchDim, Equation, Value
 from autopar.ir.unmap import scan_counts
-from autopar.passes.rules.base import DimMap, InnerSum, Kernel, Local, Rule, Unit, bind, is_fusible
+from autopar.passes.rules.base import (
+    DimMap,
+    Gathering,
+    InnerSum,
+    Kernel,
+    Local,
+    Moment,
+    RoundSlice,
+    Rule,
+    Unit,
+    bind,
+    is_fusible,
+)
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
-from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, make_body
+from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, gathering_path, make_body
 
-Run = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Any]]  # pieces, operands -> results
+Run = Callable[[Local, Sequence[Piece], Sequence[Any]], Sequence[Any]]  # operands -> results
+
+_SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
+_STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
 
 
 def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], Callable[[], None]]:
     """The rules by primitive, and what forgets the bodies seen; `rule_of` gives the rules of equations in a body."""
 
     @functools.lru_cache(maxsize=256)
-    def scan_body(closed: Any, consts: int, carries: int) -> tuple[Body, list[Cut]]:
+    def scan_body(closed: Any, consts: int, carries: int) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
+        """Also each stacked input's way to where it is gathered if it comes in pieces."""
         carried = {k: consts + k for k in range(carries)}
         body = make_body(closed.in_avals, [(closed, range(len(closed.in_avals)))], rule_of, carried=carried)
-        return body, find_cuts(body)
+        cuts = find_cuts(body)
+        stacked = range(consts + carries, len(body.inputs))
+        return body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked}
 
     @functools.lru_cache(maxsize=256)
     def while_body(condition: Any, body: Any, of_condition: int, of_body: int) -> tuple[Body, list[Cut]]:
@@ -56,15 +75,16 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
-        body, cuts = scan_body(p["jaxpr"], consts, carries)
+        body, cuts, stacked_in = scan_body(p["jaxpr"], consts, carries)
         everything = range(len(body.outputs))
 
-        def run(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(local: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+            made_whole = {path[-1]: functools.partial(local.gather, i) for i, path in stacked_in.items()}
             fixed, start = operands[:consts], operands[consts : consts + carries]
 
             def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-                found = evaluate(body, everything, pieces, [*fixed, *carry, *xs])
-                return found[:carries], found[carries:]
+                found = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
+                return found[:carries], [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
 
             end, ys = jax.lax.scan(
                 one_round, _starts(body, range(consts, consts + carries), start, pieces),
@@ -73,7 +93,6 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             )  # fmt: skip
             return [*end, *ys]
 
-        stacked_in = range(consts + carries, len(body.inputs))
         stacked_out = range(carries, len(body.outputs))
         layout = _Layout(tuple(range(len(body.inputs))), tuple(everything), stacked_in, stacked_out, p["length"])
         return _rule(eqn, body, cuts, layout, run, p["length"])
@@ -84,7 +103,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = while_body(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
         carries = range(len(body.outputs) - 1)
 
-        def run(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
             def go_on(carry: list[Any]) -> Any:
                 return evaluate(body, [len(carries)], pieces, [*operands[:first], *carry])[0]
 
@@ -102,7 +121,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = cond_body(tuple(branches))
         count = len(eqn.outputs)
 
-        def run(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
             def branch(b: int) -> Callable[..., list[Any]]:
                 return lambda *xs: evaluate(body, range(b * count, (b + 1) * count), pieces, xs)
 
@@ -159,7 +178,8 @@ class _Layout:
 
     inputs: Sequence[int | None]  # None: a scalar beside the body
     outputs: Sequence[int]
-    stacked_in: Sequence[int] = ()  # of the body's inputs: with a leading axis of rounds
+    # Of the body's inputs those with a leading axis of rounds, each with its way to where it is gathered.
+    stacked_in: Mapping[int, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
     stacked_out: Sequence[int] = ()
     length: int = 1
 
@@ -167,17 +187,18 @@ class _Layout:
 def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float) -> Rule:
     """One factor a cut; `times` is how often the body runs."""
 
-    def run_or_bind(pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    def run_or_bind(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.params.get("branches_platforms") is not None and not pieces:
             return bind(eqn, operands)  # branches for other platforms than this one
-        return run(pieces, operands)
+        return run(local, pieces, operands)
 
     if not cuts:
         whole = replicated(eqn)
         kernels = _kernels(body, [], times)
         return dataclasses.replace(
-            whole, unit=_unit(kernels), kernels=kernels, emit=lambda _, eqn, xs: run_or_bind([], eqn, xs)
-        )
+            whole, unit=_unit(kernels), kernels=kernels, moments=_moments(body, [], layout, {}),
+            emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
+        )  # fmt: skip
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
     numbered = list(zip(numbers, cuts, strict=True))
@@ -190,16 +211,124 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     outputs = [dims(body.outputs[o], o in layout.stacked_out) for o in layout.outputs]
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return run_or_bind([Piece(cut, f, local) for f, cut in numbered if local.is_split(f)], eqn, operands)
+        pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
+        return run_or_bind(local, pieces, eqn, operands)
 
     kernels = _kernels(body, numbered, times)
+    gatherings = _gatherings(body, numbered, layout, int(times))
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
         inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=_unit(kernels),
+        unit=_unit(kernels), gatherings=gatherings,
+        moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
     )  # fmt: skip
+
+
+def _gatherings(
+    body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, times: int
+) -> tuple[Gathering, ...]:  # fmt: skip
+    """One for the first cut that cuts what goes from round to round, where that leaves parameters whole.
+
+    More would be more strategies than they are worth. What holds little stays as it is.
+    """
+    found = (
+        n for n in numbered if any(isinstance(n[1].state(body.inputs[i]), BatchDim) for i in body.carried.values())
+    )
+    factor, cut = next(found, (0, None))
+    if cut is None:
+        return ()
+    operands = {i: path[-1] for i, path in layout.stacked_in.items() if cut.state(body.inputs[i]) is None}
+    results = {o: out for o in layout.stacked_out if isinstance(out := body.outputs[o], Value)}
+    addends = {o for o in results if cut.leaving(body, o) is PARTIAL}
+    results = {o: out for o, out in results.items() if o in addends or cut.leaving(body, o) is None}
+    large_operands = _large({i: at.nbytes for i, at in operands.items() if not at.is_key})
+    large_results = _large({o: out.sum_nbytes for o, out in results.items() if not out.is_key})
+    readers = (e for i in large_operands for e, _ in body.readers.get(operands[i], ()))
+    if not addends & large_results.keys() and not any(body.rules[e.id].unit == "matmul" for e in readers):
+        return ()
+    return (
+        Gathering(
+            factor,
+            tuple(RoundSlice(i, n) for i, n in large_operands.items()),
+            tuple(RoundSlice(o, n if o in addends else 0) for o, n in large_results.items()),
+            times,
+        ),
+    )
+
+
+def _large(nbytes: Mapping[int, int]) -> dict[int, int]:
+    least = _SMALL * sum(nbytes.values())
+    return {i: n for i, n in nbytes.items() if n > least}
+
+
+def _moments(
+    body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, gatherings: Mapping[int, Gathering]
+) -> tuple[Moment, ...]:  # fmt: skip
+    """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it.
+
+    Gatherings are by the number of their choice; what they keep in pieces is cut by that.
+    """
+    count = len(body.equations)
+    in_pieces = {
+        v: number
+        for number, way in gatherings.items()
+        for s in way.operands
+        for v in layout.stacked_in[s.position][:-1]
+    }
+    stacked = {body.inputs[i] for i in layout.stacked_in}
+    kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
+    in_memory = set(kept)
+    born: dict[Value, int] = dict.fromkeys(stacked, 0)
+    dies: dict[Value, int] = {}
+    inner: dict[int, list[Moment]] = {}
+    for position, e in enumerate(body.equations):
+        rule = body.rules[e.id]
+        born.update(dict.fromkeys(e.outputs, position))
+        # A fence hands on the very buffers that it takes.
+        dies.update({v: max(position - rule.separable, dies.get(v, 0)) for v in e.values})
+        dies.update(dict.fromkeys(e.outputs, position))
+        if rule.unit == "matmul" or rule.separable:
+            in_memory.update(e.values)
+        if not is_fusible(rule) or rule.separable:
+            in_memory.update(e.outputs)
+        if rule.moments:
+            splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+            inner[position] = [
+                tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
+            ]
+    dies.update(dict.fromkeys(kept, count - 1))
+    live = [v for v in in_memory if v in born and v in dies]
+    change = [0] * (count + 1)
+    for v in live:
+        change[born[v]] += v.nbytes
+        change[dies[v] + 1] -= v.nbytes
+    totals = list(itertools.accumulate(change[:count]))
+    for position, moments in inner.items():
+        totals[position] += max(sum(nbytes for nbytes, _ in moment) for moment in moments)
+    found: list[Moment] = []
+    for k in range(_STRETCHES):
+        stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
+        if not stretch:
+            continue
+        at = max(stretch, key=lambda p: totals[p])
+        held: dict[frozenset[int], int] = defaultdict(int)
+        for v in live:
+            if born[v] <= at <= dies[v]:
+                held[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
+        now = tuple((nbytes, factors) for factors, nbytes in held.items())
+        found += [(*now, *moment) for moment in inner.get(at, [()])]
+    return tuple(found)
+
+
+def _cut_by(v: Value, numbered: Sequence[tuple[int, Cut]]) -> frozenset[int]:
+    return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
+
+
+def _outer(held: frozenset[int], splits: Mapping[int, int]) -> frozenset[int]:
+    """The outer factors, each with the inner one that it splits, of a body in a body."""
+    return frozenset(f for f, inner in splits.items() if inner in held)
 
 
 def _unit(kernels: Sequence[Kernel]) -> Unit:
@@ -216,9 +345,6 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         if rule.unit == "matmul":
             in_memory.update(e.values)
 
-    def cut_by(v: Value) -> frozenset[int]:
-        return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
-
     found: list[Kernel] = []
     fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
     read: set[Value] = set()
@@ -231,7 +357,7 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         fresh = dict.fromkeys(v for v in e.values if v in in_memory and v not in read)
         read.update(fresh)
         moved = [*fresh, *(v for v in e.outputs if v in in_memory)]
-        traffic = tuple((times * v.nbytes, cut_by(v)) for v in moved)
+        traffic = tuple((times * v.nbytes, _cut_by(v, numbered)) for v in moved)
         dtype, flops, held = str(e.outputs[0].dtype), times * body.flops(e), frozenset(splits)
         if traffic or rule.unit == "matmul":
             found.append(Kernel(flops, held, traffic, rule.unit == "matmul", dtype, times))
@@ -242,12 +368,10 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
 
 def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
     """A kernel of a body in a body, in the outer one's factors."""
-
-    def outer(held: frozenset[int]) -> frozenset[int]:
-        return frozenset(f for f, inner in splits.items() if inner in held)
-
-    traffic = tuple((times * nbytes, outer(held)) for nbytes, held in kernel.traffic)
-    return Kernel(times * kernel.flops, outer(kernel.held), traffic, kernel.matmul, kernel.dtype, times * kernel.times)
+    traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
+    return Kernel(
+        times * kernel.flops, _outer(kernel.held, splits), traffic, kernel.matmul, kernel.dtype, times * kernel.times
+    )
 
 
 def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[InnerSum, ...]:

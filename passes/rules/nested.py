@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopar.errors import InternalError
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
-from autopar.passes.rules.base import DimMap, Local, Rule
+from autopar.passes.rules.base import DimMap, Local, Rule, emit_same
 from autopar.passes.rules.building import is_number
 from autopar.passes.rules.split import (
     Split,
@@ -62,6 +62,16 @@ class Body:
     def producer(self) -> Mapping[Value, Equation]:
         """The equation that makes a value."""
         return {v: e for e in self.equations for v in e.outputs}
+
+    @functools.cached_property
+    def readers(self) -> Mapping[Value, Sequence[tuple[Equation, int]]]:
+        """The equations that read a value, each with the operand's position."""
+        found: dict[Value, list[tuple[Equation, int]]] = defaultdict(list)
+        for e in self.equations:
+            for i, v in enumerate(e.inputs):
+                if isinstance(v, Value):
+                    found[v].append((e, i))
+        return found
 
     def flops(self, equation: Equation) -> float:
         """Work of one equation in one round."""
@@ -143,6 +153,30 @@ def find_cuts(body: Body) -> list[Cut]:
         if not any(_clash(improved, other) for other in chosen if other is not cut):
             chosen[index] = improved
     return chosen
+
+
+def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value, ...]:
+    """From an input that comes in pieces to where it is best gathered.
+
+    That is what follows from it alone, element by element, and is no larger, such as its conversion to 16 bits.
+    """
+    sliced = {at for cut in cuts for at in cut.slices}
+    path = [value]
+    while True:
+        readers = body.readers.get(value, ())
+        if len(readers) != 1 or value in body.outputs:
+            return tuple(path)
+        eqn, i = readers[0]
+        rule = body.rules[eqn.id]
+        if rule.separable:
+            following = eqn.outputs[i]
+        elif rule.emit is emit_same and not rule.whole and len(eqn.values) == 1 and rule.outputs == (rule.inputs[i],):
+            following = eqn.outputs[0]
+        else:
+            return tuple(path)
+        if (eqn.id, i) in sliced or following.nbytes > value.nbytes:
+            return tuple(path)
+        path.append(value := following)
 
 
 def _with_addends_carried(cut: Cut, body: Body) -> Cut:
@@ -413,7 +447,7 @@ class _Propagation:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Anywhere:
+class _Anywhere(Local):
     """A piece without a position."""
 
     rule: Rule
@@ -468,7 +502,7 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _InBody:
+class _InBody(Local):
     """The piece of one equation of the body."""
 
     rule: Rule
@@ -500,9 +534,22 @@ class _InBody:
         return x
 
 
-def evaluate(body: Body, outputs: Sequence[int], pieces: Sequence[Piece], arguments: Sequence[Any]) -> list[Any]:
-    """Some outputs of one round, in the states that the cuts say, from inputs in the states that they say."""
-    values: dict[Value, Any] = dict(zip(body.inputs, arguments, strict=True))
+def evaluate(
+    body: Body, outputs: Sequence[int], pieces: Sequence[Piece], arguments: Sequence[Any],
+    made_whole: Mapping[Value, Callable[[Any], Any]] | None = None,
+) -> list[Any]:  # fmt: skip
+    """Some outputs of one round, in the states that the cuts say, from inputs in the states that they say.
+
+    `made_whole` tells how to gather those values that come in pieces, or are made from what comes in pieces.
+    """
+    made_whole = made_whole or {}
+    values: dict[Value, Any] = {}
+
+    def define(v: Value, x: Any) -> None:
+        values[v] = made_whole[v](x) if v in made_whole else x
+
+    for v, x in zip(body.inputs, arguments, strict=True):
+        define(v, x)
     values.update({v: jnp.asarray(c) if not v.is_key else c for v, c in body.constants.items()})
     totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
 
@@ -531,8 +578,8 @@ def evaluate(body: Body, outputs: Sequence[int], pieces: Sequence[Piece], argume
         rule = body.rules[eqn.id]
         operands = [read(eqn, i) for i in range(len(eqn.inputs))]
         splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
-        results = rule.emit(_InBody(rule, splits), eqn, operands)
-        values.update(zip(eqn.outputs, results, strict=True))
+        for v, x in zip(eqn.outputs, rule.emit(_InBody(rule, splits), eqn, operands), strict=True):
+            define(v, x)
     found = []
     for o in outputs:
         out = body.outputs[o]

@@ -20,7 +20,7 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.collectives import Halos
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings, splittable
 from autopar.passes.lower import SpaceLocal, partition_spec
-from autopar.passes.rules.base import DimMap, ReduceOp, Rule, bind
+from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
 
 _CALLS = {
@@ -104,7 +104,7 @@ def _compute(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(Local):
     """A `Local`: the piece of number `index[f]` among `split[f]` along each split factor."""
 
     rule: Rule

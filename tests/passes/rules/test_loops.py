@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from autopar.ir.graph import Equation, Value
 from autopar.passes.intra_op.strategies import splittable
 from autopar.passes.rules import table
-from autopar.passes.rules.base import DimMap, Rule, bind
+from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.trace import trace
 
@@ -30,7 +30,7 @@ WIDTH, HEADS, DEPTH, HIDDEN, LAYERS, BATCH, TIME = 8, 4, 2, 16, 3, 4, 6
 
 
 @dataclasses.dataclass(frozen=True)
-class Together:
+class Together(Local):
     """A `Local`: one of the pieces that run side by side."""
 
     rule: Rule
