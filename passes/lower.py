@@ -377,6 +377,13 @@ class SpaceLocal(Local):
     kept_operands: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
     kept_results: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
 
+    @staticmethod
+    def of(rule: Rule, lane: Lane, mesh: Mesh, halos: Halos) -> SpaceLocal:
+        cut = pieces(rule, lane, mesh)
+        axes = {f: splitting_axes(rule, f, lane, mesh) for f in cut}
+        kept = kept_operands(rule, lane, mesh), kept_results(rule, lane, mesh)
+        return SpaceLocal(rule, cut, axes, mesh, halos, *kept)
+
     def size(self, factor: int) -> int:
         return self.rule.factors[factor] // self.cut.get(factor, 1)
 
@@ -448,10 +455,7 @@ def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh,
     if rule.separable:
         return rule.emit(SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands)
     lane = op.strategy[0]
-    cut = pieces(rule, lane, mesh)
-    axes = {f: splitting_axes(rule, f, lane, mesh) for f in cut}
-    kept = kept_operands(rule, lane, mesh), kept_results(rule, lane, mesh)
-    results = rule.emit(SpaceLocal(rule, cut, axes, mesh, halos, *kept), op.equation, operands)
+    results = rule.emit(SpaceLocal.of(rule, lane, mesh, halos), op.equation, operands)
     for kind, over in combined_axes(rule, lane, mesh).items():
         results = [_combine(kind, x, over) for x in results]
     expected = [s.local_shape(v.shape, mesh) for v, s in zip(op.equation.outputs, op.results, strict=True)]

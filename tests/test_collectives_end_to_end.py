@@ -179,6 +179,19 @@ def test_zero_3_gathers_each_parameter_once_and_scatters_each_gradient_once() ->
     assert planned.priced(program) == expected
 
 
+def test_zero_3_gathers_and_scatters_layers_round_by_round() -> None:
+    planned = plan("loop", "sgd", recipes.zero(3), 1, DEAR_LINKS)
+    (program,) = planned.lowered.programs
+    priced = planned.priced(program)
+    # Three rounds; gradients of q, k, v and o, of up and down, and of up's bias. The norms' scales are small, and so
+    # are theirs: they are gathered and scattered as stacks, in pieces of 4 of 32.
+    scattered = {c.payload: n for c, n in priced.items() if c.kind == "reduce_scatter"}
+    assert scattered == {4 * 32 * 32: 3 * 4, 4 * 32 * 128: 3 * 2, 4 * 128: 3, 4 * 3 * 32: 2}
+    gathered = {c.payload: n for c, n in priced.items() if c.kind == "all_gather"}
+    assert max(gathered) == 4 * 32 * 128  # never a stack of weights
+    assert gathered[4 * 32 * 128] >= 2 * 3 * 2  # in both loops
+
+
 @pytest.mark.parametrize("m", [1, 2])
 def test_expert_parallelism_is_four_all_to_alls(m: int) -> None:
     # 64 examples of 16 tokens are 32 groups of 32 tokens, each with room for 2 * 32 / 8 = 8 tokens of width 16 in each

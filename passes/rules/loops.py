@@ -229,24 +229,22 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
 def _gatherings(
     body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, times: int
 ) -> tuple[Gathering, ...]:  # fmt: skip
-    """One for the first cut that cuts what goes from round to round, where that leaves parameters whole.
+    """One for the cut of what goes from round to round that sums least, where that leaves parameters whole.
 
     More would be more strategies than they are worth. What holds little stays as it is.
     """
-    found = (
-        n for n in numbered if any(isinstance(n[1].state(body.inputs[i]), BatchDim) for i in body.carried.values())
-    )
-    factor, cut = next(found, (0, None))
-    if cut is None:
+    carries = [body.inputs[i] for i in body.carried.values()]
+    candidates = [(f, cut) for f, cut in numbered if any(isinstance(cut.state(v), BatchDim) for v in carries)]
+    if not candidates:
         return ()
+    factor, cut = min(candidates, key=lambda numbered_cut: len(numbered_cut[1].sums))
     operands = {i: path[-1] for i, path in layout.stacked_in.items() if cut.state(body.inputs[i]) is None}
     results = {o: out for o in layout.stacked_out if isinstance(out := body.outputs[o], Value)}
     addends = {o for o in results if cut.leaving(body, o) is PARTIAL}
     results = {o: out for o, out in results.items() if o in addends or cut.leaving(body, o) is None}
     large_operands = _large({i: at.nbytes for i, at in operands.items() if not at.is_key})
     large_results = _large({o: out.sum_nbytes for o, out in results.items() if not out.is_key})
-    readers = (e for i in large_operands for e, _ in body.readers.get(operands[i], ()))
-    if not addends & large_results.keys() and not any(body.rules[e.id].unit == "matmul" for e in readers):
+    if not addends & large_results.keys() and not _meet_products(body, cut, [operands[i] for i in large_operands]):
         return ()
     return (
         Gathering(
@@ -256,6 +254,18 @@ def _gatherings(
             times,
         ),
     )
+
+
+def _meet_products(body: Body, cut: Cut, values: Sequence[Value]) -> bool:
+    """Whether some matrix product reads one of the values, or what all pieces make of them alike."""
+    alike = set(values)
+    for e in body.equations:
+        if alike.intersection(e.values):
+            if body.rules[e.id].unit == "matmul":
+                return True
+            if e.id not in cut.splits:
+                alike.update(e.outputs)
+    return False
 
 
 def _large(nbytes: Mapping[int, int]) -> dict[int, int]:

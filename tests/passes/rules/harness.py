@@ -17,6 +17,7 @@ from jax.extend import core
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import Lane
 from autopar.passes.collectives import Halos
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings, splittable
 from autopar.passes.lower import SpaceLocal, partition_spec
@@ -162,15 +163,18 @@ def cut(rule: Rule, dims: DimMap, split: Mapping[int, int], index: Mapping[int, 
 
 def compute_on_devices(application: Application, rule: Rule, split: Mapping[int, int]) -> list[np.ndarray[Any, Any]]:
     """The results of an application, from pieces that send one another what they need, a mesh axis a factor."""
-    names = {f: f"f{f}" for f in split}
-    mesh = Mesh(tuple(range(math.prod(split.values()))), tuple(split.values()), tuple(names.values()))
-    lane = tuple(split)
+    axes = tuple(f"f{f}" for f in split)
+    mesh = Mesh(tuple(range(math.prod(split.values()))), tuple(split.values()), axes)
+    return compute_lane(application, rule, tuple(split), mesh)
+
+
+def compute_lane(application: Application, rule: Rule, lane: Lane, mesh: Mesh) -> list[np.ndarray[Any, Any]]:
+    """The results of an application split over a mesh."""
     equation = application.equation
     results = result_shardings(rule, lane, mesh)
 
     def run(*operands: Any) -> Sequence[Any]:
-        local = SpaceLocal(rule, split, {f: (name,) for f, name in names.items()}, mesh, Halos(mesh))
-        pieces = rule.emit(local, equation, operands)
+        pieces = rule.emit(SpaceLocal.of(rule, lane, mesh, Halos(mesh)), equation, operands)
         return [jax.lax.psum(x, s.partial) if s.partial else x for x, s in zip(pieces, results, strict=True)]
 
     def specs(shardings: Sequence[Sharding]) -> tuple[Any, ...]:

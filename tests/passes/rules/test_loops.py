@@ -20,11 +20,15 @@ from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Equation, Value
-from autopar.passes.intra_op.strategies import splittable
+from autopar.ir.mesh import Mesh
+from autopar.ir.sharding import Collective, Sharding
+from autopar.ir.strategy import WHOLE
+from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings, splittable
 from autopar.passes.rules import table
 from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.trace import trace
+from tests.passes.rules import harness
 
 WIDTH, HEADS, DEPTH, HIDDEN, LAYERS, BATCH, TIME = 8, 4, 2, 16, 3, 4, 6
 
@@ -359,6 +363,47 @@ def test_gradients_are_addends_over_examples() -> None:
     batch = max(splittable(rule), key=lambda f: sum(any(f in dim for dim in dims) for dims in rule.inputs))
     assert not any(s.factor == batch for s in rule.sums)
     assert sum(rule.is_addend(batch, k) for k in range(len(rule.outputs))) == len(LAYER_WEIGHTS)
+
+
+@pytest.mark.parametrize("name", ["layers", "rematerialised"])
+def test_what_is_kept_in_pieces_gives_the_whole(name: str) -> None:
+    """Over one axis or both, and beside every other factor."""
+    mesh = Mesh((0, 1, 2, 3), (2, 2), ("x", "y"))
+    for eqn, operands, expected in loops(name):
+        rule = rule_of(eqn)
+        assert len(rule.gatherings) == 1
+        kept = len(rule.factors)
+        application = harness.Application(eqn, tuple(operands), tuple(expected))
+        lanes = [lane for lane in enumerate_lane(rule, mesh, frozenset()) if lane[0] == kept]
+        assert {WHOLE, rule.gatherings[0].factor, kept} < {lane[1] for lane in lanes}
+        for lane in lanes:
+            for found, wanted in zip(harness.compute_lane(application, rule, lane, mesh), expected, strict=True):
+                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5, err_msg=str(lane))
+
+
+def test_parameters_are_what_is_kept_in_pieces() -> None:
+    """The batch cut leaves the weights whole in each round; the biases are not worth a collective."""
+    ws = {"w": normal(0, LAYERS, 64, 64), "b": normal(1, LAYERS, 1, 8)}
+    x = normal(2, BATCH, 64)
+
+    def layer(x: Any, w: Any) -> Any:
+        scale = w["b"].mean().astype(x.dtype)
+        return jax.checkpoint(lambda x, w: jnp.tanh(x @ w.astype(x.dtype)) * scale)(x, w["w"]), None
+
+    def loss(ws: Any, x: Any) -> Any:
+        return lax.scan(layer, x.astype(jnp.bfloat16), ws)[0].sum().astype(jnp.float32)
+
+    graph = trace(jax.grad(loss), (ws, x), {}, name="loss")
+    forward, backward = [rule_of(e) for e in graph.equations if e.primitive.name == "scan"]
+    # Gathered in 16 bits, summed in 32.
+    assert [[s.nbytes for s in way.operands] for way in forward.gatherings] == [[2 * 64 * 64]]
+    assert [[s.nbytes for s in way.operands] for way in backward.gatherings] == [[2 * 64 * 64]]
+    assert [[s.nbytes for s in way.results] for way in backward.gatherings] == [[4 * 64 * 64]]
+    mesh = Mesh((0, 1), (2,), ("x",))
+    first = forward.gatherings[0].operands[0].position
+    lane = (len(forward.factors),)
+    assert operand_shardings(forward, lane, mesh)[first] == Sharding(((), ("x",), ()))
+    assert list(inner_collectives(forward, lane, mesh)) == [(Collective("all_gather", ("x",), 2 * 64 * 64), LAYERS)]
 
 
 def test_a_rule_registered_later_reaches_bodies_seen_before() -> None:
