@@ -12,6 +12,7 @@ from jax import lax
 
 from autopar import recipes
 from autopar.cost_model.program import materialised, temporaries
+from autopar.ir.method import Method
 from tests.planned import cluster_of, plan_step
 
 BATCH, WIDTH, HIDDEN, LAYERS = 1024, 16, 512, 4
@@ -60,3 +61,29 @@ def test_what_a_body_holds_is_what_xla_takes(loss: Callable[..., Any], held: int
     predicted, taken = temporaries(local, materialised(local)), program.memory_analysis().temp_size_in_bytes
     assert min(predicted, taken) > held * LARGE
     assert 0.8 < predicted / taken < 2.0
+
+
+@pytest.mark.parametrize("memory", [2**34, 2 * 2**22])
+def test_parameters_are_gathered_round_by_round_where_memory_is_short(memory: int) -> None:
+    """The stacks of parameters take 4 MiB, as do their gradients; whole stacks on every device are too much."""
+    layers, width = 8, 256
+
+    def step(params: Any, x: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jax.checkpoint(lambda x, w: x + jnp.tanh(x @ w["a"]) @ w["b"])(x, w), None
+
+        g = jax.grad(lambda p: (lax.scan(layer, x, p)[0] ** 2).mean())(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, g)
+
+    params = dict.fromkeys("ab", jax.ShapeDtypeStruct((layers, width, width), jnp.float32))
+    x = jax.ShapeDtypeStruct((2048, width), jnp.float32)
+    cluster = cluster_of(1, 8, memory=memory, flops=1e10, link=1e10, memory_bandwidth=1e11)
+    planned = plan_step(step, (params, x), cluster, Method("free", 1, None, (8,)), 1)
+    (local,) = planned.lowered.programs
+    gathered = [c for c in planned.priced(local).elements() if c.kind == "all_gather"]
+    if memory == 2**34:
+        assert len(gathered) <= 2
+    else:
+        one = 4 * width * width
+        assert [c.payload for c in gathered] == [one] * (2 * 2 * layers)
+        assert planned.plan.peak_memory < memory

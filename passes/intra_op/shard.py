@@ -45,6 +45,7 @@ from autopar.passes.rules.base import Kernel, Rule, is_fusible
 Slot = tuple[int | None, Value]
 _MEMORY_TIMES_PER_PROGRAM = 6
 _MAX_LAYOUTS = 48
+_LARGE_COPY = 0.01  # of a device's memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +123,8 @@ class _End:
     node: int
     shardings: Shardings
     in_loop: bool  # once per microbatch, not once per step
+    # [strategy] Whether another one differs only in that rounds gather, or scatter, what this one has as a whole stack.
+    stacked: np.ndarray[Any, Any] | None = None
 
 
 class StageProblem:
@@ -149,8 +152,9 @@ class StageProblem:
         for program in self.programs:
             self._add_equations(program)
         self._add_layouts()
-        self._connect()
         self._add_memory()
+        self._short_of_memory = self._may_be_short()
+        self._connect()
 
     def problem(self) -> Problem:
         """The problem; without a limit where even the hungriest choices would stay within it."""
@@ -167,6 +171,16 @@ class StageProblem:
                 changes[usage.start] += float(usage.bytes.max())
                 changes[usage.end] -= float(usage.bytes.max())
         return max(itertools.accumulate(changes[t] for t in sorted(changes)), default=0.0)
+
+    def _may_be_short(self) -> bool:
+        """Whether the hungriest choices, with whole copies of all stacks that loops read or make, pass the limit."""
+        if self.setting.memory_limit is None:
+            return False
+        ends = itertools.chain(
+            self.makers.items(), ((slot, end) for slot, ends in self.readers.items() for end in ends)
+        )
+        stacks = {slot[1] for slot, end in ends if end.stacked is not None and end.stacked.any()}
+        return self._most_bytes() + sum(v.nbytes for v in stacks) > self.setting.memory_limit
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
@@ -270,13 +284,17 @@ class StageProblem:
                             seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
                 node = self._node(seconds, program.in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)
+                by_round = _by_round(lane_rule, options)
                 for place, position in enumerate(positions):
                     v = eqn.inputs[position]
                     if isinstance(v, Value):
-                        end = _End(node, options.operands[place], program.in_loop)
+                        shardings = options.operands[place]
+                        end = _End(node, shardings, program.in_loop, _is_finer(shardings, by_round))
                         self.readers[self._slot(program, v)].append(end)
                 for place, v in enumerate(outputs):
-                    self.makers[self._slot(program, v)] = _End(node, options.results[place], program.in_loop)
+                    shardings = options.results[place]
+                    end = _End(node, shardings, program.in_loop, _is_finer(shardings, by_round))
+                    self.makers[self._slot(program, v)] = end
 
     def _body_seconds(self, rule: Rule, lanes: Sequence[Lane]) -> Any:
         """Every kernel of a body, in all rounds."""
@@ -434,9 +452,25 @@ class StageProblem:
             itemsize = value.nbytes // max(1, math.prod(value.shape))
             matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings.each, target.shardings.each)
             self._matrices[key] = matrix
+        matrix = self._without_copies(value, matrix, source, target)
         if matrix.any():
             self.edges.append((source.node, target.node, matrix * self.setting.often(target.in_loop)))
             self.edge_in_loop.append(target.in_loop)
+
+    def _without_copies(self, value: Value, matrix: Any, source: _End, target: _End) -> Any:
+        """The seconds of an edge, where it makes no large copy of a stack as a whole that rounds could do without.
+
+        The copy that an edge makes is not counted as memory; all that is saved by it are latencies.
+        """
+        limit = self.setting.memory_limit
+        if limit is None or not self._short_of_memory or value.nbytes < _LARGE_COPY * limit:
+            return matrix
+        before, after = source.shardings.share[:, None], target.shardings.share[None, :]
+        if source.stacked is not None:
+            matrix = np.where(source.stacked[:, None] & (before > after), np.inf, matrix)
+        if target.stacked is not None:
+            matrix = np.where(target.stacked[None, :] & (before < after), np.inf, matrix)
+        return matrix
 
     # Memory.
 
@@ -468,7 +502,7 @@ class StageProblem:
                 start = loop_range[0] if slot in self._sums else 0
                 self.usages[end.node].append(Usage(start, always[1], size))
                 continue
-            users = read_in[slot]
+            users = read_in.get(slot, [])
             if maker is None and users:  # arrives from elsewhere
                 first, last = times[users[0].index][0], times[users[-1].index][1]
                 copies = setting.in_flight if users[0].in_loop else 1
@@ -493,6 +527,23 @@ class StageProblem:
                     end = self._source(slot)
                     size = value.nbytes * end.shardings.share
                     self.usages[end.node].append(Usage(live[0], live[-1] + 1, size))
+
+
+def _by_round(rule: Rule, options: LaneOptions) -> list[int | None]:
+    """For each strategy the one that differs only in that rounds gather what it leaves whole; see `Gathering`."""
+    way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
+    if not way:
+        return []
+    index = {lane: i for i, lane in enumerate(options.lanes)}
+    return [index.get(tuple(way.get(choice, choice) for choice in lane)) for lane in options.lanes]
+
+
+def _is_finer(shardings: Shardings, by_round: Sequence[int | None]) -> np.ndarray[Any, Any] | None:
+    """[strategy] Whether the strategy by rounds cuts a value finer."""
+    if not by_round:
+        return None
+    share = shardings.share
+    return np.array([other is not None and share[other] < share[i] for i, other in enumerate(by_round)])
 
 
 def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind, num_devices: int) -> float:
