@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from autopar.passes.intra_op.kernels import undominated
 from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
 
 Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
@@ -207,18 +208,11 @@ class Network:
             cost = self.unary[node]
             if cost.size == 1:
                 continue
-            # worst[better, worse]: how much dearer `better` can turn out than `worse`
-            worst = cost[:, None] - cost[None, :]
-            with np.errstate(invalid="ignore"):
-                for matrix in self.adjacent[node].values():
-                    # inf - inf: the partner excludes both, it does not count
-                    worst = worst + np.fmax.reduce(matrix[:, None, :] - matrix[None, :, :], axis=2)
-            dominates: Mask = worst <= 0
-            for _, _, amount in self.usages[node]:
-                dominates &= amount[:, None] <= amount[None, :]
-            tie = dominates & dominates.T
-            dominates &= ~tie | np.tri(cost.size, k=-1, dtype=bool).T
-            self.keep(node, np.logical_not(np.any(dominates, axis=0)))
+            matrices = list(self.adjacent[node].values())
+            borders = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])
+            links = np.concatenate([np.zeros((cost.size, 0)), *matrices], axis=1)
+            used = np.array([amount for _, _, amount in self.usages[node]]).reshape(-1, cost.size)
+            self.keep(node, undominated(cost, links, borders, np.ascontiguousarray(used.T)))
 
     def reduce(self, *, dominated: bool) -> None:
         """All reductions until no strategy goes any more; raises Contradiction."""
@@ -378,6 +372,7 @@ class Network:
         for start, end in zip(starts, ends, strict=True):
             since[start:end] = np.maximum(since[start:end], start)
             until[start:end] = np.minimum(until[start:end], end)
+        possible &= ~self._outweighed()
         kept = np.zeros(count, dtype=bool)
         for t in np.flatnonzero(possible):
             before, after = self.slack[since[t] : t], self.slack[t + 1 : until[t]]
@@ -386,6 +381,27 @@ class Network:
         if not kept.all():
             self._renumber(kept)
         self._round_slack()
+
+    def _outweighed(self) -> Mask:
+        """Points that another implies since, from each point to the next on the way there, loads fall by too little."""
+        count = self.slack.size
+        fall, rise = np.zeros(count), np.zeros(count)  # at most, from the point before
+        for spans in self.usages.values():
+            for index, (start, end, amount) in enumerate(spans):
+                if not index or spans[index - 1][1] != start:
+                    rise[start] += amount.max()
+                    fall[start] -= amount.min()
+                if end == count:
+                    continue
+                change = (spans[index + 1][2] if index + 1 < len(spans) and spans[index + 1][0] == end else 0) - amount
+                rise[end] += change.max()
+                fall[end] -= change.min()
+        later = self.slack + np.cumsum(fall)
+        earlier = self.slack - np.cumsum(rise)
+        by_later, by_earlier = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+        by_later[:-1] = later[:-1] >= np.minimum.accumulate(later[::-1])[::-1][1:]
+        by_earlier[1:] = earlier[1:] > np.minimum.accumulate(earlier)[:-1]
+        return by_later | by_earlier
 
     def _renumber(self, kept: Mask) -> None:
         renumbered = np.concatenate(([0], np.cumsum(kept)))
