@@ -156,14 +156,18 @@ class Search:
         prices = self._prices_from_columns(network) if network.slack.size else np.zeros(0)
         if self._closed() or (self.best is not None and self._spent()):
             return
+        self._climb(network, prices, relaxed=relaxed)
+        if not self.exact and not relaxed:
+            self._relax(network)
+
+    def _climb(self, network: Network, prices: Array, *, relaxed: bool) -> None:
+        """Steps 3 and 4; `exact` says whether the bounds were minima, without which it does not branch."""
         bound, cuts = self._tighten(network, prices, (_FIRST_CLIMB if prices.any() else _COLD_CLIMB, *_CLIMBS))
         self.bound = max(self.bound, bound)
         if self._closed() or self._spent() or (relaxed and self.best is None):
             return
         if self.exact:
             self._branch(network, bound, cuts)
-        else:
-            self._relax(network)
 
     def _is_wide(self, network: Network) -> bool:
         oracle = oracle_for(network, self.random)
@@ -186,6 +190,10 @@ class Search:
             self._spend(relaxation)
             self._fix(network, marginal_bounds(base, nodes, edges), relaxation.prices)
             prices = np.array([known[time] for time in network.times])
+            if not self._is_wide(network):
+                self._climb(network, prices, relaxed=False)
+                if self.exact:
+                    return
             if before == (before := network.num_strategies):
                 break
         if self._closed() or self._spent():
