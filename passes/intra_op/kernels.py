@@ -1,16 +1,46 @@
-"""The solver's inner loops over `flat.Flat`, compiled by Numba and kept in its cache on disk."""
+"""The solver's inner loops over flat arrays, compiled by Numba and kept in its cache on disk."""
 
 from __future__ import annotations
 
-import numpy as np
-from numba import njit
+from typing import NamedTuple
 
-compiled = njit(cache=True, nogil=True, error_model="numpy")
+import numba
+import numpy as np
+import numpy.typing as npt
+
+from autopar.passes.intra_op.problem import Array, Integers, Mask
+
+Seed = npt.NDArray[np.uint64]  # [1] state of the random numbers
+
+
+class Flat(NamedTuple):  # a tuple, as Numba takes
+    """n nodes by their numbers, S strategies of all of them, L links (each edge from both sides), P spans."""
+
+    nodes: Integers  # [n] numbers in the network
+    start: Integers  # [n + 1] first strategy of each node
+    unary: Array  # [S] seconds
+    links: Integers  # [n + 1] first link of each node
+    other: Integers  # [L] the neighbour, ascending within a node
+    back: Integers  # [L] the same edge from the other side
+    pair_at: Integers  # [L] where in `pair` the matrix [K_node, K_other] starts
+    message_at: Integers  # [L] where the message from `other` to the node starts, K_node long
+    pair: Array  # seconds
+    spans: Integers  # [n + 1] first span of each node
+    span_start: Integers  # [P] point in time
+    span_end: Integers  # [P]
+    span_at: Integers  # [P] where in `amount` the bytes start, K_node long
+    amount: Array  # bytes
+    slack: Array  # [T] bytes
+
+
+compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
 
 
 @compiled
-def priced(start, unary, spans, span_start, span_end, span_at, amount, total, out):
+def priced(flat: Flat, total: Array, out: Array) -> None:
     """unary + what each strategy's bytes cost; total: sums of prices before each point [T + 1]."""
+    start, unary = flat.start, flat.unary
+    spans, span_start, span_end, span_at, amount = flat.spans, flat.span_start, flat.span_end, flat.span_at, flat.amount
     out[:] = unary
     for i in range(start.size - 1):
         size = start[i + 1] - start[i]
@@ -22,7 +52,10 @@ def priced(start, unary, spans, span_start, span_end, span_at, amount, total, ou
 
 
 @compiled
-def _send(i, link, share, belief, start, other, back, pair_at, message_at, pair, message):
+def _send(flat: Flat, i: int, link: int, share: float, belief: Array, message: Array) -> float:
+    """The message to the other node of a link; the least of it, which is taken out."""
+    start = flat.start
+    other, back, pair_at, message_at, pair = flat.other, flat.back, flat.pair_at, flat.message_at, flat.pair
     j = other[link]
     rows, columns = start[i + 1] - start[i], start[j + 1] - start[j]
     out = message[message_at[back[link]] : message_at[back[link]] + columns]
@@ -44,7 +77,10 @@ def _send(i, link, share, belief, start, other, back, pair_at, message_at, pair,
 
 
 @compiled
-def _believe(i, start, links, message_at, costs, message, belief):
+def _believe(flat: Flat, i: int, costs: Array, message: Array, belief: Array) -> int:
+    """Costs of a node's strategies with what the messages say of the rest; how many strategies there are."""
+    start = flat.start
+    links, message_at = flat.links, flat.message_at
     size = start[i + 1] - start[i]
     for k in range(size):
         belief[k] = costs[start[i] + k]
@@ -52,12 +88,14 @@ def _believe(i, start, links, message_at, costs, message, belief):
         at = message_at[link]
         for k in range(size):
             belief[k] += message[at + k]
-    return size
+    return int(size)
 
 
 @compiled
-def sweep(start, links, other, back, pair_at, message_at, pair, costs, message, belief, labels):
+def sweep(flat: Flat, costs: Array, message: Array, belief: Array, labels: Integers) -> float:
     """TRW-S: forward along the order, then backward; a lower bound, and each node's strategy of least belief."""
+    start = flat.start
+    links, other = flat.links, flat.other
     count = start.size - 1
     total = 0.0
     for step in range(2 * count):
@@ -69,7 +107,7 @@ def sweep(start, links, other, back, pair_at, message_at, pair, costs, message, 
         after = links[i + 1] - links[i] - before
         if forward and after == 0:
             continue
-        size = _believe(i, start, links, message_at, costs, message, belief)
+        size = _believe(flat, i, costs, message, belief)
         if not forward:
             label = 0
             for k in range(1, size):
@@ -85,15 +123,16 @@ def sweep(start, links, other, back, pair_at, message_at, pair, costs, message, 
         share = 1.0 / max(before, after)
         for link in range(links[i], links[i + 1]):
             if (other[link] > i) == forward:
-                least = _send(i, link, share, belief, start, other, back, pair_at, message_at, pair, message)
+                least = _send(flat, i, link, share, belief, message)
                 if not forward:
                     total += least
     return total
 
 
 @compiled
-def load_of(spans, span_start, span_end, span_at, amount, labels, load):
+def load_of(flat: Flat, labels: Integers, load: Array) -> None:
     """Bytes at each point in time [T], and a zero [T + 1]."""
+    spans, span_start, span_end, span_at, amount = flat.spans, flat.span_start, flat.span_end, flat.span_at, flat.amount
     load[:] = 0.0
     for i in range(labels.size):
         for s in range(spans[i], spans[i + 1]):
@@ -105,8 +144,10 @@ def load_of(spans, span_start, span_end, span_at, amount, labels, load):
 
 
 @compiled
-def decode(start, links, other, pair_at, message_at, pair, costs, message, belief, labels):
+def decode(flat: Flat, costs: Array, message: Array, belief: Array, labels: Integers) -> None:
     """A choice along the order: the nodes before count exactly, those after by their messages."""
+    start = flat.start
+    links, other, pair_at, message_at, pair = flat.links, flat.other, flat.pair_at, flat.message_at, flat.pair
     for i in range(start.size - 1):
         size = start[i + 1] - start[i]
         for k in range(size):
@@ -130,7 +171,7 @@ BLOCK = 64  # points in time whose least head room is kept
 
 
 @compiled
-def _settle(head, least, first, last):
+def _settle(head: Array, least: Array, first: int, last: int) -> None:
     """The least of the blocks from that of `first` to that of `last`."""
     for b in range(first // BLOCK, last // BLOCK + 1):
         value = np.inf
@@ -140,7 +181,7 @@ def _settle(head, least, first, last):
 
 
 @compiled
-def _take(head, least, pending, first, end, used):
+def _take(head: Array, least: Array, pending: Array, first: int, end: int, used: float) -> None:
     """Take bytes from [first, end).
 
     head[t] + pending[t // BLOCK] is free; least[b] is that of the block without pending.
@@ -161,8 +202,9 @@ def _take(head, least, pending, first, end, used):
 
 
 @compiled
-def _switch(i, old, new, spans, span_start, span_end, span_at, amount, head, least, pending):
+def _switch(flat: Flat, i: int, old: int, new: int, head: Array, least: Array, pending: Array) -> None:
     """Move node i from one strategy to another."""
+    spans, span_start, span_end, span_at, amount = flat.spans, flat.span_start, flat.span_end, flat.span_at, flat.amount
     for s in range(spans[i], spans[i + 1]):
         used = amount[span_at[s] + new] - amount[span_at[s] + old]
         if used != 0:
@@ -170,7 +212,7 @@ def _switch(i, old, new, spans, span_start, span_end, span_at, amount, head, lea
 
 
 @compiled
-def _uniform(state):
+def _uniform(state: Seed) -> float:
     """xorshift64*, so that compiled and other numbers depend on the seed alone."""
     x = state[0]
     x ^= x >> np.uint64(12)
@@ -181,26 +223,38 @@ def _uniform(state):
 
 
 @compiled
-def _local(i, k, start, unary, links, other, pair_at, pair, labels):
+def _local(flat: Flat, i: int, k: int, labels: Integers) -> float:
+    """Seconds of a strategy with the neighbours as they are."""
+    start, unary = flat.start, flat.unary
+    links, other, pair_at, pair = flat.links, flat.other, flat.pair_at, flat.pair
     total = unary[start[i] + k]
     for link in range(links[i], links[i + 1]):
         j = other[link]
         total += pair[pair_at[link] + k * (start[j + 1] - start[j]) + labels[j]]
-    return total
+    return float(total)
 
 
 @compiled
 def improve(
-    start, unary, links, other, pair_at, pair, spans, span_start, span_end, span_at, amount, price,
-    labels, head, state, moves, largest, hot, cold,
-):  # fmt: skip
+    flat: Flat,
+    price: Array,
+    labels: Integers,
+    head: Array,
+    state: Seed,
+    moves: int,
+    largest: int,
+    hot: float,
+    cold: float,
+) -> float:
     """Moves of trees of nodes, each to its optimum with the rest as it is; every choice keeps to the memory.
 
     A tree's strategies are chosen by dynamic programming at costs with a random share of the memory's prices
     (price, seconds per strategy) and random noise; taken if the cost rises by little, less and less, from `hot` to
     `cold` in seconds, not at all in the last fifth. labels and head, the choice and the bytes that it leaves free,
-    are changed. Returns the change of the cost, and the work.
+    are changed. Returns the work.
     """
+    start, unary = flat.start, flat.unary
+    links, other, pair_at, pair = flat.links, flat.other, flat.pair_at, flat.pair
     count = start.size - 1
     blocks = (head.size + BLOCK - 1) // BLOCK
     least, pending = np.zeros(blocks), np.zeros(blocks)
@@ -216,7 +270,7 @@ def improve(
     old = np.empty(largest, dtype=np.int64)
     cost = np.empty((largest, widest))
     argument = np.empty((largest, widest), dtype=np.int64)  # best strategy for each of the parent's
-    total_change, work = 0.0, 0.0
+    work = 0.0
     for move in range(moves):
         temperature = hot * (cold / hot) ** (1.25 * move / moves) if 5 * move < 4 * moves and hot > 0 else 0.0
         size = 1
@@ -305,49 +359,32 @@ def improve(
                 for place in range(size):
                     i = tree[place]
                     if labels[i] != old[place]:
-                        _switch(
-                            i, old[place], labels[i], spans, span_start, span_end, span_at, amount, head, least, pending
-                        )
+                        _switch(flat, i, old[place], labels[i], head, least, pending)
                 for b in range(blocks):
                     taken &= least[b] + pending[b] >= 0
                 if not taken:
                     for place in range(size):
                         i = tree[place]
                         if labels[i] != old[place]:
-                            _switch(
-                                i,
-                                labels[i],
-                                old[place],
-                                spans,
-                                span_start,
-                                span_end,
-                                span_at,
-                                amount,
-                                head,
-                                least,
-                                pending,
-                            )
-            if taken:
-                total_change += change
-            else:
+                            _switch(flat, i, labels[i], old[place], head, least, pending)
+            if not taken:
                 for place in range(size):
                     labels[tree[place]] = old[place]
         for place in range(size):
             inside[tree[place]] = -1
     for t in range(head.size):
         head[t] += pending[t // BLOCK]
-    return total_change, work
+    return work
 
 
 @compiled
-def repair(
-    start, unary, links, other, pair_at, pair, spans, span_start, span_end, span_at, amount,
-    labels, head, prices, growth, sweeps,
-):  # fmt: skip
+def repair(flat: Flat, labels: Integers, head: Array, prices: Array, growth: float, sweeps: int) -> bool:
     """Sweeps over the nodes, each to its best strategy at prices (seconds per byte [T]) that grow where memory lacks.
 
     labels, head and prices are changed. Returns whether the choice fits.
     """
+    start = flat.start
+    spans, span_start, span_end, span_at, amount = flat.spans, flat.span_start, flat.span_end, flat.span_at, flat.amount
     count = start.size - 1
     blocks = (head.size + BLOCK - 1) // BLOCK
     least, pending = np.zeros(blocks), np.zeros(blocks)
@@ -374,14 +411,14 @@ def repair(
                 continue
             chosen, value = labels[i], np.inf
             for k in range(size):
-                cost = _local(i, k, start, unary, links, other, pair_at, pair, labels)
+                cost = _local(flat, i, k, labels)
                 if cost < np.inf:
                     for s in range(spans[i], spans[i + 1]):
                         cost += amount[span_at[s] + k] * (total[span_end[s]] - total[span_start[s]])
                 if cost < value:
                     chosen, value = k, cost
             if chosen != labels[i]:
-                _switch(i, labels[i], chosen, spans, span_start, span_end, span_at, amount, head, least, pending)
+                _switch(flat, i, labels[i], chosen, head, least, pending)
                 labels[i] = chosen
     for t in range(head.size):
         head[t] += pending[t // BLOCK]
@@ -391,7 +428,7 @@ def repair(
 
 
 @compiled
-def undominated(cost, links, borders, amounts):
+def undominated(cost: Array, links: Array, borders: Integers, amounts: Array) -> Mask:
     """Which strategies of a node [K] no other one replaces, whatever its neighbours choose, at no more memory.
 
     links: seconds [K, strategies of all neighbours], each neighbour's from borders[i] to borders[i + 1]; amounts: bytes

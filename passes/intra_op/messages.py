@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.passes.intra_op import kernels
-from autopar.passes.intra_op.flat import Flat
+from autopar.passes.intra_op.kernels import Flat
 from autopar.passes.intra_op.problem import Array, Integers
 
 
@@ -28,13 +28,7 @@ class Messages:
 
     def sweep(self, costs: Array) -> float:
         """Forward along the order, then backward, with these costs of all strategies; a lower bound."""
-        f = self.flat
-        return float(
-            kernels.sweep(
-                f.start, f.links, f.other, f.back, f.pair_at, f.message_at, f.pair, costs, self.values, self._belief,
-                self.labels,
-            )
-        )  # fmt: skip
+        return float(kernels.sweep(self.flat, costs, self.values, self._belief, self.labels))
 
     def belief(self, costs: Array, index: int) -> Array:
         """Cost of each strategy of a node with what the messages say of the rest."""
@@ -69,11 +63,8 @@ class Messages:
 
     def decode(self, costs: Array) -> Integers:
         """A choice along the order: the nodes before count exactly, those after by their messages."""
-        f = self.flat
-        labels = np.zeros(f.nodes.size, dtype=np.int64)
-        kernels.decode(
-            f.start, f.links, f.other, f.pair_at, f.message_at, f.pair, costs, self.values, self._belief, labels
-        )
+        labels = np.zeros(self.flat.nodes.size, dtype=np.int64)
+        kernels.decode(self.flat, costs, self.values, self._belief, labels)
         return labels
 
 

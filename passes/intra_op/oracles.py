@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from autopar.passes.intra_op.eliminate import Elimination, plan_elimination
-from autopar.passes.intra_op.flat import Flat
+from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages, marginal_bounds
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array
@@ -58,7 +58,7 @@ class Wide:
         self.exact = True
         self._network = network
         self._random = random
-        self._messages = Messages(Flat.of(network))
+        self._messages = Messages(flatten(network))
         self._sizes = {node: cost.size for node, cost in network.unary.items()}
 
     def evaluate(self, costs: dict[int, Array]) -> tuple[float, dict[int, int]]:

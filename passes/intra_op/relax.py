@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from autopar.passes.intra_op import kernels
-from autopar.passes.intra_op.flat import Flat
+from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array, Integers
@@ -33,7 +33,7 @@ class Relaxation:
 
     def __init__(self, network: Network, prices: Array, seed: int) -> None:
         self.network = network
-        self.flat = Flat.of(network)
+        self.flat = flatten(network)
         self.prices = prices  # seconds per byte at each point in time; the best so far
         self.value = -np.inf  # the best bound, seconds
         self.work = 0.0
@@ -53,10 +53,9 @@ class Relaxation:
 
     def costs(self, prices: Array) -> Array:
         """Costs of all strategies with the price of what they use."""
-        f = self.flat
         total = np.concatenate(([0.0], np.cumsum(prices)))
-        out = np.empty_like(f.unary)
-        kernels.priced(f.start, f.unary, f.spans, f.span_start, f.span_end, f.span_at, f.amount, total, out)
+        out = np.empty_like(self.flat.unary)
+        kernels.priced(self.flat, total, out)
         return out
 
     def sweep(self) -> float:
@@ -118,10 +117,7 @@ class Relaxation:
         if not prices.any():
             lacking = np.maximum(load - f.slack, 0.0).sum()
             prices = np.full(f.slack.size, float(np.abs(self.cost(choice)) / max(lacking, 1.0)) * 1e-3 + 1e-300)
-        fits = kernels.repair(
-            f.start, f.unary, f.links, f.other, f.pair_at, f.pair, f.spans, f.span_start, f.span_end, f.span_at,
-            f.amount, choice, f.slack - load, prices, _GROWTH, _REPAIRS,
-        )  # fmt: skip
+        fits = kernels.repair(f, choice, f.slack - load, prices, _GROWTH, _REPAIRS)
         self.work += 5 * self._messages.work
         return choice if fits else None
 
@@ -130,10 +126,8 @@ class Relaxation:
         f = self.flat
         choice = choice.copy()
         head = f.slack - self._load(choice)
-        _, work = kernels.improve(
-            f.start, f.unary, f.links, f.other, f.pair_at, f.pair, f.spans, f.span_start, f.span_end, f.span_at,
-            f.amount, self.costs(self.prices) - f.unary, choice, head, self._state, moves, _TREE, heat, heat / 100,
-        )  # fmt: skip
+        price = self.costs(self.prices) - f.unary
+        work = kernels.improve(f, price, choice, head, self._state, moves, _TREE, heat, heat / 100)
         self.work += 2 * work + 1000 * moves
         return choice
 
@@ -148,7 +142,6 @@ class Relaxation:
         return float(f.unary[f.start[:-1] + choice].sum() + pairs.sum())
 
     def _load(self, choice: Integers) -> Array:
-        f = self.flat
-        load = np.zeros(f.slack.size + 1)
-        kernels.load_of(f.spans, f.span_start, f.span_end, f.span_at, f.amount, choice, load)
+        load = np.zeros(self.flat.slack.size + 1)
+        kernels.load_of(self.flat, choice, load)
         return load[:-1]

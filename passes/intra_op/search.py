@@ -58,7 +58,7 @@ _WARM = 50  # sweeps before prices move
 _CHOICES = 20  # steps of the prices between choices
 _STEPS = 1500  # of the prices in a round, at most
 _SHARE = 0.35  # of the work that is left, for a round
-_GUESS = 0.1  # relative distance of the best choice from the bound while none is known
+_GUESS = 0.1  # relative distance from the bound beyond which the best choice is not thought to lie
 _MOVES = 5  # of trees per node to improve a choice
 _ANNEALED = 30  # of trees per node in an annealing
 _HEAT = (1e-3, 1e-4, 1e-5)  # of the gap per move, in turn
@@ -221,9 +221,8 @@ class Search:
                 raise Contradiction  # no choice of finite cost fits
 
     def _target(self, relaxation: Relaxation) -> float:
-        if self.best is not None:
-            return self.best.cost
-        return relaxation.value + _GUESS * abs(relaxation.value)
+        guess = relaxation.value + _GUESS * abs(relaxation.value)
+        return min(guess, self.best.cost) if self.best is not None else guess
 
     def _choose(self, relaxation: Relaxation) -> None:
         """Offer what the relaxation chooses, improved."""
