@@ -1,82 +1,71 @@
 """Lower bounds for networks too wide to eliminate: sequential message passing.
 
 TRW-S (Kolmogorov, "Convergent tree-reweighted message passing", 2006) moves costs from edges to nodes and back so
-that the sum of all nodes' and edges' minima, a lower bound, does not decrease. What the moves leave behind,
-`reduced` costs, is the same problem with the bound taken out: every entry is the least that choosing it adds.
+that a lower bound, that of monotonic chains, does not decrease. What the moves leave behind, `reduced` costs, is the
+same problem with the bound taken out: every entry is the least that choosing it adds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.passes.intra_op.eliminate import Adjacent, Unary
-from autopar.passes.intra_op.problem import Array
+from autopar.passes.intra_op import kernels
+from autopar.passes.intra_op.kernels import Flat
+from autopar.passes.intra_op.problem import Array, Integers
 
 
 class Messages:
     """Messages on the edges of one network; node costs may change between sweeps, the messages stay valid."""
 
-    def __init__(self, unary: Unary, adjacent: Adjacent) -> None:
-        self._adjacent = adjacent
-        self._order = sorted(adjacent)
-        rank = {node: index for index, node in enumerate(self._order)}
-        self._before = {node: [u for u in adjacent[node] if rank[u] < rank[node]] for node in self._order}
-        self._after = {node: [u for u in adjacent[node] if rank[u] > rank[node]] for node in self._order}
-        self._message: dict[tuple[int, int], Array] = {
-            (u, v): np.zeros(unary[v].size) for u in self._order for v in adjacent[u]
-        }
-        self.work = sum(4 * matrix.size + 20_000 for links in adjacent.values() for matrix in links.values())
+    def __init__(self, flat: Flat) -> None:
+        self.flat = flat
+        self.values = np.zeros(int(flat.message_at[-1]))
+        self.labels: Integers = np.zeros(flat.nodes.size, dtype=np.int64)  # of least belief at the last sweep
+        self.work = 4.0 * flat.pair.size + 20.0 * flat.unary.size + 20_000
+        self._belief = np.zeros(int(np.diff(flat.start).max(initial=1)))
 
-    def sweep(self, unary: Unary) -> None:
-        """Forward along the order, then backward."""
-        for order, targets in ((self._order, self._after), (self._order[::-1], self._before)):
-            for node in order:
-                if not targets[node]:
-                    continue
-                belief = self.belief(unary, node)
-                share = 1.0 / max(len(self._before[node]), len(self._after[node]))
-                for other in targets[node]:
-                    rest = share * belief - self._message[other, node]
-                    message = (rest[:, None] + self._adjacent[node][other]).min(axis=0)
-                    self._message[node, other] = message - message.min()
+    def sweep(self, costs: Array) -> float:
+        """Forward along the order, then backward, with these costs of all strategies; a lower bound."""
+        return float(kernels.sweep(self.flat, costs, self.values, self._belief, self.labels))
 
-    def belief(self, unary: Unary, node: int) -> Array:
-        total = unary[node]
-        for other in self._adjacent[node]:
-            total = total + self._message[other, node]
+    def belief(self, costs: Array, index: int) -> Array:
+        """Cost of each strategy of a node with what the messages say of the rest."""
+        f = self.flat
+        total = costs[f.start[index] : f.start[index + 1]].copy()
+        for link in range(f.links[index], f.links[index + 1]):
+            total += self.values[f.message_at[link] : f.message_at[link + 1]]
         return total
 
-    def reduced(self, unary: Unary) -> tuple[float, dict[int, Array], dict[tuple[int, int], Array]]:
-        """The bound, and the non-negative costs of nodes and of edges (u < v) beyond it."""
+    def reduced(self, costs: Array) -> tuple[float, dict[int, Array], dict[tuple[int, int], Array]]:
+        """The bound of the last sweep, and the non-negative costs of nodes and of edges (u < v) beyond it."""
+        f = self.flat
         terms: list[float] = []
         nodes: dict[int, Array] = {}
         edges: dict[tuple[int, int], Array] = {}
-        for node in self._order:
-            belief = self.belief(unary, node)
+        for index, node in enumerate(f.nodes.tolist()):
+            belief = self.belief(costs, index)
             terms.append(float(belief.min()))
-            nodes[node] = belief - terms[-1]
-            for other in self._adjacent[node]:
-                if other > node:
-                    moved = self._message[other, node][:, None] + self._message[node, other]
-                    pair = self._adjacent[node][other] - moved
-                    terms.append(float(pair.min()))
-                    edges[node, other] = pair - terms[-1]
-        return math.fsum(terms), nodes, edges
+            belief -= terms[-1]
+            links = range(f.links[index], f.links[index + 1])
+            before = [link for link in links if f.other[link] < index]
+            share = 1.0 / max(len(before), len(links) - len(before), 1)
+            nodes[node] = (1.0 - share * len(before)) * belief
+            for link in before:
+                back = int(f.back[link])
+                pair = f.pair[f.pair_at[back] : f.pair_at[back + 1]].reshape(-1, belief.size)
+                pair = pair - self.values[f.message_at[back] : f.message_at[back + 1], None]
+                pair += share * belief - self.values[f.message_at[link] : f.message_at[link + 1]]
+                terms.append(float(pair.min()))
+                edges[int(f.nodes[f.other[link]]), node] = pair - terms[-1]
+        return float(np.sum(terms)), nodes, edges
 
-    def decode(self, unary: Unary) -> dict[int, int]:
+    def decode(self, costs: Array) -> Integers:
         """A choice along the order: the nodes before count exactly, those after by their messages."""
-        choice: dict[int, int] = {}
-        for node in self._order:
-            total = unary[node]
-            for other in self._before[node]:
-                total = total + self._adjacent[node][other][:, choice[other]]
-            for other in self._after[node]:
-                total = total + self._message[other, node]
-            choice[node] = int(total.argmin())
-        return choice
+        labels = np.zeros(self.flat.nodes.size, dtype=np.int64)
+        kernels.decode(self.flat, costs, self.values, self._belief, labels)
+        return labels
 
 
 def marginal_bounds(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from autopar.passes.intra_op.kernels import undominated
 from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
 
 Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
@@ -137,8 +138,9 @@ class Network:
             matrix = np.ascontiguousarray(matrix[kept])
             self.adjacent[node][neighbour] = matrix
             self.adjacent[neighbour][node] = matrix.T
-        self.usages[node] = [(start, end, amount[kept]) for start, end, amount in self.usages[node]]
-        self._take_least(node)
+        if self.usages[node]:
+            self.slack = self.slack.copy()
+            self._set_spans(node, [(start, end, amount[kept]) for start, end, amount in self.usages[node]])
 
     def make_consistent(self, nodes: Iterable[int]) -> None:
         """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
@@ -164,16 +166,29 @@ class Network:
 
     def merge_followers(self) -> None:
         """Step 2."""
-        waiting = dict.fromkeys(self.unary)
+        waiting = dict.fromkeys(self.edges)  # no set: the order must be the same in all processes
+        followers: dict[int, list[tuple[int, Integers]]] = {}
         while waiting:
-            node = next(iter(waiting))
-            del waiting[node]
-            for leader, matrix in self.adjacent[node].items():
-                if (np.isfinite(matrix).sum(axis=0) == 1).all():
+            u, v = waiting.popitem()[0]
+            if v not in self.adjacent.get(u, ()):
+                continue
+            if len(self.adjacent[u]) > len(self.adjacent[v]):
+                u, v = v, u  # few links to move
+            for node, leader in ((u, v), (v, u)):
+                finite = np.isfinite(self.adjacent[node][leader])
+                # the count is quickly found and mostly tells
+                if np.count_nonzero(finite) == finite.shape[1] and finite.any(axis=0).all():
                     touched = [other for other in self.adjacent[node] if other != leader]
-                    self._follow(node, leader, np.isfinite(matrix).argmax(axis=0))
-                    waiting.update(dict.fromkeys([leader, *touched]))
+                    follows = finite.argmax(axis=0)
+                    followers.setdefault(leader, []).append((node, follows))
+                    self._follow(node, leader, follows)
+                    waiting.update(dict.fromkeys((leader, other) for other in touched))
                     break
+        usages, self.slack = self.usages, self.slack.copy()
+        self.usages = {node: usages[node] for node in self.unary}
+        for leader in followers:
+            if leader in self.unary:
+                self._set_spans(leader, _gathered(leader, usages, followers))
 
     def eliminate_free(self) -> None:
         """Step 3, for nodes that use no memory beyond their least."""
@@ -193,18 +208,11 @@ class Network:
             cost = self.unary[node]
             if cost.size == 1:
                 continue
-            # worst[better, worse]: how much dearer `better` can turn out than `worse`
-            worst = cost[:, None] - cost[None, :]
-            with np.errstate(invalid="ignore"):
-                for matrix in self.adjacent[node].values():
-                    # inf - inf: the partner excludes both, it does not count
-                    worst = worst + np.fmax.reduce(matrix[:, None, :] - matrix[None, :, :], axis=2)
-            dominates: Mask = worst <= 0
-            for _, _, amount in self.usages[node]:
-                dominates &= amount[:, None] <= amount[None, :]
-            tie = dominates & dominates.T
-            dominates &= ~tie | np.tri(cost.size, k=-1, dtype=bool).T
-            self.keep(node, np.logical_not(np.any(dominates, axis=0)))
+            matrices = list(self.adjacent[node].values())
+            borders = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])
+            links = np.concatenate([np.zeros((cost.size, 0)), *matrices], axis=1)
+            used = np.array([amount for _, _, amount in self.usages[node]]).reshape(-1, cost.size)
+            self.keep(node, undominated(cost, links, borders, np.ascontiguousarray(used.T)))
 
     def reduce(self, *, dominated: bool) -> None:
         """All reductions until no strategy goes any more; raises Contradiction."""
@@ -255,17 +263,15 @@ class Network:
         for other, link in list(self.adjacent[node].items()):
             if other != leader:
                 self.add_edge(leader, other, link[follows])
-        merged = {(start, end): amount for start, end, amount in self.usages[leader]}
-        for start, end, amount in self.usages[node]:
-            merged[start, end] = merged.get((start, end), 0.0) + amount[follows]
-        self.usages[leader] = [(start, end, amount) for (start, end), amount in merged.items()]
-        self._take_least(leader)
         labels, own = self.labels[leader], self.labels[node][follows]
 
         def lift(choice: list[int]) -> None:
             choice[node] = int(own[np.searchsorted(labels, choice[leader])])
 
-        self._remove(node, lift)
+        for neighbour in self.adjacent.pop(node):
+            del self.adjacent[neighbour][node]
+        del self.unary[node], self.labels[node]  # the usages are gathered when all leaders are known
+        self.lifts.append(lift)
 
     def _drop_pairs(self, node: int) -> None:
         """Step 4 at a leaf: forbid its strategies that are dominated given the neighbour's."""
@@ -302,65 +308,107 @@ class Network:
         self.times = np.arange(len(points))
         times = np.array(points)
         for node, node_usages in enumerate(usages):
-            merged: dict[tuple[int, int], Array] = {}
+            spans = []
             for usage in node_usages:
                 if usage.end > usage.start:
                     first, last = np.searchsorted(times, [usage.start, usage.end])
-                    key = (int(first), int(last))
-                    merged[key] = merged[key] + usage.bytes if key in merged else usage.bytes
-            self.usages[node] = [(start, end, amount) for (start, end), amount in merged.items() if end > start]
-            self._take_least(node)
+                    spans.append((int(first), int(last), usage.bytes))
+            self._set_spans(node, spans)
 
-    def _take_least(self, node: int) -> None:
-        """Book what every strategy of the node uses as used."""
-        spans: list[Span] = []
-        for start, end, amount in self.usages[node]:
+    def _set_spans(self, node: int, spans: list[Span]) -> None:
+        """Book what every strategy of the node uses as used, in `slack` itself, and keep the rest.
+
+        The rest are spans that do not overlap, in their order, with neighbours that differ.
+        """
+        if len(spans) == 1:
+            ((start, end, amount),) = spans
             least = amount.min()
             if least > 0:
-                self.slack = self.slack.copy()
                 self.slack[start:end] -= least
                 amount = amount - least
-            if amount.any():
-                spans.append((start, end, amount))
-        self.usages[node] = spans
+            self.usages[node] = [(start, end, amount)] if end > start and amount.any() else []
+            return
+        self.usages[node] = []
+        if not spans:
+            return
+        borders, where = np.unique([(start, end) for start, end, _ in spans], return_inverse=True)
+        where = where.reshape(-1, 2)
+        change = np.zeros((borders.size, spans[0][2].size))
+        amounts = np.stack([amount for _, _, amount in spans])
+        np.add.at(change, where[:, 0], amounts)
+        np.subtract.at(change, where[:, 1], amounts)
+        used = np.cumsum(change, axis=0)[:-1]
+        least = used.min(axis=1)
+        used -= least[:, None]
+        self.slack[borders[0] : borders[-1]] -= np.repeat(least, np.diff(borders))
+        differs = np.flatnonzero(np.concatenate(([True], (used[1:] != used[:-1]).any(axis=1))))
+        ends = np.append(borders[differs[1:]], borders[-1])
+        rows = used[differs]
+        nonzero = rows.any(axis=1)
+        self.usages[node] = [
+            (int(start), int(end), row)
+            for start, end, row in zip(borders[differs][nonzero], ends[nonzero], rows[nonzero], strict=True)
+        ]
 
     def _drop_times(self) -> None:
         """Step 5: forget points that cannot exceed the limit, or that another with no more slack implies."""
         count = self.slack.size
         if not count:
             return
-        spans = [span for spans in self.usages.values() for span in spans]
-        change = np.zeros(count + 1)
-        live = np.zeros((count, len(spans)), dtype=np.float32)
-        for column, (start, end, amount) in enumerate(spans):
-            change[start] += amount.max()
-            change[end] -= amount.max()
-            live[start:end, column] = 1
         if (self.slack < 0).any():
             raise Contradiction
-        kept = np.cumsum(change)[:-1] > self.slack
-        sizes = live.sum(axis=1)
-        shared = live @ live.T
-        # implied[t, by]: every usage live at t is live at `by`, which has no more slack
-        implied = (shared == sizes[:, None]) & (self.slack[None, :] <= self.slack[:, None])
-        equal = implied & implied.T
-        implied &= ~equal | np.tri(count, k=-1, dtype=bool)
-        kept &= ~implied.any(axis=1)
+        spans = [span for spans in self.usages.values() for span in spans]
+        starts = np.array([start for start, _, _ in spans], dtype=np.int64)
+        ends = np.array([end for _, end, _ in spans], dtype=np.int64)
+        most = np.array([amount.max() for _, _, amount in spans])
+        change = np.zeros(count + 1)
+        np.add.at(change, starts, most)
+        np.subtract.at(change, ends, most)
+        possible = np.cumsum(change)[:-1] > self.slack
+        # all that is live at t is live from `since` to before `until`
+        since, until = np.zeros(count + 1, dtype=np.int64), np.full(count + 1, count)
+        np.maximum.at(since, starts, starts)
+        np.minimum.at(until, ends - 1, ends)
+        for start, end in zip(starts, ends, strict=True):
+            since[start:end] = np.maximum(since[start:end], start)
+            until[start:end] = np.minimum(until[start:end], end)
+        possible &= ~self._outweighed()
+        kept = np.zeros(count, dtype=bool)
+        for t in np.flatnonzero(possible):
+            before, after = self.slack[since[t] : t], self.slack[t + 1 : until[t]]
+            # of points with equal slack the first stays
+            kept[t] = not (before.min(initial=np.inf) <= self.slack[t] or after.min(initial=np.inf) < self.slack[t])
         if not kept.all():
             self._renumber(kept)
         self._round_slack()
+
+    def _outweighed(self) -> Mask:
+        """Points that another implies since, from each point to the next on the way there, loads fall by too little."""
+        count = self.slack.size
+        fall, rise = np.zeros(count), np.zeros(count)  # at most, from the point before
+        for spans in self.usages.values():
+            for index, (start, end, amount) in enumerate(spans):
+                if not index or spans[index - 1][1] != start:
+                    rise[start] += amount.max()
+                    fall[start] -= amount.min()
+                if end == count:
+                    continue
+                change = (spans[index + 1][2] if index + 1 < len(spans) and spans[index + 1][0] == end else 0) - amount
+                rise[end] += change.max()
+                fall[end] -= change.min()
+        later = self.slack + np.cumsum(fall)
+        earlier = self.slack - np.cumsum(rise)
+        by_later, by_earlier = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
+        by_later[:-1] = later[:-1] >= np.minimum.accumulate(later[::-1])[::-1][1:]
+        by_earlier[1:] = earlier[1:] > np.minimum.accumulate(earlier)[:-1]
+        return by_later | by_earlier
 
     def _renumber(self, kept: Mask) -> None:
         renumbered = np.concatenate(([0], np.cumsum(kept)))
         self.slack, self.times = self.slack[kept], self.times[kept]
         for node, spans in self.usages.items():
-            merged: dict[tuple[int, int], Array] = {}
-            for start, end, amount in spans:
-                key = (int(renumbered[start]), int(renumbered[end]))
-                if key[1] > key[0]:
-                    merged[key] = merged[key] + amount if key in merged else amount
-            self.usages[node] = [(start, end, amount) for (start, end), amount in merged.items()]
-            self._take_least(node)
+            moved = [(int(renumbered[start]), int(renumbered[end]), amount) for start, end, amount in spans]
+            self._set_spans(node, [span for span in moved if span[1] > span[0]])
 
     def _round_slack(self) -> None:
         """Down to a multiple of what all amounts at that time are multiples of: no load lies between."""
@@ -370,6 +418,19 @@ class Network:
                 units[start:end] = np.gcd(units[start:end], np.gcd.reduce(amount.astype(np.int64)))
         units = np.maximum(units, 1)
         self.slack = np.floor(self.slack / units) * units
+
+
+def _gathered(
+    leader: int, usages: dict[int, list[Span]], followers: dict[int, list[tuple[int, Integers]]]
+) -> list[Span]:
+    """What a leader and all that follow it use, per strategy of the leader."""
+    spans = list(usages[leader])
+    waiting = list(followers[leader])
+    while waiting:
+        node, follows = waiting.pop()
+        spans += [(start, end, amount[follows]) for start, end, amount in usages[node]]
+        waiting += [(other, by[follows]) for other, by in followers.get(node, ())]
+    return spans
 
 
 def _constant(node: int, strategy: int) -> Lift:

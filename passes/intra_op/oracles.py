@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from autopar.passes.intra_op.eliminate import Elimination, plan_elimination
+from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages, marginal_bounds
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array
@@ -57,11 +58,16 @@ class Wide:
         self.exact = True
         self._network = network
         self._random = random
-        self._messages = Messages(network.unary, network.adjacent)
+        self._messages = Messages(flatten(network))
         self._sizes = {node: cost.size for node, cost in network.unary.items()}
 
     def evaluate(self, costs: dict[int, Array]) -> tuple[float, dict[int, int]]:
         return self._without_dominated(costs) or self._by_messages(costs)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it can be eliminated without what is dominated when memory has no price."""
+        return self._without_dominated(self._network.unary) is not None
 
     def _without_dominated(self, costs: dict[int, Array]) -> tuple[float, dict[int, int]] | None:
         """Memory has its price in the costs, so that dominance need not look at it."""
@@ -83,17 +89,19 @@ class Wide:
         return value + network.offset, {n: int(np.searchsorted(labels[n], chosen[n])) for n in self._sizes}
 
     def _by_messages(self, costs: dict[int, Array]) -> tuple[float, dict[int, int]]:
+        joined = self._joined(costs)
         bound = -np.inf
         for _ in range(_MAX_SWEEPS // _SWEEPS):
+            before = bound
             for _ in range(_SWEEPS):
-                self._messages.sweep(costs)
-            before, bound = bound, self._messages.reduced(costs)[0]
-            self.work += (_SWEEPS + 1) * self._messages.work
+                bound = self._messages.sweep(joined)
+            self.work += _SWEEPS * self._messages.work
             if bound - before <= 1e-4 * abs(bound):
                 break
-        choice = self._messages.decode(costs)
+        labels, nodes = self._messages.decode(joined), self._messages.flat.nodes.tolist()
+        choice = dict(zip(nodes, labels.tolist(), strict=True))
         # a node that is far from undecided is fixed first; later rounds free others
-        preference = {node: _margin(self._messages.belief(costs, node)) for node in self._sizes}
+        preference = {node: _margin(self._messages.belief(joined, index)) for index, node in enumerate(nodes)}
         value, failures = np.inf, 0
         while failures < _FAILURES:
             plan = plan_elimination(self._sizes, self._network.adjacent, prefer_fixed=preference)
@@ -106,10 +114,14 @@ class Wide:
         return bound, choice
 
     def marginals(self, costs: dict[int, Array]) -> dict[int, Array]:
+        joined = self._joined(costs)
         for _ in range(_SWEEPS):
-            self._messages.sweep(costs)
+            self._messages.sweep(joined)
         self.work += (_SWEEPS + 1) * self._messages.work
-        return marginal_bounds(*self._messages.reduced(costs))
+        return marginal_bounds(*self._messages.reduced(joined))
+
+    def _joined(self, costs: dict[int, Array]) -> Array:
+        return np.concatenate([costs[node] for node in self._messages.flat.nodes.tolist()] or [np.zeros(0)])
 
 
 _SWEEPS, _MAX_SWEEPS = 10, 100

@@ -7,8 +7,10 @@
    every strategy whose least cost is above the best choice's; reduce again and repeat with what is left.
 4. Branch on what is left: halve the strategies of the node about which the best prices are most of two minds, and
    treat each half as in 3 (branch and bound, least bound first).
-5. Where elimination is too wide (`oracles.py`), messages (`messages.py`) give weaker bounds instead. Branching would
-   not end; CP-SAT gets all that is left if it is small enough, then neighbourhoods of the best choice.
+5. Where elimination is too wide (`oracles.py`), messages and prices climb together instead (`relax.py`); what they
+   decode to is repaired and improved; strategies are forbidden, the network reduced and the climb repeated as in 3.
+   CP-SAT gets all that is left if it is small enough; otherwise the best choice is improved by annealing, and by
+   CP-SAT block by block.
 
 Work is counted, not timed, and every step is deterministic: if the work limit is reached before the time limit, equal
 input gives equal output.
@@ -28,11 +30,12 @@ import numpy as np
 from autopar.passes.intra_op.dual import Cut, Master, climb, priced
 from autopar.passes.intra_op.dual import evaluate as evaluate_prices
 from autopar.passes.intra_op.eliminate import plan_elimination
-from autopar.passes.intra_op.messages import Messages
+from autopar.passes.intra_op.messages import marginal_bounds
 from autopar.passes.intra_op.moves import Moves
 from autopar.passes.intra_op.network import Contradiction, Network
-from autopar.passes.intra_op.oracles import STEP, Oracle, oracle_for
-from autopar.passes.intra_op.problem import Array, Infeasible, Mask, Problem, Solution, evaluate, fits
+from autopar.passes.intra_op.oracles import STEP, Oracle, Wide, oracle_for
+from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
+from autopar.passes.intra_op.relax import Relaxation
 
 _RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
 _TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
@@ -44,11 +47,22 @@ _CLIMBS = (12, 12, 12)  # of what is left then
 _BRANCH_CLIMBS = (5, 8)
 _MIXTURE = 4  # of a climb's best cuts
 _LIGHT = 60  # evaluations in search of the least memory
+_SEARCHED = 1_000_000  # pair entries up to which dominated strategies are looked for in vain
 _WHOLE = 200_000  # pair entries up to which CP-SAT gets all that is left
 _BLOCK = 5_000  # pair entries of a neighbourhood
 _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
 _STALL = 20  # neighbourhoods without success after which the search ends
 _SWEEPS = 30  # of messages, to take the costs that CP-SAT gets down to what is over the bound
+_ROUNDS = 4  # of climbing by messages and forbidding what cannot be better
+_WARM = 50  # sweeps before prices move
+_CHOICES = 20  # steps of the prices between choices
+_STEPS = 1500  # of the prices in a round, at most
+_SHARE = 0.35  # of the work that is left, for a round
+_GUESS = 0.1  # relative distance from the bound beyond which the best choice is not thought to lie
+_MOVES = 5  # of trees per node to improve a choice
+_ANNEALED = 30  # of trees per node in an annealing
+_HEAT = (1e-3, 1e-4, 1e-5)  # of the gap per move, in turn
+_POINTS = 200  # in time that CP-SAT gets at once; of more only those that matter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +82,7 @@ class Task:
     nodes: dict[int, Array]  # seconds over the base per strategy
     edges: dict[tuple[int, int], Array]  # seconds over the base [K_u, K_v], u < v
     prices: Array  # seconds per byte left free at each point in time
+    points: Integers  # in time at which the memory counts; all that have a price
     room: float  # seconds over the base from which on a choice is of no interest
     hint: tuple[int, ...] | None  # a choice in the problem's numbers
     seed: int
@@ -134,20 +149,117 @@ class Search:
 
         relaxed: the network is without the memory, so that finding a choice that fits is not its business.
         """
+        if self._is_wide(network):
+            if not relaxed:
+                self._relax(network)
+            return
         prices = self._prices_from_columns(network) if network.slack.size else np.zeros(0)
         if self._closed() or (self.best is not None and self._spent()):
             return
+        self._climb(network, prices, relaxed=relaxed)
+        if not self.exact and not relaxed:
+            self._relax(network)
+
+    def _climb(self, network: Network, prices: Array, *, relaxed: bool) -> None:
+        """Steps 3 and 4; `exact` says whether the bounds were minima, without which it does not branch."""
         bound, cuts = self._tighten(network, prices, (_FIRST_CLIMB if prices.any() else _COLD_CLIMB, *_CLIMBS))
         self.bound = max(self.bound, bound)
         if self._closed() or self._spent() or (relaxed and self.best is None):
             return
         if self.exact:
             self._branch(network, bound, cuts)
-        else:
-            if network.pair_entries <= _WHOLE:
-                found = self._by_program(network, cuts[0].prices, self.work / _RATE / 2)
-                self.bound = max(self.bound, found)
-            self._neighbourhoods(network, cuts[0].prices)
+
+    def _is_wide(self, network: Network) -> bool:
+        oracle = oracle_for(network, self.random)
+        return isinstance(oracle, Wide) and (network.pair_entries > _SEARCHED or not oracle.narrow)
+
+    # Step 5, by messages
+
+    def _relax(self, network: Network) -> None:
+        """Climb by messages, forbid, reduce, repeat; then improve the best choice until the work is spent."""
+        prices, before = np.zeros(network.slack.size), -1
+        for _ in range(_ROUNDS):
+            relaxation = Relaxation(network, prices, self.seed)
+            self._ascend(relaxation)
+            if self.best is None:
+                self._lightest(network)
+            if self._closed() or self._spent() or self.best is None:
+                break
+            known = dict(zip(network.times, relaxation.prices, strict=True))
+            base, nodes, edges = relaxation.reduced()
+            self._spend(relaxation)
+            self._fix(network, marginal_bounds(base, nodes, edges), relaxation.prices)
+            prices = np.array([known[time] for time in network.times])
+            if not self._is_wide(network):
+                self._climb(network, prices, relaxed=False)
+                if self.exact:
+                    return
+            if before == (before := network.num_strategies):
+                break
+        if self._closed() or self._spent():
+            return
+        if network.pair_entries <= _WHOLE:
+            self.bound = max(self.bound, self._by_program(network, prices, self.work / _RATE / 2))
+        self._anneal(Relaxation(network, prices, self.seed))
+        self._neighbourhoods(network, prices)
+
+    def _ascend(self, relaxation: Relaxation) -> None:
+        """Climb, and offer choices on the way; raises Contradiction if none fits."""
+        network, until = relaxation.network, self.work * (1 - _SHARE)
+        for step in range(_STEPS):
+            if step < _WARM:
+                relaxation.sweep()
+            else:
+                relaxation.ascend(self._target(relaxation))
+            self._spend(relaxation)
+            if step % _CHOICES == _CHOICES - 1 or self._spent():
+                self._choose(relaxation)
+            self.bound = max(self.bound, relaxation.value)
+            if self._closed() or self._spent() or relaxation.ended or (self.work < until and self.best is not None):
+                break
+            if self.best is None and self.bound > (most := network.most()) + _TOLERANCE * abs(most):
+                raise Contradiction  # no choice of finite cost fits
+
+    def _target(self, relaxation: Relaxation) -> float:
+        guess = relaxation.value + _GUESS * abs(relaxation.value)
+        return min(guess, self.best.cost) if self.best is not None else guess
+
+    def _choose(self, relaxation: Relaxation) -> None:
+        """Offer what the relaxation chooses, improved."""
+        choice = relaxation.choose()
+        if choice is not None:
+            moves = 0 if self._spent() else _MOVES * choice.size
+            self._offer_flat(relaxation, relaxation.improve(choice, moves, 0.0))
+        self._spend(relaxation)
+
+    def _anneal(self, relaxation: Relaxation) -> None:
+        """Improve the best choice by moves of trees until that stalls."""
+        stalled, turn = 0, 0
+        while self.best is not None and stalled < 2 * len(_HEAT) and not self._closed() and not self._spent():
+            before, choice = self.best, self._flat_choice(relaxation, self.best)
+            if choice is None:
+                return
+            gap = self.best.cost - max(self.bound, 0.5 * self.best.cost)
+            heat = _HEAT[turn % len(_HEAT)] * gap
+            self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED * choice.size, heat))
+            self._spend(relaxation)
+            turn, stalled = turn + 1, stalled + 1 if self.best is before else 0
+
+    def _flat_choice(self, relaxation: Relaxation, solution: Solution) -> Integers | None:
+        """The solution in positions; None if one of its strategies was reduced away."""
+        found = []
+        for node in relaxation.flat.nodes.tolist():
+            labels = relaxation.network.labels[node]
+            position = int(np.searchsorted(labels, solution.choice[node]))
+            if position == labels.size or labels[position] != solution.choice[node]:
+                return None
+            found.append(position)
+        return np.array(found, dtype=np.int64)
+
+    def _offer_flat(self, relaxation: Relaxation, choice: Integers) -> None:
+        cost = relaxation.cost(choice) + relaxation.network.offset
+        if self.best is None or cost < self._worth(self.best):
+            self._offer(relaxation.network, dict(zip(relaxation.flat.nodes.tolist(), choice.tolist(), strict=True)))
 
     def _prices_from_columns(self, network: Network) -> Array:
         """Good prices for few evaluations of the whole network, by climbing on a few strategies of each node.
@@ -308,7 +420,7 @@ class Search:
 
     # The books
 
-    def _spend(self, oracle: Oracle) -> None:
+    def _spend(self, oracle: Oracle | Relaxation) -> None:
         self.work -= oracle.work
         oracle.work = 0.0
 
@@ -369,11 +481,11 @@ class Search:
         The costs are what messages at these prices leave over their bound; the price of what a choice leaves free of
         the memory is part of its cost. So the objective starts at the bound.
         """
-        costs, messages = priced(network, prices), Messages(network.unary, network.adjacent)
+        relaxation = Relaxation(network, prices, self.seed)
         for _ in range(_SWEEPS):
-            messages.sweep(costs)
-        self.work -= _SWEEPS * messages.work
-        base, nodes, edges = messages.reduced(costs)
+            relaxation.sweep()
+        base, nodes, edges = relaxation.reduced()
+        self._spend(relaxation)
         base += network.offset - float(prices @ network.slack)
         if self.best is not None:
             room = self._worth(self.best) - base
@@ -383,16 +495,27 @@ class Search:
             most = network.most()
             room = 1.001 * (most - base) + 1e-6 * abs(most) + 1e-300  # above every choice of finite cost
         hint = self.best.choice if self.best else None
-        wall = max(self.deadline - time.monotonic(), 1e-3)
-        outcome = self.integer_program(
-            Task(network, nodes, edges, prices, room, hint, self.seed, max(seconds, 1e-3), wall)
-        )
-        self.work -= _RATE * outcome.seconds
-        if outcome.positions is not None:
+        points = np.ones(prices.size, dtype=bool) if prices.size <= _POINTS else prices > 0
+        bound = 0.0
+        while seconds > 0:
+            wall = max(self.deadline - time.monotonic(), 1e-3)
+            outcome = self.integer_program(
+                Task(network, nodes, edges, prices, np.flatnonzero(points), room, hint, self.seed, seconds, wall)
+            )
+            self.work -= _RATE * outcome.seconds
+            seconds -= max(outcome.seconds, 1e-3)
+            bound = max(bound, outcome.bound)
+            if outcome.positions is None or self._spent():
+                break
             self._offer(network, outcome.positions)
-        if math.isinf(outcome.bound):
+            lacking = network.load(outcome.positions) > network.slack
+            if not (lacking & ~points).any():
+                break
+            starts = np.flatnonzero(np.diff(np.concatenate(([False], lacking & ~points)).astype(np.int8)) == 1)
+            points[starts] = True
+        if math.isinf(bound):
             return base + room if hint else math.inf
-        return base + outcome.bound
+        return base + bound
 
 
 def _split(network: Network, cuts: list[Cut]) -> tuple[int, Mask]:

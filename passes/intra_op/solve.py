@@ -31,7 +31,7 @@ def solve(problem: Problem, *, seconds: float = 10.0, seed: int = 0) -> Solution
 
 def solve_program(task: Task) -> Outcome:
     """search.IntegerProgram by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
-    program = _Program(task.network, task.nodes, task.edges, task.prices, task.room)
+    program = _Program(task)
     if task.hint is not None:
         program.hint(task.network, task.hint)
     solver = cp_model.CpSolver()
@@ -55,14 +55,8 @@ class _Program:
     Everything that costs at least `room`, seconds, is forbidden.
     """
 
-    def __init__(
-        self,
-        network: Network,
-        nodes: dict[int, Array],
-        edges: dict[tuple[int, int], Array],
-        prices: Array,
-        room: float,
-    ) -> None:
+    def __init__(self, task: Task) -> None:
+        network, nodes, edges, room = task.network, task.nodes, task.edges, task.room
         self.model = cp_model.CpModel()
         self._variables: list[cp_model.IntVar] = []
         self._coefficients: list[int] = []
@@ -74,8 +68,8 @@ class _Program:
                 self._add_cost(variable, amount)
         for (u, v), pair in edges.items():
             self._add_edge(u, v, self._whole(pair))
-        for point, (slack, price) in enumerate(zip(network.slack, prices, strict=True)):
-            self._add_limit(network, point, int(slack), float(price))
+        for point in task.points.tolist():
+            self._add_limit(network, point, int(network.slack[point]), float(task.prices[point]))
         objective = cp_model.LinearExpr.weighted_sum(self._variables, self._coefficients)
         self.model.minimize(objective)
 

@@ -44,6 +44,22 @@ def tiny_problem(seed: int, *, memory: bool, forbidden: bool) -> Problem:
     return Problem(tuple(costs(size) for size in sizes), tuple(edges), tuple(usages), limit)
 
 
+def wide_problem(count: int, seed: int) -> Problem:
+    """A random graph of degree 4 on average, too wide to eliminate from about 40 nodes on, with memory that binds."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(3, 9, count)
+    pairs = {tuple(sorted(int(node) for node in rng.choice(count, 2, replace=False))) for _ in range(2 * count)}
+    edges = tuple((u, v, np.floor(100 * rng.random((sizes[u], sizes[v])) ** 3)) for u, v in sorted(pairs))
+    usages = []
+    for node, size in enumerate(sizes):
+        usages.append((Usage(node, node + int(rng.integers(2, count // 2)), rng.integers(0, 100, size)),))
+    costs = tuple(np.floor(200 * (1 - usage.bytes / 100) * rng.random(usage.bytes.size)) for (usage,) in usages)
+    load = np.zeros(2 * count)
+    for (usage,) in usages:
+        load[usage.start : usage.end] += usage.bytes.min() + 0.3 * np.ptp(usage.bytes)
+    return Problem(costs, edges, tuple(usages), float(np.floor(load.max())))
+
+
 class _Step:
     """Collects the operators of a train step; a strategy is a layout per operand and one of the result.
 

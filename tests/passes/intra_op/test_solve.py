@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import pathlib
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 
 from autopar.passes.intra_op import eliminate
 from autopar.passes.intra_op.dual import Cut
+from autopar.passes.intra_op.flat import flatten
+from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Contradiction, Network
 from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, brute_force, evaluate, fits
 from autopar.passes.intra_op.solve import highest, solve
-from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use
+from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
 INF = math.inf
+ROOT = pathlib.Path(__file__).parents[3]
 
 # The example of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism (google/iopddl, Apache-2.0).
 EXAMPLE = problem_of(
@@ -216,3 +224,60 @@ def test_prices_at_which_the_least_cut_is_greatest() -> None:
     assert [value, *prices] == pytest.approx([2.0, 1.0])
     value, prices = highest(cuts, zero, np.array([0.5]))
     assert [value, *prices] == pytest.approx([1.0, 0.5])
+
+
+# What a process that starts anew chooses, as text
+_ELSEWHERE = """
+from autopar.passes.intra_op.solve import solve
+from tests.passes.intra_op.generate import wide_problem
+found = solve(wide_problem(40, 2), seconds=60.0, seed=3)
+print(found.choice, found.cost, found.lower_bound)
+"""
+
+
+def test_equal_input_gives_equal_output_in_all_processes() -> None:
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", _ELSEWHERE], env={**os.environ, "PYTHONHASHSEED": seed}, cwd=ROOT,
+            capture_output=True, text=True, check=True, timeout=200,
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith("(")
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.2])
+def test_any_time_limit_gives_a_choice_and_is_kept(seconds: float) -> None:
+    problem = wide_problem(120, 0)
+    started = time.monotonic()
+    found = solve(problem, seconds=seconds)
+    assert fits(problem, found.peak) and math.isfinite(found.cost)
+    assert found.lower_bound <= found.cost
+    assert time.monotonic() - started < seconds + 30  # compilation, on a busy machine
+
+
+def test_wide_problem_with_binding_memory_keeps_an_honest_bound() -> None:
+    problem = wide_problem(40, 2)
+    found = solve(problem, seconds=4.0)
+    assert (found.cost, found.peak) == evaluate(problem, found.choice)
+    assert fits(problem, found.peak)
+    assert found.cost * 0.9 < found.lower_bound <= found.cost
+    assert found.peak > 0.9 * (problem.limit or 0.0)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_bound_of_messages_is_what_reduced_costs_leave(seed: int) -> None:
+    """Costs of every choice: the bound plus the reduced costs of its nodes and edges, none below zero."""
+    problem = tiny_problem(seed, memory=False, forbidden=False)
+    network = Network.of(problem)
+    messages = Messages(flatten(network))
+    for _ in range(3):
+        bound = messages.sweep(messages.flat.unary)
+    base, nodes, edges = messages.reduced(messages.flat.unary)
+    assert base == pytest.approx(bound)
+    assert all((part >= -1e-9).all() for part in (*nodes.values(), *edges.values()))
+    for choice in np.ndindex(*(cost.size for cost in problem.costs)):
+        extra = sum(nodes[node][k] for node, k in enumerate(choice))
+        extra += sum(pair[choice[u], choice[v]] for (u, v), pair in edges.items())
+        assert base + extra == pytest.approx(evaluate(problem, choice)[0])

@@ -1,0 +1,147 @@
+"""Messages and prices on memory together: bounds and choices for networks too wide to eliminate.
+
+1. `ascend`: a sweep of messages at the present prices, then a step of the prices along the load that the beliefs
+   choose (a supergradient of the bound at fixed messages), as long as Polyak's rule says. Directions are averaged
+   (Camerini, Fratta & Maffioli, "On improving gradient methods by modified gradient techniques", 1975); after steps
+   in vain it goes on from the best prices and messages with shorter ones.
+2. `choose`: what the messages decode to, moved to where it fits by sweeps of single nodes at growing prices.
+3. `improve`: moves of trees of nodes that keep to the memory (`kernels.improve`), with or without annealing.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from autopar.passes.intra_op import kernels
+from autopar.passes.intra_op.flat import flatten
+from autopar.passes.intra_op.messages import Messages
+from autopar.passes.intra_op.network import Network
+from autopar.passes.intra_op.problem import Array, Integers
+
+_AVERAGE = 0.3  # weight of the last slope in the direction
+_LASTING = 0.95  # how long a large slope keeps steps short
+_PATIENCE = 15  # steps in vain
+_SHORTER = 0.6
+_SHORTEST = 1e-3  # steps below which the ascent has ended, relative to Polyak's
+_PROGRESS = 1e-3  # of the distance to the target that counts as a step up
+_REPAIRS, _GROWTH = 100, 1.3  # sweeps, and growth of the prices at points that lack memory
+_TREE = 16  # nodes
+
+
+class Relaxation:
+    """The bound of one network at one state of messages and prices."""
+
+    def __init__(self, network: Network, prices: Array, seed: int) -> None:
+        self.network = network
+        self.flat = flatten(network)
+        self.prices = prices  # seconds per byte at each point in time; the best so far
+        self.value = -np.inf  # the best bound, seconds
+        self.work = 0.0
+        self._messages = Messages(self.flat)
+        self._best_messages = self._messages.values.copy()
+        self._current = prices
+        self._direction = np.zeros(prices.size)
+        self._largest = 0.0
+        self._length = 1.0
+        self._in_vain = 0
+        self._state = np.array([seed * 2 + 88172645463325253], dtype=np.uint64)
+
+    @property
+    def ended(self) -> bool:
+        """Whether steps have become so short that they change little."""
+        return self._length < _SHORTEST
+
+    def costs(self, prices: Array) -> Array:
+        """Costs of all strategies with the price of what they use."""
+        total = np.concatenate(([0.0], np.cumsum(prices)))
+        out = np.empty_like(self.flat.unary)
+        kernels.priced(self.flat, total, out)
+        return out
+
+    def sweep(self) -> float:
+        """The bound at the present prices; the best is kept."""
+        value = self._messages.sweep(self.costs(self._current)) + self.network.offset
+        value -= float(self._current @ self.flat.slack)
+        self.work += self._messages.work
+        if value > self.value:
+            self.value, self.prices = value, self._current
+            self._best_messages[:] = self._messages.values
+        return value
+
+    def ascend(self, target: float) -> None:
+        """A sweep, then a step of the prices towards a bound of `target`, seconds."""
+        before = self.value
+        self.sweep()
+        worthwhile = self.value - before > _PROGRESS * abs(target - self.value)
+        self._in_vain = 0 if worthwhile else self._in_vain + 1
+        if self._in_vain >= _PATIENCE:
+            self._in_vain = 0
+            self._length *= _SHORTER
+            self._direction = np.zeros(self.prices.size)
+            self.restore()
+            return
+        slope = self._load(self._messages.labels) - self.flat.slack
+        if self._direction.any():
+            slope = (1 - _AVERAGE) * self._direction + _AVERAGE * slope
+        self._direction = slope
+        step = np.where((self._current <= 0) & (slope < 0), 0.0, slope)
+        square = float(step @ step)
+        if square > 0:
+            self._largest = max(square, _LASTING * self._largest)
+            length = self._length * max(target - self.value, 0.0) / self._largest
+            self._current = np.maximum(self._current + length * step, 0.0)
+
+    def restore(self) -> None:
+        """Back to the best prices and messages."""
+        self._current = self.prices
+        self._messages.values[:] = self._best_messages
+
+    def reduced(self) -> tuple[float, dict[int, Array], dict[tuple[int, int], Array]]:
+        """`Messages.reduced` at the best prices, without the network's offset and the price of the slack."""
+        self.restore()
+        self._messages.sweep(costs := self.costs(self.prices))
+        self.work += 3 * self._messages.work
+        return self._messages.reduced(costs)
+
+    def choose(self) -> Integers | None:
+        """A choice that fits, from the present messages; None if decoding or repairing it fails."""
+        f = self.flat
+        choice = self._messages.decode(self.costs(self._current))
+        self.work += self._messages.work
+        if not np.isfinite(self.cost(choice)):
+            return None
+        if not f.slack.size:
+            return choice
+        load = self._load(choice)
+        prices = np.maximum(self._current, 1e-3 * self._current.max())
+        if not prices.any():
+            lacking = np.maximum(load - f.slack, 0.0).sum()
+            prices = np.full(f.slack.size, float(np.abs(self.cost(choice)) / max(lacking, 1.0)) * 1e-3 + 1e-300)
+        fits = kernels.repair(f, choice, f.slack - load, prices, _GROWTH, _REPAIRS)
+        self.work += 5 * self._messages.work
+        return choice if fits else None
+
+    def improve(self, choice: Integers, moves: int, heat: float) -> Integers:
+        """A choice that fits after so many moves of trees; heat: seconds by which one may raise the cost at first."""
+        f = self.flat
+        choice = choice.copy()
+        head = f.slack - self._load(choice)
+        price = self.costs(self.prices) - f.unary
+        work = kernels.improve(f, price, choice, head, self._state, moves, _TREE, heat, heat / 100)
+        self.work += 2 * work + 1000 * moves
+        return choice
+
+    def cost(self, choice: Integers) -> float:
+        """Seconds, without the network's offset."""
+        f = self.flat
+        sizes = np.diff(f.start)
+        owner = np.repeat(np.arange(f.nodes.size), np.diff(f.links))
+        once = f.other > owner
+        owner, other = owner[once], f.other[once]
+        pairs = f.pair[f.pair_at[:-1][once] + choice[owner] * sizes[other] + choice[other]]
+        return float(f.unary[f.start[:-1] + choice].sum() + pairs.sum())
+
+    def _load(self, choice: Integers) -> Array:
+        load = np.zeros(self.flat.slack.size + 1)
+        kernels.load_of(self.flat, choice, load)
+        return load[:-1]
