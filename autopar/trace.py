@@ -34,6 +34,7 @@ _NEEDS_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 _SEE_DOCS = "See https://"
+_UNBOUND = "unbound axis name"
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 _CALLBACKS = frozenset({"debug_callback", "debug_print"})
@@ -114,6 +115,15 @@ def trace(
             f"{name} needs a value at {_place(error) or 'an unknown line'} that only a running step has: "
             f"{str(error).split(_SEE_DOCS)[0].strip()}\nPass what is a constant of the step by static_argnums, "
             "static_argnames or static_leaves, or decide on the device, with jnp.where or jax.lax.cond."
+        ) from error
+    except NameError as error:
+        if _UNBOUND not in str(error):
+            raise
+        raise TraceError(
+            f"{name} uses an axis name at {_place(error) or 'an unknown line'} that no vmap or shard_map around it "
+            f"binds: {str(error).partition('.')[0]}. A parallelized step sees the whole batch, as on one device: a mean "
+            "over it is a mean over all devices. Leave out the pmean or psum, and the axis_name of layers such as "
+            "BatchNorm."
         ) from error
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
