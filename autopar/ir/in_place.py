@@ -40,7 +40,7 @@ def returning_changed(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def returning(*args: Any, **kwargs: Any) -> Any:
-        arguments: dict[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+        arguments: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         objects = {key: _leaves_of_objects(value) for key, value in arguments.items()}
         result = fun(*args, **kwargs)
         returned = {id(leaf) for leaf in jax.tree.leaves(result)}

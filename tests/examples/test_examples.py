@@ -191,7 +191,8 @@ def test_nnx_modules_change_in_place() -> None:
 
     def run(step: Any) -> tuple[list[np.ndarray], Any]:
         example = flax_nnx.build_with_modules()
-        metrics = nnx.MultiMetric(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+        make: Any = nnx.MultiMetric
+        metrics = make(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
         for batch in example.batches:
             step(*example.state, metrics, *batch)
         return _floats(autopar.gather(example.state)), metrics.compute()
