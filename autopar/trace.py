@@ -121,8 +121,8 @@ def trace(
             raise
         raise TraceError(
             f"{name} uses an axis name at {_place(error) or 'an unknown line'} that no vmap or shard_map around it "
-            f"binds: {str(error).partition('.')[0]}. A parallelized step sees the whole batch, as on one device: leave out "
-            "the pmean or psum, and the axis_name of layers such as BatchNorm."
+            f"binds: {str(error).partition('.')[0]}. A parallelized step sees the whole batch, as on one device: leave "
+            "out the pmean or psum, and the axis_name of layers such as BatchNorm."
         ) from error
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)

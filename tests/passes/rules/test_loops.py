@@ -263,6 +263,15 @@ def stepping(p: Any, x: Any) -> Any:
     return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 4), once, (x * p, jnp.float32(1), 0))
 
 
+def each_its_own(w: Any, x: Any) -> Any:
+    """Examples that take different numbers of rounds, under `vmap`: whether to go on is an array."""
+
+    def one(x: Any) -> Any:
+        return lax.while_loop(lambda s: (s[0] ** 2).sum() > 1e-2, lambda s: (s[0] @ w, s[1] + 1), (x, 0))
+
+    return jax.vmap(one)(x)
+
+
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
@@ -272,6 +281,7 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "regrouped": (regrouped, (normal(1, 4, 8), normal(2, 32))),
     "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
     "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
+    "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
 }
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "recurrent": (recurrent, (normal(1, 5, 24), normal(2, 8, 24), normal(3, 24), normal(4, TIME, BATCH, 5))),
@@ -326,6 +336,16 @@ def test_a_loop_over_examples_is_cut_by_examples() -> None:
     assert len(examples) == 1
     assert not any(s.factor == examples[0] for s in rule.sums)
     assert sum(rule.is_addend(examples[0], k) for k in range(len(rule.outputs))) == 2
+
+
+def test_a_loop_of_each_example_is_cut_by_examples() -> None:
+    """Its pieces turn differently often, so that they may need nothing of one another in the loop."""
+    ((eqn, _, (_, rounds)),) = loops("each its own")
+    assert len(set(rounds.tolist())) > 2
+    rule = rule_of(eqn)
+    (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    assert all(any(examples in dim for dim in dims) for dims in rule.outputs)
+    assert not any(s.factor == examples for s in rule.sums)
 
 
 def cuts_of(name: str, which: int = 0) -> Rule:
