@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.build import CALLS, Builder, is_library, live_equations, source_of
+from autopar.ir.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
 from autopar.ir.pieces import Pieces
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
@@ -126,7 +126,7 @@ def trace(
         ) from error
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
-    outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
+    outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
     out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
     carried = matching_leaves(in_tree, in_leaves, out_tree, out_leaves)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.interpreters import partial_eval
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
@@ -129,7 +130,8 @@ class Builder:
                 results = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
             else:
                 avals = [var.aval for var in eqn.outvars]
-                results = self.add(eqn.primitive, eqn.params, inputs, avals, phase or _phase(here), where)
+                params, inputs = _without_unread(eqn.params, inputs) if name == "while" else (eqn.params, inputs)
+                results = self.add(eqn.primitive, params, inputs, avals, phase or _phase(here), where)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
@@ -160,6 +162,18 @@ def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any
         if all(isinstance(axis, int) for axis in axes):
             return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
     return None
+
+
+def _without_unread(params: Mapping[str, Any], inputs: list[Operand]) -> tuple[Mapping[str, Any], list[Operand]]:
+    """A `while` without what in its body is dead, and the constants that only this read: JAX leaves both in."""
+    body, first = params["body_jaxpr"], params["cond_nconsts"]
+    count = params["body_nconsts"]
+    carries = [True] * len(body.out_avals)
+    jaxpr, used = partial_eval.dce_jaxpr(body.jaxpr, carries, instantiate=[False] * count + carries)
+    kept = [x for x, read in zip(inputs[first : first + count], used, strict=False) if read]
+    closed = jex_core.ClosedJaxpr(jaxpr, body.consts)
+    operands = [*inputs[:first], *kept, *inputs[first + count :]]
+    return {**params, "body_jaxpr": closed, "body_nconsts": len(kept)}, operands
 
 
 def _solve_of(params: Mapping[str, Any], inputs: Sequence[Operand]) -> tuple[Any, list[Operand]]:
@@ -211,6 +225,15 @@ def _phase(name_stack: str) -> Phase:
     if match is None:
         return Phase.UPDATE
     return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
+
+
+def live_jaxpr(closed: Any) -> Any:
+    """The jaxpr of a closed one without what its results do not need, operands that a loop or branch never reads too.
+
+    Such an operand is of no cut: where it holds examples, nothing could be split.
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return jaxpr
 
 
 def live_equations(equations: Sequence[Equation], outputs: Sequence[Operand]) -> list[Equation]:

@@ -272,6 +272,16 @@ def each_its_own(w: Any, x: Any) -> Any:
     return jax.vmap(one)(x)
 
 
+def unread(w: Any, x: Any, t: Any) -> Any:
+    """A loop in a loop, with examples at hand that nothing comes of (the time of an equation that knows none)."""
+
+    def step(x: Any, _: Any) -> Any:
+        jnp.cos(t)
+        return jnp.tanh(x @ w), None
+
+    return lax.while_loop(lambda s: s[1] < 3, lambda s: (lax.scan(step, s[0], None, 2)[0], s[1] + 1), (x, 0))
+
+
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
@@ -281,6 +291,7 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "regrouped": (regrouped, (normal(1, 4, 8), normal(2, 32))),
     "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
     "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
+    "unread": (unread, (normal(1, 8, 8), normal(2, BATCH, 8), normal(3, BATCH))),
     "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
 }
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
@@ -346,6 +357,12 @@ def test_a_loop_of_each_example_is_cut_by_examples() -> None:
     (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
     assert all(any(examples in dim for dim in dims) for dims in rule.outputs)
     assert not any(s.factor == examples for s in rule.sums)
+
+
+def test_operands_that_nothing_reads_are_none() -> None:
+    ((eqn, _, _),) = loops("unread")
+    assert sorted(v.shape for v in eqn.inputs) == [(), (BATCH, 8), (8, 8)]
+    assert BATCH in [rule_of(eqn).factors[f] for f in splittable(rule_of(eqn))]
 
 
 def cuts_of(name: str, which: int = 0) -> Rule:
