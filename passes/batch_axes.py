@@ -21,7 +21,7 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
     (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. None says that
     nothing does: the step makes its own, and runs in one microbatch. "auto" takes the leaves that are not state
     (carried from inputs to outputs, or in `state`), are no PRNG keys, and share the size of their leading axis, and
-    says on stderr which they are.
+    says on stderr which they are; arguments whose own leaves differ in it are parameters that no one changes.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
@@ -57,14 +57,15 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
 
 def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
     keys = _keys(graph)
-    candidates = {
+    every = {
         value: path
         for value, path in zip(graph.inputs, graph.input_paths, strict=True)
         if value not in state and value.shape and value not in keys
     }
-    if not candidates:
+    if not every:
         raise BatchAxisError(_none_found(graph))
-    if not state and len({_argument(path) for path in candidates.values()}) > 1:
+    candidates = _without_parameters(every)
+    if not state and every == candidates and len({_argument(path) for path in candidates.values()}) > 1:
         raise BatchAxisError(
             f"batch_axes='auto' is ambiguous for {graph.name}: no argument comes out again as state, so that "
             f"parameters and examples look alike among {_listed(candidates)}. {_REMEDY}"
@@ -81,6 +82,20 @@ def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
     # The one thing that is decided for users without their word.
     print(f"autopar: {graph.name}: batch of {leading.pop()} along axis 0 of {where}", file=sys.stderr)  # noqa: T201
     return dict.fromkeys(candidates, 0)
+
+
+def _without_parameters(candidates: Mapping[Value, str]) -> Mapping[Value, str]:
+    """Without the arguments, such as a frozen teacher's parameters, whose leaves' first axes differ among themselves.
+
+    The first axes of all other arguments must agree, in a size that occurs in none of those.
+    """
+    sizes: dict[str, set[int]] = {}
+    for value, path in candidates.items():
+        sizes.setdefault(_argument(path), set()).add(value.shape[0])
+    alike = set[int]().union(*(found for found in sizes.values() if len(found) == 1))
+    if len(alike) != 1 or any(len(found) > 1 and alike & found for found in sizes.values()):
+        return candidates
+    return {value: path for value, path in candidates.items() if sizes[_argument(path)] == alike}
 
 
 def _argument(path: str) -> str:

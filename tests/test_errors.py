@@ -244,7 +244,7 @@ def test_axis_names_of_pmap() -> None:
         autopar.parallelize(step)(params(), examples())
     text = str(caught.value)
     assert re.match(r"step uses an axis name at .*test_errors\.py:\d+ \(step\) that no vmap or shard_map", text), text
-    assert "unbound axis name: batch" in text and "Leave out the pmean or psum" in text
+    assert "unbound axis name: batch" in text and "leave out the pmean or psum" in text
 
 
 def test_outputs_that_are_no_arrays() -> None:

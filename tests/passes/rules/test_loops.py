@@ -282,6 +282,16 @@ def unread(w: Any, x: Any, t: Any) -> Any:
     return lax.while_loop(lambda s: s[1] < 3, lambda s: (lax.scan(step, s[0], None, 2)[0], s[1] + 1), (x, 0))
 
 
+def until_all(w: Any, x: Any) -> Any:
+    """As sequences are generated: until every example has met its end."""
+
+    def once(state: Any) -> Any:
+        x, done, n = state
+        return jnp.where(done[:, None], x, x @ w), done | ((x**2).sum(1) < 1e-2), n + 1
+
+    return lax.while_loop(lambda s: ~s[1].all() & (s[2] < 9), once, (x, jnp.zeros(len(x), bool), 0))
+
+
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
@@ -291,6 +301,7 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "regrouped": (regrouped, (normal(1, 4, 8), normal(2, 32))),
     "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
     "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
+    "until all": (until_all, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
     "unread": (unread, (normal(1, 8, 8), normal(2, BATCH, 8), normal(3, BATCH))),
     "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
 }
@@ -357,6 +368,14 @@ def test_a_loop_of_each_example_is_cut_by_examples() -> None:
     (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
     assert all(any(examples in dim for dim in dims) for dims in rule.outputs)
     assert not any(s.factor == examples for s in rule.sums)
+
+
+def test_whether_all_are_done_is_counted_over_the_pieces() -> None:
+    ((eqn, _, (_, done, rounds)),) = loops("until all")
+    assert done.all() and 2 < rounds < 9
+    rule = rule_of(eqn)
+    (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    assert [s.nbytes for s in rule.sums if s.factor == examples] == [4]
 
 
 def test_operands_that_nothing_reads_are_none() -> None:
