@@ -11,7 +11,11 @@ import jax
 from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph, Value
 
-_REMEDY = "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
+_REMEDY = (
+    "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0), or None "
+    "if no axis is one of examples, as in a graph of nodes and edges."
+)
+_MOST_LISTED = 12
 
 
 def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozenset()) -> dict[Value, int]:
@@ -104,7 +108,9 @@ def _argument(path: str) -> str:
 
 
 def _listed(candidates: Mapping[Value, str]) -> str:
-    return ", ".join(f"{path} {list(value.shape)}" for value, path in candidates.items())
+    texts = [f"{path} {list(value.shape)}" for value, path in candidates.items()]
+    more = len(texts) - _MOST_LISTED
+    return ", ".join(texts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _keys(graph: Graph) -> set[Value]:
