@@ -12,8 +12,8 @@ from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph, Value
 
 _REMEDY = (
-    "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0), or None "
-    "if no axis is one of examples, as in a graph of nodes and edges."
+    "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0); or "
+    "None, if there is no axis of examples."
 )
 _MOST_LISTED = 12
 
@@ -91,15 +91,19 @@ def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
 def _without_parameters(candidates: Mapping[Value, str]) -> Mapping[Value, str]:
     """Without the arguments, such as a frozen teacher's parameters, whose leaves' first axes differ among themselves.
 
-    The first axes of all other arguments must agree, in a size that occurs in none of those.
+    The first axes of all other arguments must agree, in a size that fewer than half of those leaves have.
     """
-    sizes: dict[str, set[int]] = {}
+    sizes: dict[str, list[int]] = {}
     for value, path in candidates.items():
-        sizes.setdefault(_argument(path), set()).add(value.shape[0])
-    alike = set[int]().union(*(found for found in sizes.values() if len(found) == 1))
-    if len(alike) != 1 or any(len(found) > 1 and alike & found for found in sizes.values()):
+        sizes.setdefault(_argument(path), []).append(value.shape[0])
+    alike = {found[0] for found in sizes.values() if len(set(found)) == 1}
+    if len(alike) != 1:
         return candidates
-    return {value: path for value, path in candidates.items() if sizes[_argument(path)] == alike}
+    (size,) = alike
+    mixed = {argument: found for argument, found in sizes.items() if len(set(found)) > 1}
+    if any(2 * found.count(size) >= len(found) for found in mixed.values()):
+        return candidates
+    return {value: path for value, path in candidates.items() if _argument(path) not in mixed}
 
 
 def _argument(path: str) -> str:

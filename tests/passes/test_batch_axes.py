@@ -103,8 +103,7 @@ def test_different_leading_sizes_are_ambiguous() -> None:
     assert str(caught.value) == (
         "batch_axes='auto' is ambiguous for step: the candidates batch['x'] [4, 8], batch['y'] [8] have different "
         "leading sizes; they share the size 8, though not on their first axes. Pass batch_axes, a pytree prefix of the "
-        "arguments with an int or None per leaf, e.g. batch_axes=(None, 0), or None if no axis is one of examples, as in "
-        "a graph of nodes and edges."
+        "arguments with an int or None per leaf, e.g. batch_axes=(None, 0); or None, if there is no axis of examples."
     )
 
 
@@ -116,8 +115,7 @@ def test_parameters_that_look_like_examples_are_ambiguous() -> None:
     assert str(caught.value) == (
         "batch_axes='auto' is ambiguous for step: no argument comes out again as state, so that parameters and "
         "examples look alike among p [8, 2], x [8, 8]. Pass batch_axes, a pytree prefix of the arguments with an int "
-        "or None per leaf, e.g. batch_axes=(None, 0), or None if no axis is one of examples, as in a graph of nodes and "
-        "edges."
+        "or None per leaf, e.g. batch_axes=(None, 0); or None, if there is no axis of examples."
     )
 
 
