@@ -16,6 +16,7 @@ from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
 from autopar.errors import PlanError, PlanMismatchError, StateError, TraceError
 from autopar.ir.graph import Graph
+from autopar.ir.in_place import renew, returning_changed
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
@@ -93,7 +94,7 @@ class Executable:
                     f"{graph.name} was compiled for {path} of {value.dtype}{list(value.shape)}, called with "
                     f"{dtype}{list(shape)}. Compile it for these shapes, or call the parallelized function itself."
                 )
-        return self._run(leaves)
+        return renew(self._run(leaves), args, kwargs)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
         results = self._runtime(self._inputs(leaves))
@@ -223,7 +224,9 @@ class Parallelized:
                 "parallelized step runs on devices of its own, outside of them. Call it from plain Python, or call "
                 "what it was made of, its __wrapped__, inside."
             )
-        return self._executable(call)._run(call.leaves)
+        static = dict(call.positional)
+        dynamic = [arg for i, arg in enumerate(args) if i not in static]
+        return renew(self._executable(call)._run(call.leaves), dynamic, kwargs)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that `init_fn(*args)` makes, each leaf born where the plan keeps it.
@@ -317,7 +320,7 @@ class Parallelized:
         if call.key not in self._analyses:
             whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Pieces) else x for x in call.leaves]
             args, kwargs = jax.tree.unflatten(call.tree, whole)
-            fun = _bind_static(self._fun, call)
+            fun = returning_changed(_bind_static(self._fun, call))
             graph = index_within_examples(trace(fun, args, kwargs, name=self._name, is_static=self._is_static))
             warn_missing(graph.equations)
             leader = self._leader()

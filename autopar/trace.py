@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.build import CALLS, Builder, is_library, live_equations, source_of
+from autopar.ir.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
 from autopar.ir.pieces import Pieces
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
@@ -34,6 +34,7 @@ _NEEDS_VALUE = (
     jax.errors.NonConcreteBooleanIndexError,
 )
 _SEE_DOCS = "See https://"
+_UNBOUND = "unbound axis name"
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 _CALLBACKS = frozenset({"debug_callback", "debug_print"})
@@ -115,9 +116,17 @@ def trace(
             f"{str(error).split(_SEE_DOCS)[0].strip()}\nPass what is a constant of the step by static_argnums, "
             "static_argnames or static_leaves, or decide on the device, with jnp.where or jax.lax.cond."
         ) from error
+    except NameError as error:
+        if _UNBOUND not in str(error):
+            raise
+        raise TraceError(
+            f"{name} uses an axis name at {_place(error) or 'an unknown line'} that no vmap or shard_map around it "
+            f"binds: {str(error).partition('.')[0]}. A parallelized step sees the whole batch, as on one device: leave "
+            "out the pmean or psum, and the axis_name of layers such as BatchNorm."
+        ) from error
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
-    outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
+    outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
     out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
     carried = matching_leaves(in_tree, in_leaves, out_tree, out_leaves)

@@ -11,7 +11,11 @@ import jax
 from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph, Value
 
-_REMEDY = "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
+_REMEDY = (
+    "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0); or "
+    "None, if there is no axis of examples."
+)
+_MOST_LISTED = 12
 
 
 def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozenset()) -> dict[Value, int]:
@@ -21,7 +25,7 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
     (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. None says that
     nothing does: the step makes its own, and runs in one microbatch. "auto" takes the leaves that are not state
     (carried from inputs to outputs, or in `state`), are no PRNG keys, and share the size of their leading axis, and
-    says on stderr which they are.
+    says on stderr which they are; arguments whose own leaves differ in it are parameters that no one changes.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
@@ -57,14 +61,15 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
 
 def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
     keys = _keys(graph)
-    candidates = {
+    every = {
         value: path
         for value, path in zip(graph.inputs, graph.input_paths, strict=True)
         if value not in state and value.shape and value not in keys
     }
-    if not candidates:
+    if not every:
         raise BatchAxisError(_none_found(graph))
-    if not state and len({_argument(path) for path in candidates.values()}) > 1:
+    candidates = _without_parameters(every)
+    if not state and every == candidates and len({_argument(path) for path in candidates.values()}) > 1:
         raise BatchAxisError(
             f"batch_axes='auto' is ambiguous for {graph.name}: no argument comes out again as state, so that "
             f"parameters and examples look alike among {_listed(candidates)}. {_REMEDY}"
@@ -83,13 +88,33 @@ def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
     return dict.fromkeys(candidates, 0)
 
 
+def _without_parameters(candidates: Mapping[Value, str]) -> Mapping[Value, str]:
+    """Without the arguments, such as a frozen teacher's parameters, whose leaves' first axes differ among themselves.
+
+    The first axes of all other arguments must agree, in a size that fewer than half of those leaves have.
+    """
+    sizes: dict[str, list[int]] = {}
+    for value, path in candidates.items():
+        sizes.setdefault(_argument(path), []).append(value.shape[0])
+    alike = {found[0] for found in sizes.values() if len(set(found)) == 1}
+    if len(alike) != 1:
+        return candidates
+    (size,) = alike
+    mixed = {argument: found for argument, found in sizes.items() if len(set(found)) > 1}
+    if any(2 * found.count(size) >= len(found) for found in mixed.values()):
+        return candidates
+    return {value: path for value, path in candidates.items() if _argument(path) not in mixed}
+
+
 def _argument(path: str) -> str:
     """`state` of `state['w']`."""
     return path.split("[")[0].split(".")[0]
 
 
 def _listed(candidates: Mapping[Value, str]) -> str:
-    return ", ".join(f"{path} {list(value.shape)}" for value, path in candidates.items())
+    texts = [f"{path} {list(value.shape)}" for value, path in candidates.items()]
+    more = len(texts) - _MOST_LISTED
+    return ", ".join(texts[:_MOST_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _keys(graph: Graph) -> set[Value]:

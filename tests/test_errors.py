@@ -235,6 +235,18 @@ def test_side_effects(step: Any, where: str, remedy: str) -> None:
     assert remedy in text
 
 
+def test_axis_names_of_pmap() -> None:
+    def step(p: Any, batch: Any) -> Any:
+        p, loss = train_step(p, batch)
+        return p, jax.lax.pmean(loss, axis_name="batch")
+
+    with pytest.raises(TraceError) as caught:
+        autopar.parallelize(step)(params(), examples())
+    text = str(caught.value)
+    assert re.match(r"step uses an axis name at .*test_errors\.py:\d+ \(step\) that no vmap or shard_map", text), text
+    assert "unbound axis name: batch" in text and "leave out the pmean or psum" in text
+
+
 def test_outputs_that_are_no_arrays() -> None:
     def step(p: Any, batch: Any) -> Any:
         return *train_step(p, batch), {"note": "done"}

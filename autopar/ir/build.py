@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.interpreters import partial_eval
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
@@ -51,7 +52,8 @@ _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 class Builder:
     """Collects equations while values are numbered in order of creation."""
 
-    def __init__(self, first_id: int = 0) -> None:
+    def __init__(self, first_id: int = 0, *, counting: bool = False) -> None:
+        self.counting = counting  # whether "all" and "any" become counts, which are sums
         self.origin = (-1, 0)  # of the equations that are added
         self.equations: list[Equation] = []
         self.constants: dict[Value, Any] = {}
@@ -124,14 +126,18 @@ class Builder:
                 results = self.inline(inner, inner_consts, inputs, here, where, phase)
             elif name == "rev" and all(inputs[0].shape[d] == 1 for d in eqn.params["dimensions"]):
                 results = inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
-            elif (plainer := _plainer(name, eqn.params)) is not None:
+            elif (plainer := _plainer(name, eqn.params, self._counts(inputs))) is not None:
                 traced, values = trace_emission(plainer, inputs)
                 results = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
             else:
                 avals = [var.aval for var in eqn.outvars]
-                results = self.add(eqn.primitive, eqn.params, inputs, avals, phase or _phase(here), where)
+                params, inputs = _without_unread(eqn.params, inputs) if name == "while" else (eqn.params, inputs)
+                results = self.add(eqn.primitive, params, inputs, avals, phase or _phase(here), where)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _counts(self, inputs: Sequence[Operand]) -> bool:
+        return self.counting and bool(inputs) and inputs[0].dtype == np.bool_
 
     def constant(self, const: Any, aval: Any) -> Value:
         value = self.value(aval)
@@ -146,7 +152,7 @@ class Builder:
         return [next(fenced) if isinstance(v, Value) else v for v in inputs]
 
 
-def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any]] | None:
+def _plainer(name: str, params: Mapping[str, Any], counting: bool) -> Callable[..., Sequence[Any]] | None:
     """The same equation in primitives that need not be run as a whole, where there are such."""
     if name == "cond" and not any(branch.jaxpr.eqns for branch in params["branches"]):
         branches = [jex_core.jaxpr_as_fun(branch) for branch in params["branches"]]
@@ -159,7 +165,27 @@ def _plainer(name: str, params: Mapping[str, Any]) -> Callable[..., Sequence[Any
         axes = params["axes"]  # numbers once `vmap` has taken away the names
         if all(isinstance(axis, int) for axis in axes):
             return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
+    if counting and name in ("reduce_and", "reduce_or"):
+        every = name == "reduce_and"
+
+        def count(x: Any) -> list[Any]:
+            number = jax.lax.reduce_sum((~x if every else x).astype(jnp.int32), params["axes"])
+            return [number == 0 if every else number > 0]
+
+        return count
     return None
+
+
+def _without_unread(params: Mapping[str, Any], inputs: list[Operand]) -> tuple[Mapping[str, Any], list[Operand]]:
+    """A `while` without what in its body is dead, and the constants that only this read: JAX leaves both in."""
+    body, first = params["body_jaxpr"], params["cond_nconsts"]
+    count = params["body_nconsts"]
+    carries = [True] * len(body.out_avals)
+    jaxpr, used = partial_eval.dce_jaxpr(body.jaxpr, carries, instantiate=[False] * count + carries)
+    kept = [x for x, read in zip(inputs[first : first + count], used, strict=False) if read]
+    closed = jex_core.ClosedJaxpr(jaxpr, body.consts)
+    operands = [*inputs[:first], *kept, *inputs[first + count :]]
+    return {**params, "body_jaxpr": closed, "body_nconsts": len(kept)}, operands
 
 
 def _solve_of(params: Mapping[str, Any], inputs: Sequence[Operand]) -> tuple[Any, list[Operand]]:
@@ -211,6 +237,15 @@ def _phase(name_stack: str) -> Phase:
     if match is None:
         return Phase.UPDATE
     return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
+
+
+def live_jaxpr(closed: Any) -> Any:
+    """The jaxpr of a closed one without what its results do not need, operands that a loop or branch never reads too.
+
+    Such an operand is of no cut: where it holds examples, nothing could be split.
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return jaxpr
 
 
 def live_equations(equations: Sequence[Equation], outputs: Sequence[Operand]) -> list[Equation]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
 
 from autopar.ir.graph import BatchDim, Equation, Value
 from autopar.ir.unmap import scan_counts
@@ -53,15 +54,23 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     @functools.lru_cache(maxsize=256)
     def while_body(condition: Any, body: Any, of_condition: int, of_body: int) -> tuple[Body, list[Cut]]:
-        """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on."""
+        """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on.
+
+        Whether to go on is an array where a `vmap` made one loop of each example's. Pieces may then turn differently
+        often.
+        """
         carries = len(body.out_avals)
         first = of_condition + of_body
         carry = range(first, first + carries)
         avals = [*condition.in_avals[:of_condition], *body.in_avals]
+        mapped = bool(condition.out_avals[0].shape)
         parts = [(body, [*range(of_condition, first), *carry]), (condition, [*range(of_condition), *carry])]
+        if mapped:
+            parts[0] = _where_going_on(condition, body, of_condition), list(range(first + carries))
         carried = dict(enumerate(carry))
-        made = make_body(avals, parts, rule_of, carried=carried, whole=(carries,))
-        return made, find_cuts(made)
+        made = make_body(avals, parts, rule_of, carried=carried, whole=() if mapped else (carries,))
+        cuts = find_cuts(made)
+        return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
 
     @functools.lru_cache(maxsize=256)
     def cond_body(branches: tuple[Any, ...]) -> tuple[Body, list[Cut]]:
@@ -105,7 +114,8 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
         def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
             def go_on(carry: list[Any]) -> Any:
-                return evaluate(body, [len(carries)], pieces, [*operands[:first], *carry])[0]
+                on = evaluate(body, [len(carries)], pieces, [*operands[:first], *carry])[0]
+                return jnp.any(on) if on.shape else on
 
             def one_round(carry: list[Any]) -> list[Any]:
                 return evaluate(body, carries, pieces, [*operands[:first], *carry])
@@ -182,6 +192,28 @@ class _Layout:
     stacked_in: Mapping[int, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
     stacked_out: Sequence[int] = ()
     length: int = 1
+
+
+def _where_going_on(condition: Any, body: Any, of_condition: int) -> Any:
+    """One round of a mapped loop: the carries of examples that do not go on stay, as in JAX's own lowering."""
+    of_body = len(body.in_avals) - len(body.out_avals)
+
+    def one_round(*operands: Any) -> list[Any]:
+        carry = operands[of_condition + of_body :]
+        (on,) = jex_core.jaxpr_as_fun(condition)(*operands[:of_condition], *carry)
+        new = jex_core.jaxpr_as_fun(body)(*operands[of_condition:])
+        major = tuple(range(on.ndim))
+        return [
+            jax.lax.select(jax.lax.broadcast_in_dim(on, x.shape, major), x, y) for x, y in zip(new, carry, strict=True)
+        ]
+
+    avals = [*condition.in_avals[:of_condition], *body.in_avals]
+    return jax.make_jaxpr(one_round)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
+
+
+def _communicates(body: Body, cut: Cut) -> bool:
+    """Whether the pieces need something of one another in a round."""
+    return bool(cut.sums) or any(body.rules[e].communicates(split.factor) for e, split in cut.splits.items())
 
 
 def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float) -> Rule:

@@ -83,7 +83,7 @@ def make_body(
     carried: Mapping[int, int] | None = None, agreeing: tuple[tuple[int, ...], ...] = (), whole: tuple[int, ...] = (),
 ) -> Body:  # fmt: skip
     """The body of closed jaxprs, each with the positions of its inputs; outputs follow one another. Calls inlined."""
-    builder = Builder()
+    builder = Builder(counting=True)  # so that whether all examples are done is known to every piece
     inputs = tuple(builder.value(aval) for aval in avals)
     outputs: list[Operand] = []
     for closed, positions in parts:

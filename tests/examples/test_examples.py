@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 import autopar
 from autopar import recipes
@@ -175,3 +176,28 @@ def test_equinox_modules_are_born_where_the_plan_keeps_them() -> None:
     assert model.activation is jax.nn.gelu and model.dropout.inference is False
     assert model.inner.weight.sharding.num_devices == jax.device_count()
     assert jnp.array_equal(autopar.gather(model.inner.weight), example.state[0].inner.weight)
+
+
+@pytest.mark.slow
+def test_nnx_modules_change_in_place() -> None:
+    def train_step(model: Any, optimizer: Any, metrics: Any, x: Any, y: Any) -> None:
+        def loss_fn(model: Any) -> Any:
+            logits = model(x)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, y).mean(), logits
+
+        (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+        metrics.update(loss=loss, logits=logits, labels=y)
+        optimizer.update(model, grads)
+
+    def run(step: Any) -> tuple[list[np.ndarray], Any]:
+        example = flax_nnx.build_with_modules()
+        make: Any = nnx.MultiMetric
+        metrics = make(accuracy=nnx.metrics.Accuracy(), loss=nnx.metrics.Average("loss"))
+        for batch in example.batches:
+            step(*example.state, metrics, *batch)
+        return _floats(autopar.gather(example.state)), metrics.compute()
+
+    expected, metrics = run(nnx.jit(train_step))
+    found, measured = run(autopar.parallelize(train_step, method=METHODS["zero"]))
+    assert compare.norm([a - b for a, b in zip(found, expected, strict=True)]) <= 1e-5 * compare.norm(expected)
+    assert jnp.allclose(measured["loss"], metrics["loss"], rtol=1e-5) and measured["accuracy"] == metrics["accuracy"]

@@ -81,6 +81,21 @@ def test_state_that_is_known() -> None:
     assert found(graph, state=("p",)) == {"x": 0}
 
 
+def test_parameters_that_do_not_come_out() -> None:
+    """A frozen teacher's, or those of a model that only predicts."""
+
+    def distil(state: Any, teacher: Any, x: Any, y: Any) -> Any:
+        loss = ((x @ teacher["w"] @ teacher["v"] - y) ** 2).mean()
+        return jax.tree.map(lambda w: w * loss, state), loss
+
+    teacher = {"w": f32(2, 3), "v": f32(3, 4)}
+    assert found(graph_of(distil, STATE, teacher, f32(8, 2), f32(8, 4))) == {"x": 0, "y": 0}
+    predict = graph_of(lambda teacher, x, y: distil({}, teacher, x, y)[1], teacher, f32(8, 2), f32(8, 4))
+    assert found(predict) == {"x": 0, "y": 0}
+    with pytest.raises(BatchAxisError, match=r"candidates teacher\['v'\] \[3, 4\], .* have different leading sizes"):
+        found(graph_of(distil, STATE, teacher, f32(3, 2), f32(3, 4)))
+
+
 def test_different_leading_sizes_are_ambiguous() -> None:
     graph = graph_of(step, STATE, {"x": f32(4, 8), "y": f32(8)})
     with pytest.raises(BatchAxisError) as caught:
@@ -88,7 +103,7 @@ def test_different_leading_sizes_are_ambiguous() -> None:
     assert str(caught.value) == (
         "batch_axes='auto' is ambiguous for step: the candidates batch['x'] [4, 8], batch['y'] [8] have different "
         "leading sizes; they share the size 8, though not on their first axes. Pass batch_axes, a pytree prefix of the "
-        "arguments with an int or None per leaf, e.g. batch_axes=(None, 0)."
+        "arguments with an int or None per leaf, e.g. batch_axes=(None, 0); or None, if there is no axis of examples."
     )
 
 
@@ -100,7 +115,7 @@ def test_parameters_that_look_like_examples_are_ambiguous() -> None:
     assert str(caught.value) == (
         "batch_axes='auto' is ambiguous for step: no argument comes out again as state, so that parameters and "
         "examples look alike among p [8, 2], x [8, 8]. Pass batch_axes, a pytree prefix of the arguments with an int "
-        "or None per leaf, e.g. batch_axes=(None, 0)."
+        "or None per leaf, e.g. batch_axes=(None, 0); or None, if there is no axis of examples."
     )
 
 

@@ -267,6 +267,35 @@ def stepping(p: Any, x: Any) -> Any:
     return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 4), once, (x * p, jnp.float32(1), 0))
 
 
+def each_its_own(w: Any, x: Any) -> Any:
+    """Examples that take different numbers of rounds, under `vmap`: whether to go on is an array."""
+
+    def one(x: Any) -> Any:
+        return lax.while_loop(lambda s: (s[0] ** 2).sum() > 1e-2, lambda s: (s[0] @ w, s[1] + 1), (x, 0))
+
+    return jax.vmap(one)(x)
+
+
+def unread(w: Any, x: Any, t: Any) -> Any:
+    """A loop in a loop, with examples at hand that nothing comes of (the time of an equation that knows none)."""
+
+    def step(x: Any, _: Any) -> Any:
+        jnp.cos(t)
+        return jnp.tanh(x @ w), None
+
+    return lax.while_loop(lambda s: s[1] < 3, lambda s: (lax.scan(step, s[0], None, 2)[0], s[1] + 1), (x, 0))
+
+
+def until_all(w: Any, x: Any) -> Any:
+    """As sequences are generated: until every example has met its end."""
+
+    def once(state: Any) -> Any:
+        x, done, n = state
+        return jnp.where(done[:, None], x, x @ w), done | ((x**2).sum(1) < 1e-2), n + 1
+
+    return lax.while_loop(lambda s: ~s[1].all() & (s[2] < 9), once, (x, jnp.zeros(len(x), bool), 0))
+
+
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
@@ -276,6 +305,9 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "regrouped": (regrouped, (normal(1, 4, 8), normal(2, 32))),
     "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
     "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
+    "until all": (until_all, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
+    "unread": (unread, (normal(1, 8, 8), normal(2, BATCH, 8), normal(3, BATCH))),
+    "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
 }
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "recurrent": (recurrent, (normal(1, 5, 24), normal(2, 8, 24), normal(3, 24), normal(4, TIME, BATCH, 5))),
@@ -330,6 +362,30 @@ def test_a_loop_over_examples_is_cut_by_examples() -> None:
     assert len(examples) == 1
     assert not any(s.factor == examples[0] for s in rule.sums)
     assert sum(rule.is_addend(examples[0], k) for k in range(len(rule.outputs))) == 2
+
+
+def test_a_loop_of_each_example_is_cut_by_examples() -> None:
+    """Its pieces turn differently often, so that they may need nothing of one another in the loop."""
+    ((eqn, _, (_, rounds)),) = loops("each its own")
+    assert len(set(rounds.tolist())) > 2
+    rule = rule_of(eqn)
+    (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    assert all(any(examples in dim for dim in dims) for dims in rule.outputs)
+    assert not any(s.factor == examples for s in rule.sums)
+
+
+def test_whether_all_are_done_is_counted_over_the_pieces() -> None:
+    ((eqn, _, (_, done, rounds)),) = loops("until all")
+    assert done.all() and 2 < rounds < 9
+    rule = rule_of(eqn)
+    (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    assert [s.nbytes for s in rule.sums if s.factor == examples] == [4]
+
+
+def test_operands_that_nothing_reads_are_none() -> None:
+    ((eqn, _, _),) = loops("unread")
+    assert sorted(v.shape for v in eqn.inputs) == [(), (BATCH, 8), (8, 8)]
+    assert BATCH in [rule_of(eqn).factors[f] for f in splittable(rule_of(eqn))]
 
 
 def cuts_of(name: str, which: int = 0) -> Rule:
