@@ -66,11 +66,11 @@ class StageSetting:
     resharder: Resharder
     price: StepPrice
     link_bandwidth: float  # bytes per second to the neighbouring stages, per device
-    in_flight: int  # microbatches whose activations are held at once
     rules: Mapping[int, Rule]  # by equation id
     limits: Limits
     memory_limit: float | None  # bytes per device
     options: OptionsCache  # shared by all problems on meshes of this shape
+    tied: bool = False  # alike equations choose alike (`alike.py`)
 
     def often(self, in_loop: bool) -> int:
         """How often something happens per step."""
@@ -114,6 +114,23 @@ class LaneOptions:
 OptionsCache = dict[Any, LaneOptions]
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Held:
+    """Bytes that a node holds over a half-open range of times."""
+
+    start: int
+    end: int
+    bytes: np.ndarray[Any, Any]  # [strategy], whole numbers
+    per_microbatch: bool  # as often as there are microbatches in flight
+
+    @staticmethod
+    def of(start: int, end: int, nbytes: Any, per_microbatch: bool = False) -> _Held:
+        return _Held(start, end, np.ceil(nbytes), per_microbatch)
+
+    def times(self, number: int) -> Usage:
+        return Usage(self.start, self.end, self.bytes * number)
+
+
 @dataclasses.dataclass
 class _End:
     """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
@@ -134,37 +151,56 @@ class StageProblem:
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self.costs: list[np.ndarray[Any, Any]] = []
         self.edges: list[tuple[int, int, np.ndarray[Any, Any]]] = []
+        self._edge_index: dict[tuple[int, int, int], int] = {}
+        self._nodes: dict[Any, int] = {}  # by what they have in common, if alike ones are tied
         self.node_in_loop: list[bool] = []  # what a node or an edge costs, it costs per microbatch
         self.edge_in_loop: list[bool] = []
-        self.usages: list[list[Usage]] = []
+        self.held: list[list[_Held]] = []
         self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
         self.readers: dict[Slot, list[_End]] = defaultdict(list)
         self._peaks: dict[tuple[str, bool], float] = {}
         self._layout_lists: dict[tuple[Sharding, ...], Shardings] = {}
-        self._matrices: dict[Any, np.ndarray[Any, Any]] = {}
+        self._matrices: dict[Any, np.ndarray[Any, Any] | None] = {}  # None: all free
         self._addends = self._find_addends()
+        self._alike = self._find_alike() if setting.tied else {}
         for program in self.programs:
             self._add_equations(program)
         self._add_layouts()
         self._connect()
         self._add_memory()
 
-    def problem(self) -> Problem:
-        """The problem; without a limit where even the hungriest choices would stay within it."""
-        usages = tuple(tuple(u) for u in self.usages)
+    def problem(self, in_flight: int) -> Problem:
+        """The problem where so many microbatches are held at once.
+
+        It has no limit where even the hungriest choices would stay within it.
+        """
+        usages = tuple(tuple(u.times(in_flight if u.per_microbatch else 1) for u in held) for held in self.held)
         limit = self.setting.memory_limit
-        if limit is not None and self._most_bytes() <= limit:
+        if limit is not None and self.most_bytes(in_flight) <= limit:
             limit = None
         return Problem(tuple(self.costs), tuple(self.edges), usages, limit)
 
-    def _most_bytes(self) -> float:
+    def most_bytes(self, in_flight: int) -> float:
+        """The peak if everything were held in the hungriest way; no choice has a higher one."""
+        return self._peak(in_flight, lambda node, nbytes: float(nbytes.max()))
+
+    def least_bytes(self, in_flight: int) -> float:
+        """The peak if everything were held in the leanest way; no choice has a lower one."""
+        return self._peak(in_flight, lambda node, nbytes: float(nbytes.min()))
+
+    def peak_bytes(self, choice: Sequence[int], in_flight: int) -> float:
+        """The peak of a choice."""
+        return self._peak(in_flight, lambda node, nbytes: float(nbytes[choice[node]]))
+
+    def _peak(self, in_flight: int, size: Callable[[int, np.ndarray[Any, Any]], float]) -> float:
         changes: dict[int, float] = defaultdict(float)
-        for lifetimes in self.usages:
-            for usage in lifetimes:
-                changes[usage.start] += float(usage.bytes.max())
-                changes[usage.end] -= float(usage.bytes.max())
+        for node, held in enumerate(self.held):
+            for one in held:
+                amount = size(node, one.bytes) * (in_flight if one.per_microbatch else 1)
+                changes[one.start] += amount
+                changes[one.end] -= amount
         return max(itertools.accumulate(changes[t] for t in sorted(changes)), default=0.0)
 
     def read(self, solution: Solution) -> StageSharding:
@@ -190,7 +226,7 @@ class StageProblem:
     def _node(self, costs: Any, in_loop: bool) -> int:
         self.costs.append(np.asarray(costs, np.float64) * self.setting.often(in_loop))
         self.node_in_loop.append(in_loop)
-        self.usages.append([])
+        self.held.append([])
         return len(self.costs) - 1
 
     def _slot(self, program: Program, value: Value) -> Slot:
@@ -427,14 +463,14 @@ class StageProblem:
     def _edge(self, value: Value, source: _End, target: _End) -> None:
         if source.node == target.node:
             return
-        key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings))
-        matrix = self._matrices.get(key)
-        if matrix is None:
+        key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings), target.in_loop)
+        if key not in self._matrices:
             itemsize = value.nbytes // max(1, math.prod(value.shape))
             matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings.each, target.shardings.each)
-            self._matrices[key] = matrix
-        if matrix.any():
-            self.edges.append((source.node, target.node, matrix * self.setting.often(target.in_loop)))
+            self._matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
+        found = self._matrices[key]
+        if found is not None:
+            self.edges.append((source.node, target.node, found))
             self.edge_in_loop.append(target.in_loop)
 
     # Memory.
@@ -465,17 +501,15 @@ class StageProblem:
             maker = made_in.get(slot)
             if value in stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
-                self.usages[end.node].append(Usage(start, always[1], size))
+                self.held[end.node].append(_Held.of(start, always[1], size))
                 continue
             users = read_in[slot]
             if maker is None and users:  # arrives from elsewhere
                 first, last = times[users[0].index][0], times[users[-1].index][1]
-                copies = setting.in_flight if users[0].in_loop else 1
-                self.usages[end.node].append(Usage(first, last, size * copies))
+                self.held[end.node].append(_Held.of(first, last, size, users[0].in_loop))
             elif maker is not None and users:  # crosses programs
                 first, last = times[maker.index][0], times[users[-1].index][1]
-                copies = setting.in_flight if maker.in_loop else 1
-                self.usages[end.node].append(Usage(first, last, size * copies))
+                self.held[end.node].append(_Held.of(first, last, size, maker.in_loop))
         for program in self.programs:
             start, stop = times[program.index]
             for value, (born, dies) in _lifetimes(program, setting.rules).items():
@@ -484,7 +518,7 @@ class StageProblem:
                 if live and slot not in read_in and slot in made_in:
                     end = self._source(slot)
                     size = value.nbytes * end.shardings.share
-                    self.usages[end.node].append(Usage(live[0], live[-1] + 1, size))
+                    self.held[end.node].append(_Held.of(live[0], live[-1] + 1, size))
 
 
 def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind, num_devices: int) -> float:
