@@ -311,7 +311,7 @@ class Planner:
         priced = self._priced.get(key)
         if priced is None:
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
-            priced = PricedStage(self._stage_problem(layered, placed, stage, mesh), most, _SEARCH_SECONDS)
+            priced = PricedStage(self.stage_problem(layered, placed, stage, mesh, tied=True), most, _SEARCH_SECONDS)
             self._priced[key] = priced
         try:
             solution = priced.solution(in_flight)
@@ -357,8 +357,8 @@ class Planner:
             self._signatures[key] = _digest(placed, stage, self.pinned)
         return self._signatures[key]
 
-    def _stage_problem(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh
+    def stage_problem(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False
     ) -> StageProblem:
         """The sharding problem of one stage on a mesh."""
         kind = self.prices.kind(mesh)
@@ -367,7 +367,7 @@ class Planner:
         limits = dataclasses.replace(limits, pinned={v: s for v, (at, s) in self.pinned.items() if at == stage})
         setting = StageSetting(
             placed, stage, mesh, kind, resharder, price, self.prices.link_bandwidth(mesh), layered.rules,
-            limits, self.prices.memory(mesh), self._options.setdefault((mesh.shape, mesh.axes), {}),
+            limits, self.prices.memory(mesh), self._options.setdefault((mesh.shape, mesh.axes), {}), tied,
         )  # fmt: skip
         return StageProblem(setting)
 
@@ -381,7 +381,7 @@ class Planner:
         shardings, objective, bound = [], 0.0, 0.0
         for stage, mesh in enumerate(meshes):
             try:
-                problem = self._stage_problem(layered, placed, stage, mesh)
+                problem = self.stage_problem(layered, placed, stage, mesh)
                 solution = solve(problem.problem(rows.in_flight(stage)), seconds=_FINAL_SECONDS)
             except Infeasible as error:
                 self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")

@@ -57,7 +57,9 @@ class PricedStage:
     def _least_cost(self, in_flight: int) -> float:
         """What no choice that fits is likely to beat: the costs with fewer in flight."""
         if self._cheapest is None:
-            self._cheapest = solve(dataclasses.replace(self.problem.problem(in_flight), limit=None), seconds=self.seconds)
+            self._cheapest = solve(
+                dataclasses.replace(self.problem.problem(in_flight), limit=None), seconds=self.seconds
+            )
         return max([self._cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
 
     def _fitting(self, in_flight: int) -> Solution | None:

@@ -8,6 +8,7 @@ addends to be summed, and `emit` computes the same primitive on the local pieces
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -118,6 +119,12 @@ class Rule:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()
     kernels: tuple[Kernel, ...] = ()
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for rules that can be split alike at the same costs."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "emit")
+        return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
     def points(self, split: Mapping[int, int] | None = None) -> int:
         """Size of the iteration space, with some factors cut in so many pieces."""
