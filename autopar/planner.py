@@ -29,6 +29,7 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.limits import method_limits
+from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible
 from autopar.passes.intra_op.shard import OptionsCache, StageProblem, StageSetting, least_seconds
 from autopar.passes.intra_op.solve import solve
@@ -101,7 +102,7 @@ class Planner:
         self._one_stage_fits = False  # with one microbatch
         self._least: dict[Any, float] = {}
         self._options: dict[Any, OptionsCache] = {}
-        self._costs: dict[Any, tuple[StageCost | None, bool]] = {}
+        self._priced: dict[Any, PricedStage] = {}
         self._placed: dict[Any, PlacedStep] = {}
         self._signatures: dict[Any, str] = {}
 
@@ -300,17 +301,25 @@ class Planner:
         stage = 1 if start > 0 else 0
         if self._least_seconds(layered, placed, stage, mesh) * m >= self._best_time:
             return None  # the slowest stage alone would take longer than the best plan
-        place = (self._signature(placed, stage), mesh.shape, self.prices.surroundings(mesh))
-        # Where memory binds for no number of microbatches in flight, the cost is the same for all of them.
-        most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
-        for asked in (most, in_flight):
-            key = (*place, asked)
-            if key not in self._costs:
-                self._costs[key] = self._solve_cost(layered, placed, stage, mesh, asked, span, asked == in_flight)
-            cost, binds = self._costs[key]
-            if not binds:
-                break
-        return cost
+        where = f"a stage of layers {start} to {stop - 1} of {layered.num_layers} on {mesh.size} devices"
+        state = self._state_bytes(placed, stage) / mesh.size
+        memory = self.prices.memory(mesh)
+        if state > memory:
+            self._note_infeasible(Infeasible(state, memory, proved=True), where)
+            return None
+        key = (self._signature(placed, stage), mesh.shape, self.prices.surroundings(mesh))
+        priced = self._priced.get(key)
+        if priced is None:
+            most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
+            priced = PricedStage(self.stage_problem(layered, placed, stage, mesh, tied=True), most, _SEARCH_SECONDS)
+            self._priced[key] = priced
+        try:
+            solution = priced.solution(in_flight)
+        except Infeasible as error:
+            self._note_infeasible(error, where)
+            return None
+        loop = priced.problem.loop_seconds(solution)
+        return StageCost(loop / m, max(0.0, solution.cost - loop), solution.peak)
 
     def _least_seconds(self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh) -> float:
         """Seconds per microbatch of a stage that no sharding can beat."""
@@ -324,25 +333,11 @@ class Planner:
             )
         return self._least[key]
 
-    def _solve_cost(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, span: tuple[int, int],
-        wanted: bool,
-    ) -> tuple[StageCost | None, bool]:  # fmt: skip
-        """The cost, None if it does not fit, and whether the memory limit could bind; if so, only if `wanted`."""
-        stage_problem = self._stage_problem(layered, placed, stage, mesh, in_flight)
-        problem = stage_problem.problem()
-        binds = problem.limit is not None
-        if binds and not wanted:
-            return None, True
-        try:
-            solution = solve(problem, seconds=_SEARCH_SECONDS)
-        except Infeasible as error:
-            where = f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
-            self._note_infeasible(error, where)
-            return None, True
-        loop = stage_problem.loop_seconds(solution)
-        once = max(0.0, solution.cost - loop)
-        return StageCost(loop / placed.step.num_microbatches, once, solution.peak), binds
+    @functools.cache  # noqa: B019 - a planner lives as long as one call
+    def _state_bytes(self, placed: PlacedStep, stage: int) -> int:
+        """Bytes of the state that a stage must hold on its devices together."""
+        graph = placed.step.graph
+        return sum(graph.inputs[i].nbytes for i in graph.carried.values() if placed.home[graph.inputs[i]] == stage)
 
     def _note_infeasible(self, error: Infeasible, where: str) -> None:
         if self.nearest is None or error.smallest_peak < self.nearest.smallest_peak:
@@ -362,8 +357,8 @@ class Planner:
             self._signatures[key] = _digest(placed, stage, self.pinned)
         return self._signatures[key]
 
-    def _stage_problem(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
+    def stage_problem(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False
     ) -> StageProblem:
         """The sharding problem of one stage on a mesh."""
         kind = self.prices.kind(mesh)
@@ -371,8 +366,8 @@ class Planner:
         limits = method_limits(self.method, layered.step, layered.rules, mesh)
         limits = dataclasses.replace(limits, pinned={v: s for v, (at, s) in self.pinned.items() if at == stage})
         setting = StageSetting(
-            placed, stage, mesh, kind, resharder, price, self.prices.link_bandwidth(mesh), in_flight, layered.rules,
-            limits, float(kind.memory - kind.memory_reserve), self._options.setdefault((mesh.shape, mesh.axes), {}),
+            placed, stage, mesh, kind, resharder, price, self.prices.link_bandwidth(mesh), layered.rules,
+            limits, self.prices.memory(mesh), self._options.setdefault((mesh.shape, mesh.axes), {}), tied,
         )  # fmt: skip
         return StageProblem(setting)
 
@@ -386,8 +381,8 @@ class Planner:
         shardings, objective, bound = [], 0.0, 0.0
         for stage, mesh in enumerate(meshes):
             try:
-                problem = self._stage_problem(layered, placed, stage, mesh, rows.in_flight(stage))
-                solution = solve(problem.problem(), seconds=_FINAL_SECONDS)
+                problem = self.stage_problem(layered, placed, stage, mesh)
+                solution = solve(problem.problem(rows.in_flight(stage)), seconds=_FINAL_SECONDS)
             except Infeasible as error:
                 self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return None

@@ -51,6 +51,11 @@ class Prices:
         kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
         return min(kinds.values(), key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
 
+    def memory(self, mesh: Mesh) -> float:
+        """Bytes per device that a plan may use."""
+        kind = self.kind(mesh)
+        return float(kind.memory - kind.memory_reserve)
+
     def link_bandwidth(self, mesh: Mesh) -> float:
         """To the neighbouring stages: the network's where the mesh ends at a host's border."""
         slowest = self.cluster.hosts[self.cluster.host_of(mesh.devices[0])].link.bandwidth

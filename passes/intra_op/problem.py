@@ -114,7 +114,7 @@ class Problem:
 
 
 def _is_cost(values: Array) -> bool:
-    return not np.any(np.isnan(values)) and not np.any(np.isneginf(values))
+    return values.size == 0 or bool(values.min() > -math.inf)  # the least is NaN where one of them is
 
 
 @dataclasses.dataclass(frozen=True)

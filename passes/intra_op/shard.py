@@ -13,8 +13,8 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,6 +26,7 @@ from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
+from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.problem import Problem, Solution, Usage
 from autopar.passes.intra_op.strategies import (
     can_sum,
@@ -68,11 +69,11 @@ class StageSetting:
     resharder: Resharder
     price: StepPrice
     link_bandwidth: float  # bytes per second to the neighbouring stages, per device
-    in_flight: int  # microbatches whose activations are held at once
     rules: Mapping[int, Rule]  # by equation id
     limits: Limits
     memory_limit: float | None  # bytes per device
     options: OptionsCache  # shared by all problems on meshes of this shape
+    tied: bool = False  # alike equations choose alike (`alike.py`)
 
     def often(self, in_loop: bool) -> int:
         """How often something happens per step."""
@@ -116,6 +117,17 @@ class LaneOptions:
 OptionsCache = dict[Any, LaneOptions]
 
 
+class _Held(NamedTuple):
+    """When a node holds bytes: a half-open range of times."""
+
+    start: int
+    end: int
+    per_microbatch: bool  # as often as there are microbatches in flight
+
+    def times(self, in_flight: int) -> int:
+        return in_flight if self.per_microbatch else 1
+
+
 @dataclasses.dataclass
 class _End:
     """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
@@ -135,41 +147,68 @@ class StageProblem:
         placed = setting.placed
         self.programs = [p for p in placed.programs if p.stage == setting.stage]
         self.step = placed.step
+        self.stored = set(self.step.graph.inputs) | set(self.step.constants)
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self.costs: list[np.ndarray[Any, Any]] = []
         self.edges: list[tuple[int, int, np.ndarray[Any, Any]]] = []
+        self._edges: dict[tuple[int, int, int], int] = {}  # the index of each in `edges`
+        self._edge_counts: list[int] = []
+        self._equations: dict[Any, tuple[int, LaneOptions, Any]] = {}  # tied ones: node, options, seconds of each
+        self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
         self.node_in_loop: list[bool] = []  # what a node or an edge costs, it costs per microbatch
         self.edge_in_loop: list[bool] = []
-        self.usages: list[list[Usage]] = []
+        self.held: list[dict[_Held, np.ndarray[Any, Any]]] = []  # [strategy], whole bytes
         self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
         self.readers: dict[Slot, list[_End]] = defaultdict(list)
         self._peaks: dict[tuple[str, bool], float] = {}
         self._layout_lists: dict[tuple[Sharding, ...], Shardings] = {}
-        self._matrices: dict[Any, np.ndarray[Any, Any]] = {}
+        self._matrices: dict[Any, np.ndarray[Any, Any] | None] = {}  # None: all free
         self._addends = self._find_addends()
+        self._alike = self._find_alike() if setting.tied else {}
         for program in self.programs:
             self._add_equations(program)
         self._add_layouts()
         self._add_memory()
         self._short_of_memory = self._may_be_short()
         self._connect()
+        self.edges = [(u, v, matrix * n if n > 1 else matrix)
+                      for (u, v, matrix), n in zip(self.edges, self._edge_counts, strict=True)]  # fmt: skip
 
-    def problem(self) -> Problem:
-        """The problem; without a limit where even the hungriest choices would stay within it."""
-        usages = tuple(tuple(u) for u in self.usages)
+    def problem(self, in_flight: int) -> Problem:
+        """The problem where so many microbatches are held at once.
+
+        It has no limit where even the hungriest choices would stay within it.
+        """
+        usages = tuple(
+            tuple(Usage(when.start, when.end, nbytes * when.times(in_flight)) for when, nbytes in held.items())
+            for held in self.held
+        )
         limit = self.setting.memory_limit
-        if limit is not None and self._most_bytes() <= limit:
+        if limit is not None and self.most_bytes(in_flight) <= limit:
             limit = None
         return Problem(tuple(self.costs), tuple(self.edges), usages, limit)
 
-    def _most_bytes(self) -> float:
+    def most_bytes(self, in_flight: int) -> float:
+        """The peak if everything were held in the hungriest way; no choice has a higher one."""
+        return self._peak(in_flight, lambda node, nbytes: float(nbytes.max()))
+
+    def least_bytes(self, in_flight: int) -> float:
+        """The peak if everything were held in the leanest way; no choice has a lower one."""
+        return self._peak(in_flight, lambda node, nbytes: float(nbytes.min()))
+
+    def peak_bytes(self, choice: Sequence[int], in_flight: int) -> float:
+        """The peak of a choice."""
+        return self._peak(in_flight, lambda node, nbytes: float(nbytes[choice[node]]))
+
+    def _peak(self, in_flight: int, size: Callable[[int, np.ndarray[Any, Any]], float]) -> float:
         changes: dict[int, float] = defaultdict(float)
-        for lifetimes in self.usages:
-            for usage in lifetimes:
-                changes[usage.start] += float(usage.bytes.max())
-                changes[usage.end] -= float(usage.bytes.max())
+        for node, held in enumerate(self.held):
+            for when, nbytes in held.items():
+                amount = size(node, nbytes) * when.times(in_flight)
+                changes[when.start] += amount
+                changes[when.end] -= amount
         return max(itertools.accumulate(changes[t] for t in sorted(changes)), default=0.0)
 
     def _may_be_short(self) -> bool:
@@ -180,7 +219,8 @@ class StageProblem:
             self.makers.items(), ((slot, end) for slot, ends in self.readers.items() for end in ends)
         )
         stacks = {slot[1] for slot, end in ends if end.stacked is not None and end.stacked.any()}
-        return self._most_bytes() + sum(v.nbytes for v in stacks) > self.setting.memory_limit
+        most = self.most_bytes(self.step.num_microbatches)
+        return most + sum(v.nbytes for v in stacks) > self.setting.memory_limit
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
@@ -205,11 +245,25 @@ class StageProblem:
     def _node(self, costs: Any, in_loop: bool) -> int:
         self.costs.append(np.asarray(costs, np.float64) * self.setting.often(in_loop))
         self.node_in_loop.append(in_loop)
-        self.usages.append([])
+        self.held.append({})
         return len(self.costs) - 1
 
     def _slot(self, program: Program, value: Value) -> Slot:
         return (program.index if value in self.copied else None, value)
+
+    def _find_alike(self) -> Mapping[tuple[int, int], int]:
+        step, setting = self.step, self.setting
+        inputs, outputs = set(step.graph.inputs), {v for v in step.outputs if isinstance(v, Value)}
+
+        def look(program: Program, eqn: Equation) -> Hashable:
+            arrays = tuple((v.shape, v.dtype, v in self._addends) for v in (*eqn.inputs, *eqn.outputs))
+            return (program.index, setting.rules[eqn.id].key, arrays)
+
+        def kind(v: Value) -> Hashable:
+            at_home = setting.placed.home[v] == setting.stage if v in inputs else v in step.constants
+            return (v.shape, v.dtype, v in inputs, at_home, v in outputs, setting.limits.pinned.get(v))
+
+        return alike_equations(self.programs, look, kind, self.copied)
 
     def _find_addends(self) -> set[Value]:
         """Values that can be partial sums: a sum over a split factor, or linear in such a value."""
@@ -251,38 +305,32 @@ class StageProblem:
             for index, lane_rule in enumerate(lane_rules(rule)):
                 positions = lane_operands(eqn, rule, index)
                 addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in self._addends)
-                options = self._options(lane_rule, addends)
-                kept = [i for i, lane in enumerate(options.lanes)
-                        if setting.limits.allow_lane(program, eqn, rule, lane)]  # fmt: skip
-                if len(kept) < len(options.lanes):
-                    options = options.only(kept or [0])  # replicated is always possible
                 outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
-                moved = np.zeros(len(options.lanes))
+                fresh = []
                 for place, position in enumerate(positions):
                     v = eqn.inputs[position]
                     if isinstance(v, Value) and v in materialised and v not in read:
                         read.add(v)
-                        moved += v.nbytes * options.operands[place].share
-                for place, v in enumerate(outputs):
-                    if v in materialised:
-                        moved += v.nbytes * options.results[place].share
-                work = rule.flops * rule.points() * options.share
-                if rule.kernels:
-                    seconds = self._body_seconds(rule, options.lanes)
+                        fresh.append((place, v.nbytes))
+                kept = tuple(place for place, v in enumerate(outputs) if v in materialised)
+                key = (self._alike.get((program.index, eqn.id)), index, addends, tuple(fresh), kept)
+                if key in self._equations:
+                    node, options, seconds = self._equations[key]
+                    self.costs[node] = self.costs[node] + seconds
                 else:
-                    seconds = self._seconds(rule.unit == "matmul", work, moved, str(outputs[0].dtype))
-                if lane_rule.reduced:
-                    for i, lane in enumerate(options.lanes):
-                        for axes in combined_axes(lane_rule, lane, setting.mesh).values():
-                            payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
-                            seconds[i] += setting.price("all_reduce", axes, int(payload))
-                if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
-                    for i, lane in enumerate(options.lanes):
-                        inner = [*inner_collectives(lane_rule, lane, setting.mesh)]
-                        inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, setting.mesh)]
-                        for c, times in inner:
-                            seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
-                node = self._node(seconds, program.in_loop)
+                    options = self._options(lane_rule, addends)
+                    allowed = [i for i, lane in enumerate(options.lanes)
+                               if setting.limits.allow_lane(program, eqn, rule, lane)]  # fmt: skip
+                    if len(allowed) < len(options.lanes):
+                        options = options.only(allowed or [0])  # replicated is always possible
+                    moved = np.zeros(len(options.lanes))
+                    for place, nbytes in fresh:
+                        moved += nbytes * options.operands[place].share
+                    for place in kept:
+                        moved += outputs[place].nbytes * options.results[place].share
+                    node = self._node(self._equation_seconds(rule, lane_rule, options, moved, outputs), program.in_loop)
+                    if key[0] is not None:
+                        self._equations[key] = (node, options, self.costs[node])
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 by_round = _by_round(lane_rule, options)
                 for place, position in enumerate(positions):
@@ -295,6 +343,29 @@ class StageProblem:
                     shardings = options.results[place]
                     end = _End(node, shardings, program.in_loop, _is_finer(shardings, by_round))
                     self.makers[self._slot(program, v)] = end
+
+    def _equation_seconds(
+        self, rule: Rule, lane_rule: Rule, options: LaneOptions, moved: Any, outputs: Sequence[Value]
+    ) -> Any:
+        """Local compute and the collectives that belong to it, of every strategy."""
+        setting = self.setting
+        work = rule.flops * rule.points() * options.share
+        if rule.kernels:
+            seconds = self._body_seconds(rule, options.lanes)
+        else:
+            seconds = self._seconds(rule.unit == "matmul", work, moved, str(outputs[0].dtype))
+        if lane_rule.reduced:
+            for i, lane in enumerate(options.lanes):
+                for axes in combined_axes(lane_rule, lane, setting.mesh).values():
+                    payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
+                    seconds[i] += setting.price("all_reduce", axes, int(payload))
+        if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
+            for i, lane in enumerate(options.lanes):
+                inner = [*inner_collectives(lane_rule, lane, setting.mesh)]
+                inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, setting.mesh)]
+                for c, times in inner:
+                    seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
+        return seconds
 
     def _body_seconds(self, rule: Rule, lanes: Sequence[Lane]) -> Any:
         """Every kernel of a body, in all rounds."""
@@ -347,39 +418,50 @@ class StageProblem:
             source = maker or sums.get(slot)
             if value in kept and (None, kept[value]) in self.makers:
                 continue  # stored as its loop value is
-            may_be_partial = source is not None and (value not in outputs or slot in sums)
-            found: dict[Sharding, None] = dict.fromkeys(source.shardings.each if source else ())
-            for reader in readers:
-                found.update(dict.fromkeys(reader.shardings.each))
-            if value in inputs or value in step.constants:
-                found.update(dict.fromkeys(_simple_shardings(value, setting.mesh)))
-            candidates = [
-                s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)
-            ]
-            replicated = Sharding.replicated(len(value.shape))
-            if replicated not in candidates:
-                candidates.append(replicated)
-            if len(candidates) > _MAX_LAYOUTS:
-                candidates = sorted(candidates, key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
-                candidates = candidates[:_MAX_LAYOUTS]
-            if value in setting.limits.pinned:
-                candidates = [setting.limits.pinned[value]]
-            elif value.is_key:
-                candidates = [replicated]
-            else:
-                candidates = [s for s in candidates if setting.limits.allow_layout(value, s)] or [replicated]
-            choices = self._layout_lists.setdefault(tuple(candidates), Shardings.of(candidates, setting.mesh))
-            cost = np.zeros(len(candidates))
+            ends = tuple((end.node, id(end.shardings)) for end in ((source, *readers) if source else readers))
             here = value in step.constants or value in step.feeds or value is step.microbatch
             if value in inputs:
                 here = setting.placed.home[value] == setting.stage
+            lies = (source is None, here, value in inputs, value in outputs, slot in sums, value in renewed)
+            key = (ends, lies, value.shape, value.dtype, value in step.batched, setting.limits.pinned.get(value))
+            tied = self._layouts.get(key) if setting.tied else None
+            if tied is None:
+                partial = source is not None and (value not in outputs or slot in sums)
+                choices = self._layout_choices(value, source, readers, partial)
+                tied = self._layouts[key] = (self._node(np.zeros(len(choices.each)), value in step.batched), choices)
+            node, choices = self.layouts[slot] = tied
             if source is None and not here:
-                cost += self._transfer_seconds(value, choices)
-            self.layouts[slot] = (self._node(cost, value in step.batched), choices)
+                transfer = value.nbytes * choices.share / setting.link_bandwidth
+                self.costs[node] = self.costs[node] + transfer * setting.often(value in step.batched)
         self._sums = sums
 
-    def _transfer_seconds(self, value: Value, choices: Shardings) -> Any:
-        return value.nbytes * choices.share / self.setting.link_bandwidth
+    def _layout_choices(
+        self, value: Value, source: _End | None, readers: Sequence[_End], may_be_partial: bool
+    ) -> Shardings:
+        """The shardings in which a value may be kept."""
+        setting = self.setting
+        found: dict[Sharding, None] = dict.fromkeys(source.shardings.each if source else ())
+        for reader in readers:
+            found.update(dict.fromkeys(reader.shardings.each))
+        if value in self.stored:
+            found.update(dict.fromkeys(_simple_shardings(value, setting.mesh)))
+        candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)]
+        replicated = Sharding.replicated(len(value.shape))
+        if replicated not in candidates:
+            candidates.append(replicated)
+        if len(candidates) > _MAX_LAYOUTS:
+            candidates = sorted(candidates, key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
+            candidates = candidates[:_MAX_LAYOUTS]
+        if value in setting.limits.pinned:
+            candidates = [setting.limits.pinned[value]]
+        elif value.is_key:
+            candidates = [replicated]
+        else:
+            candidates = [s for s in candidates if setting.limits.allow_layout(value, s)] or [replicated]
+        key = tuple(candidates)
+        if key not in self._layout_lists:
+            self._layout_lists[key] = Shardings.of(candidates, setting.mesh)
+        return self._layout_lists[key]
 
     # Edges.
 
@@ -444,18 +526,26 @@ class StageProblem:
         return list(found)
 
     def _edge(self, value: Value, source: _End, target: _End) -> None:
-        if source.node == target.node:
-            return
-        key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings))
-        matrix = self._matrices.get(key)
-        if matrix is None:
+        stacked = tuple(None if end.stacked is None else end.stacked.tobytes() for end in (source, target))
+        key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings), target.in_loop, stacked)
+        if key not in self._matrices:
             itemsize = value.nbytes // max(1, math.prod(value.shape))
             matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings.each, target.shardings.each)
-            self._matrices[key] = matrix
-        matrix = self._without_copies(value, matrix, source, target)
-        if matrix.any():
-            self.edges.append((source.node, target.node, matrix * self.setting.often(target.in_loop)))
+            matrix = self._without_copies(value, matrix, source, target)
+            self._matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
+        found = self._matrices[key]
+        if found is None:
+            return
+        if source.node == target.node:  # tied: whatever it chooses, both choose
+            self.costs[source.node] = self.costs[source.node] + found.diagonal()
+            return
+        place = (source.node, target.node, id(found))
+        if place not in self._edges:
+            self._edges[place] = len(self.edges)
+            self._edge_counts.append(0)
+            self.edges.append((source.node, target.node, found))
             self.edge_in_loop.append(target.in_loop)
+        self._edge_counts[self._edges[place]] += 1
 
     def _without_copies(self, value: Value, matrix: Any, source: _End, target: _End) -> Any:
         """The seconds of an edge, where it makes no large copy of a stack as a whole that rounds could do without.
@@ -474,8 +564,11 @@ class StageProblem:
 
     # Memory.
 
+    def _hold(self, node: int, when: _Held, nbytes: Any) -> None:
+        self.held[node][when] = self.held[node].get(when, 0.0) + np.ceil(nbytes)
+
     def _add_memory(self) -> None:
-        setting, step = self.setting, self.step
+        setting = self.setting
         times: dict[int, tuple[int, int]] = {}  # program -> its range of times
         positions: list[int] = []  # time -> position in its program
         for program in self.programs:
@@ -492,25 +585,22 @@ class StageProblem:
         for program in self.programs:
             for v in program.inputs:
                 read_in[self._slot(program, v)].append(program)
-        stored = set(step.graph.inputs) | set(step.constants)
         for slot in dict.fromkeys([*self.layouts, *self.makers]):
             value = slot[1]
             end = self._source(slot)
             size = value.nbytes * end.shardings.share
             maker = made_in.get(slot)
-            if value in stored or slot in self._sums:
+            if value in self.stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
-                self.usages[end.node].append(Usage(start, always[1], size))
+                self._hold(end.node, _Held(start, always[1], False), size)
                 continue
             users = read_in.get(slot, [])
             if maker is None and users:  # arrives from elsewhere
                 first, last = times[users[0].index][0], times[users[-1].index][1]
-                copies = setting.in_flight if users[0].in_loop else 1
-                self.usages[end.node].append(Usage(first, last, size * copies))
+                self._hold(end.node, _Held(first, last, users[0].in_loop), size)
             elif maker is not None and users:  # crosses programs
                 first, last = times[maker.index][0], times[users[-1].index][1]
-                copies = setting.in_flight if maker.in_loop else 1
-                self.usages[end.node].append(Usage(first, last, size * copies))
+                self._hold(end.node, _Held(first, last, maker.in_loop), size)
         for program in self.programs:
             start, stop = times[program.index]
             for t in range(start, stop):
@@ -519,14 +609,14 @@ class StageProblem:
                 if rule.moments:
                     node, options = self.lanes[program.index, eqn.id, 0]
                     held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
-                    self.usages[node].append(Usage(t, t + 1, held))
+                    self._hold(node, _Held(t, t + 1, False), held)
             for value, (born, dies) in _lifetimes(program, setting.rules).items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in:
                     end = self._source(slot)
                     size = value.nbytes * end.shardings.share
-                    self.usages[end.node].append(Usage(live[0], live[-1] + 1, size))
+                    self._hold(end.node, _Held(live[0], live[-1] + 1, False), size)
 
 
 def _by_round(rule: Rule, options: LaneOptions) -> list[int | None]:

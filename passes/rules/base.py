@@ -8,6 +8,7 @@ addends to be summed, and `emit` computes the same primitive on the local pieces
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
@@ -153,6 +154,12 @@ class Rule:
     kernels: tuple[Kernel, ...] = ()
     gatherings: tuple[Gathering, ...] = ()
     moments: tuple[Moment, ...] = ()  # when most of what one round makes for itself is live
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for rules that can be split alike at the same costs."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "emit")
+        return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
     def points(self, split: Mapping[int, int] | None = None) -> int:
         """Size of the iteration space, with some factors cut in so many pieces."""

@@ -1,0 +1,84 @@
+"""What a stage costs with different numbers of microbatches in flight, for as few solutions as possible.
+
+More microbatches in flight need more memory and nothing else: a choice that fits with many fits with few, and costs
+rise with their number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.passes.intra_op.problem import Infeasible, Problem, Solution
+from autopar.passes.intra_op.shard import StageProblem
+from autopar.passes.intra_op.solve import solve
+
+_ALIKE = 0.01  # relative: a solution that costs no more than this over a bound need not be improved
+
+
+class PricedStage:
+    """Solutions of one stage's problem."""
+
+    def __init__(self, problem: StageProblem, most_in_flight: int, seconds: float) -> None:
+        """`seconds` sets the solver's work limit for each solution."""
+        self.problem = problem
+        self.most_in_flight = most_in_flight
+        self.seconds = seconds
+        self._cheapest: Solution | None = None  # whatever memory it takes
+        self._found: dict[int, Solution] = {}  # by microbatches in flight
+        self._refused: dict[int, Infeasible] = {}
+
+    def solution(self, in_flight: int) -> Solution:
+        """A choice that fits, within 1 % of the best that the solver finds.
+
+        Raises Infeasible if nothing fits.
+        """
+        for number, error in self._refused.items():
+            if number <= in_flight:
+                raise error
+        limit = self.problem.setting.memory_limit
+        if limit is not None and (least := self.problem.least_bytes(in_flight)) > limit:
+            raise Infeasible(least, limit, proved=True)
+        bound = self._least_cost(in_flight)
+        known = self._fitting(in_flight)
+        if known is not None and known.cost <= bound * (1 + _ALIKE):
+            return known
+        # One solution serves several numbers where the memory allows.
+        for number in dict.fromkeys((min(1 << (in_flight - 1).bit_length(), self.most_in_flight), in_flight)):
+            try:
+                known = self._solve(number)
+            except Infeasible:
+                if number == in_flight:
+                    raise
+                continue
+            if known.cost <= bound * (1 + _ALIKE):
+                break
+        return self._fitting(in_flight) or self._solve(in_flight)
+
+    def _least_cost(self, in_flight: int) -> float:
+        """What no choice that fits is likely to beat: the costs with fewer in flight."""
+        if self._cheapest is None:
+            self._cheapest = solve(
+                dataclasses.replace(self.problem.problem(in_flight), limit=None), seconds=self.seconds
+            )
+        return max([self._cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
+
+    def _fitting(self, in_flight: int) -> Solution | None:
+        """The cheapest known choice that fits."""
+        limit = self.problem.setting.memory_limit
+        known = [s for s in (self._cheapest, *self._found.values()) if s is not None]
+        for solution in sorted(known, key=lambda s: s.cost):
+            peak = self.problem.peak_bytes(solution.choice, in_flight)
+            if limit is None or peak <= limit:
+                return dataclasses.replace(solution, peak=peak)
+        return None
+
+    def _solve(self, in_flight: int) -> Solution:
+        if in_flight in self._found:
+            return self._found[in_flight]
+        problem: Problem = self.problem.problem(in_flight)
+        try:
+            self._found[in_flight] = solve(problem, seconds=self.seconds)
+        except Infeasible as error:
+            self._refused[in_flight] = error
+            raise
+        return self._found[in_flight]

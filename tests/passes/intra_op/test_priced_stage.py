@@ -1,0 +1,137 @@
+"""Stage problems in which alike equations are tied, and their costs for every number of microbatches in flight."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autopar.ir.mesh import Mesh
+from autopar.passes.intra_op.priced_stage import PricedStage
+from autopar.passes.intra_op.problem import Infeasible, Solution, evaluate
+from autopar.passes.intra_op.shard import StageProblem
+from autopar.passes.intra_op.solve import solve
+from autopar.planner import Planner
+from benchmarks.models import gpt
+from tests import models
+from tests.planned import analyse, cluster_of
+
+CONFIG = gpt.GPTConfig(vocab_size=64, sequence_length=16, num_layers=4, width=32, num_heads=4, dropout=0.0)
+
+
+def planner_of_gpt(config: gpt.GPTConfig, memory: int = 2**34) -> Planner:
+    optimizer = optax.adam(1e-3)
+    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
+    analysis = analyse(gpt.make_train_step(config, optimizer), state, gpt.abstract_batch(config, 16))
+    return Planner(analysis, cluster_of(1, 4, memory=memory, link=1e9, launch=1e-7))
+
+
+def planner_of_mlp(layers: int) -> Planner:
+    """Square matrices in a row, whose products are worth splitting by columns and by rows in turn."""
+    params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)} for _ in range(layers)]}
+    examples = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    state = jax.eval_shape(lambda: models.sgd_state(params))
+    analysis = analyse(models.sgd(models.mlp_loss), state, {"x": examples, "y": examples})
+    return Planner(analysis, cluster_of(1, 4, link=1e9, latency=1e-6))
+
+
+def stage_problems(planner: Planner, m: int, shape: tuple[int, ...] = (4,)) -> tuple[StageProblem, StageProblem]:
+    """All layers as one stage: tied, and not."""
+    layered = planner.layered(m, False)
+    placed = layered.placed([])
+    mesh = Mesh(tuple(range(4)), shape, ("x", "y")[: len(shape)])
+    tied, free = (planner.stage_problem(layered, placed, 0, mesh, tied=tied) for tied in (True, False))
+    return tied, free
+
+
+def untied(tied: StageProblem, free: StageProblem, choice: tuple[int, ...]) -> list[int]:
+    """A tied problem's choice in the problem that has a node for each equation."""
+    found: dict[int, int] = {}
+    taken = set()
+    for key, (node, options) in free.lanes.items():
+        other, alike = tied.lanes[key]
+        assert options.lanes == alike.lanes
+        found[node] = choice[other]
+        taken.add(other)
+    for slot, (node, shardings) in free.layouts.items():
+        other, same = tied.layouts[slot]
+        assert shardings.each == same.each
+        found[node] = choice[other]
+        taken.add(other)
+    rest = [n for n in range(len(free.costs)) if n not in found]  # what is sent or returned is not tied
+    found.update(zip(rest, (choice[n] for n in range(len(tied.costs)) if n not in taken), strict=True))
+    return [found[n] for n in range(len(free.costs))]
+
+
+@pytest.mark.parametrize(("scan", "m", "shape"), [(False, 4, (4,)), (True, 1, (2, 2))])
+def test_a_tied_choice_costs_and_holds_what_it_does_equation_by_equation(
+    scan: bool, m: int, shape: tuple[int, ...]
+) -> None:
+    tied, free = stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, scan=scan)), m, shape)
+    random = np.random.default_rng(0)
+    for _ in range(3):
+        choice = tuple(int(random.integers(cost.size)) for cost in tied.costs)
+        chosen = untied(tied, free, choice)
+        cost, peak = evaluate(tied.problem(2), choice)
+        other_cost, other_peak = evaluate(free.problem(2), chosen)
+        if math.isfinite(other_cost):
+            assert cost == pytest.approx(other_cost)
+            assert tied.loop_seconds(Solution(choice, cost, cost, peak)) == pytest.approx(
+                free.loop_seconds(Solution(tuple(chosen), cost, cost, peak))
+            )
+        else:
+            assert math.isinf(cost)
+        assert peak == pytest.approx(other_peak)
+
+
+def test_tied_problems_do_not_grow_with_the_layers() -> None:
+    few, many = (stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, num_layers=n)), 2) for n in (4, 8))
+    assert len(many[1].costs) > 1.6 * len(few[1].costs)
+    assert len(many[0].costs) < 1.1 * len(few[0].costs)
+
+
+@pytest.mark.parametrize("planner", [planner_of_gpt(CONFIG), planner_of_mlp(4)], ids=["gpt", "square mlp"])
+def test_ties_lose_little(planner: Planner) -> None:
+    tied, free = stage_problems(planner, 2)
+    best = solve(free.problem(1), seconds=10)
+    assert best.gap < 0.01
+    assert best.cost * 0.99 <= solve(tied.problem(1), seconds=10).cost <= best.cost * 1.02
+
+
+def test_costs_rise_with_the_microbatches_in_flight_and_every_choice_fits() -> None:
+    planner = planner_of_gpt(CONFIG)
+    layered = planner.layered(4, True)
+    placed = layered.placed([layered.num_layers // 2])
+    roomy = planner.stage_problem(layered, placed, 0, Mesh((0, 1), (2,), ("x",)), tied=True)
+    hungry = solve(dataclasses.replace(roomy.problem(1), limit=None), seconds=5.0)
+    limit = (roomy.least_bytes(4) + roomy.peak_bytes(hungry.choice, 4)) / 2
+    tied = StageProblem(dataclasses.replace(roomy.setting, memory_limit=limit))
+    priced = PricedStage(tied, 4, 5.0)
+    costs: list[float] = []
+    for in_flight in (1, 2, 3, 4):
+        try:
+            solution = priced.solution(in_flight)
+        except Infeasible:
+            costs.append(math.inf)
+            continue
+        cost, peak = evaluate(tied.problem(in_flight), solution.choice)
+        assert cost == pytest.approx(solution.cost)
+        assert peak == pytest.approx(solution.peak)
+        assert peak <= limit
+        costs.append(cost)
+        assert cost <= solve(tied.problem(in_flight), seconds=5.0).cost * 1.011
+    assert costs == sorted(costs)
+    assert math.isfinite(costs[0])
+    assert costs[-1] > costs[0], "the memory should matter"
+
+
+def test_what_cannot_fit_is_refused_with_the_least_that_is_needed() -> None:
+    tied, _ = stage_problems(planner_of_gpt(CONFIG, memory=1000), 4)
+    with pytest.raises(Infeasible) as caught:
+        PricedStage(tied, 4, 1.0).solution(1)
+    assert caught.value.smallest_peak > 1000
