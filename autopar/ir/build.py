@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -237,6 +237,50 @@ def _phase(name_stack: str) -> Phase:
     if match is None:
         return Phase.UPDATE
     return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
+
+
+class SameProgram:
+    """A closed jaxpr that is equal to those that compute the same, wherever they were traced: a key for caches."""
+
+    def __init__(self, closed: Any) -> None:
+        self.closed = closed
+        self._structure = (_structure(closed.jaxpr), tuple(map(id, closed.consts)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameProgram) and self._structure == other._structure
+
+    def __hash__(self) -> int:
+        return hash(self._structure)
+
+
+def _structure(jaxpr: Any) -> Hashable:
+    """Equations with numbered variables; parameters that are no jaxprs by their own equality."""
+    numbers: dict[Any, int] = {}
+
+    def operand(v: Any) -> Hashable:
+        if isinstance(v, jex_core.Literal):
+            return (str(v.aval), np.asarray(v.val).tobytes())
+        return numbers.setdefault(v, len(numbers))
+
+    def parameter(value: Any) -> Hashable:
+        if isinstance(value, jex_core.ClosedJaxpr):
+            return (_structure(value.jaxpr), tuple(map(id, value.consts)))
+        if isinstance(value, jex_core.Jaxpr):
+            return _structure(value)
+        if isinstance(value, tuple | list):
+            return tuple(map(parameter, value))
+        return value if isinstance(value, Hashable) else id(value)
+
+    def variables(values: Sequence[Any]) -> Hashable:
+        return tuple((operand(v), v.aval) for v in values)
+
+    inputs = variables([*jaxpr.constvars, *jaxpr.invars])
+    equations = tuple(
+        (eqn.primitive, tuple((name, parameter(value)) for name, value in sorted(eqn.params.items())),
+         tuple(map(operand, eqn.invars)), variables(eqn.outvars))
+        for eqn in jaxpr.eqns
+    )  # fmt: skip
+    return (inputs, equations, tuple(map(operand, jaxpr.outvars)))
 
 
 def live_jaxpr(closed: Any) -> Any:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from autopar.ir.build import SameProgram
 from autopar.ir.graph import BatchDim, Equation, Value
 from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
@@ -44,8 +45,11 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     """The rules by primitive, and what forgets the bodies seen; `rule_of` gives the rules of equations in a body."""
 
     @functools.lru_cache(maxsize=256)
-    def scan_body(closed: Any, consts: int, carries: int) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
+    def scan_body(
+        program: SameProgram, consts: int, carries: int
+    ) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
         """Also each stacked input's way to where it is gathered if it comes in pieces."""
+        closed = program.closed
         carried = {k: consts + k for k in range(carries)}
         body = make_body(closed.in_avals, [(closed, range(len(closed.in_avals)))], rule_of, carried=carried)
         cuts = find_cuts(body)
@@ -84,7 +88,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
-        body, cuts, stacked_in = scan_body(p["jaxpr"], consts, carries)
+        body, cuts, stacked_in = scan_body(SameProgram(p["jaxpr"]), consts, carries)
         everything = range(len(body.outputs))
 
         def run(local: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:

@@ -1,0 +1,55 @@
+"""Which jaxprs count as the same program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.ir.build import SameProgram
+
+X = jax.ShapeDtypeStruct((4,), jnp.float32)
+TABLE = np.arange(4.0, dtype=np.float32)
+
+
+def program(fun: Callable[..., Any], *args: Any) -> SameProgram:
+    return SameProgram(jax.make_jaxpr(fun)(*args))
+
+
+def layered(scale: float, length: int = 3) -> Callable[..., Any]:
+    return lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c) * scale, None), x, length=length)[0]
+
+
+def test_what_was_traced_twice_is_the_same() -> None:
+    assert program(layered(2.0), X) == program(layered(2.0), X)
+    assert hash(program(layered(2.0), X)) == hash(program(layered(2.0), X))
+    assert program(lambda x: jnp.where(x > 0, x, 0) @ x, X) == program(lambda y: jnp.where(y > 0, y, 0) @ y, X)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        program(layered(2.0000005), X),
+        program(layered(2.0, length=4), X),
+        program(layered(2.0), jax.ShapeDtypeStruct((5,), jnp.float32)),
+        program(layered(2.0), jax.ShapeDtypeStruct((4,), jnp.bfloat16)),
+        program(lambda x: layered(2.0)(x) + x, X),
+    ],
+)
+def test_what_computes_something_else_is_not(other: SameProgram) -> None:
+    assert program(layered(2.0), X) != other
+
+
+def test_operands_in_another_order_are_another_program() -> None:
+    assert program(lambda x, y: x - y, X, X) != program(lambda x, y: y - x, X, X)
+    assert program(lambda x, y: x - y, X, X) == program(lambda y, x: y - x, X, X)
+
+
+def test_constants_are_the_same_if_they_are_one_array() -> None:
+    one, other = jnp.asarray(TABLE), jnp.asarray(TABLE + 1)
+    assert program(lambda x: x + one, X) == program(lambda x: x + one, X)
+    assert program(lambda x: x + one, X) != program(lambda x: x + other, X)
