@@ -153,6 +153,7 @@ class StageProblem:
             self._add_equations(program)
         self._add_layouts()
         self._add_memory()
+        self._hungriest = 0.0 if setting.memory_limit is None else self._most_bytes()
         self._short_of_memory = self._may_be_short()
         self._connect()
 
@@ -160,7 +161,7 @@ class StageProblem:
         """The problem; without a limit where even the hungriest choices would stay within it."""
         usages = tuple(tuple(u) for u in self.usages)
         limit = self.setting.memory_limit
-        if limit is not None and self._most_bytes() <= limit:
+        if limit is not None and self._hungriest <= limit:
             limit = None
         return Problem(tuple(self.costs), tuple(self.edges), usages, limit)
 
@@ -174,13 +175,10 @@ class StageProblem:
 
     def _may_be_short(self) -> bool:
         """Whether the hungriest choices, with whole copies of all stacks that loops read or make, pass the limit."""
-        if self.setting.memory_limit is None:
-            return False
-        ends = itertools.chain(
-            self.makers.items(), ((slot, end) for slot, ends in self.readers.items() for end in ends)
-        )
+        limit = self.setting.memory_limit
+        ends = [*self.makers.items(), *((slot, end) for slot, ends in self.readers.items() for end in ends)]
         stacks = {slot[1] for slot, end in ends if end.stacked is not None and end.stacked.any()}
-        return self._most_bytes() + sum(v.nbytes for v in stacks) > self.setting.memory_limit
+        return limit is not None and self._hungriest + sum(v.nbytes for v in stacks) > limit
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
