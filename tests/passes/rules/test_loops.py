@@ -378,7 +378,7 @@ def test_whether_all_are_done_is_counted_over_the_pieces() -> None:
     assert done.all() and 2 < rounds < 9
     rule = rule_of(eqn)
     (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
-    assert [s.nbytes for s in rule.sums if s.factor == examples] == [4]
+    assert [(s.size, s.itemsize) for s in rule.sums if s.factor == examples] == [(1, 4)]
 
 
 def test_operands_that_nothing_reads_are_none() -> None:
