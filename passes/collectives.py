@@ -17,7 +17,7 @@ from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
 from autopar.ir.graph import sum_dtype
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum_itemsize
 from autopar.passes.rules.base import halo_hops
 
 
@@ -48,6 +48,24 @@ def widened(x: Any) -> Any:
 def psum(x: Any, axes: Sequence[str]) -> Any:
     """The sum over mesh axes, rounded once."""
     return jax.lax.psum(widened(x), tuple(axes)).astype(x.dtype)
+
+
+def sum_kinds(size: int, itemsize: int, count: int) -> tuple[tuple[StepKind, int], ...]:
+    """The collectives of a sum over `count` devices of so many elements, each with the bytes of an element in it.
+
+    What is summed in a wider type than its own is gathered in its own: three quarters of the bytes.
+    """
+    wide = sum_itemsize(itemsize)
+    if wide == itemsize or not size or size % count:
+        return (("all_reduce", wide),)
+    return (("reduce_scatter", wide), ("all_gather", itemsize))
+
+
+def psum_at_once(x: Any, axes: Sequence[str]) -> Any:
+    """The sum over mesh axes, rounded once, by `sum_kinds`."""
+    if len(sum_kinds(x.size, x.dtype.itemsize, jax.lax.axis_size(tuple(axes)))) == 1:
+        return psum(x, axes)
+    return all_gather(psum_scatter(x.reshape(-1), axes, 0), axes, 0).reshape(x.shape)
 
 
 def psum_scatter(x: Any, axes: Sequence[str], dim: int) -> Any:

@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import Halos, all_gather, apply_steps, psum, psum_scatter, take_piece
+from autopar.passes.collectives import Halos, all_gather, apply_steps, psum_at_once, psum_scatter, take_piece
 from autopar.passes.intra_op.strategies import (
     Kept,
     combined_axes,
@@ -399,7 +399,7 @@ class SpaceLocal(Local):
         return index * self.size(factor)
 
     def total(self, factor: int, x: Any) -> Any:
-        return psum(x, self.axes[factor]) if self.is_split(factor) else x
+        return psum_at_once(x, self.axes[factor]) if self.is_split(factor) else x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if not self.is_split(factor) or not (before or after):

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from autopar import compiler, recipes
@@ -190,6 +191,22 @@ def test_zero_3_gathers_and_scatters_layers_round_by_round() -> None:
     gathered = {c.payload: n for c, n in priced.items() if c.kind == "all_gather"}
     assert max(gathered) == 4 * 32 * 128  # never a stack of weights
     assert gathered[4 * 32 * 128] >= 2 * 3 * 2  # in both loops
+
+
+def test_sums_of_16_bits_in_a_loop_are_scattered_in_32_and_gathered_in_16() -> None:
+    def loss(params: Any, batch: dict[str, Any]) -> Any:
+        return models.loop_loss(params, {**batch, "x": batch["x"].astype(jnp.bfloat16)})
+
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), models.loop_params(3, 32, 8))
+    step, state, batch = _step("sgd", loss, params, models.block_batch(16, 8, 32))
+    planned = plan_step(step, (state, batch), DEAR_LINKS, recipes.megatron(1, 8, 1, 1), 1)
+    (program,) = planned.lowered.programs
+    priced = planned.priced(program)
+    size = 16 * 8 * 32  # of what goes from layer to layer: summed twice in each layer, forwards and backwards
+    assert priced[Collective("reduce_scatter", ("y",), 4 * size)] == 3 * 4
+    assert priced[Collective("all_gather", ("y",), 2 * size)] >= 3 * 4
+    executable = planned.build(jax.devices())
+    agree(planned, executable.sources, executable.programs)
 
 
 @pytest.mark.parametrize("m", [1, 2])

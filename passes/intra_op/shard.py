@@ -213,14 +213,11 @@ class StageProblem:
 
     def _may_be_short(self) -> bool:
         """Whether the hungriest choices, with whole copies of all stacks that loops read or make, pass the limit."""
-        if self.setting.memory_limit is None:
-            return False
-        ends = itertools.chain(
-            self.makers.items(), ((slot, end) for slot, ends in self.readers.items() for end in ends)
-        )
+        limit = self.setting.memory_limit
+        ends = [*self.makers.items(), *((slot, end) for slot, ends in self.readers.items() for end in ends)]
         stacks = {slot[1] for slot, end in ends if end.stacked is not None and end.stacked.any()}
-        most = self.most_bytes(self.step.num_microbatches)
-        return most + sum(v.nbytes for v in stacks) > self.setting.memory_limit
+        most = 0.0 if limit is None else self.most_bytes(self.step.num_microbatches)
+        return limit is not None and most + sum(v.nbytes for v in stacks) > limit
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)

@@ -12,7 +12,7 @@ from autopar.ir.graph import Equation
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
-from autopar.passes.collectives import shift
+from autopar.passes.collectives import shift, sum_kinds
 from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
 
 
@@ -185,8 +185,10 @@ def inner_collectives(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Coll
     for total in rule.sums:
         axes = splitting_axes(rule, total.factor, lane, mesh)
         if axes:
-            payload = total.nbytes // math.prod(cut.get(f, 1) for f in total.held)
-            yield Collective("all_reduce", axes, payload), total.times
+            size = total.size // math.prod(cut.get(f, 1) for f in total.held)
+            count = math.prod(mesh.axis_size(axis) for axis in axes)
+            for kind, itemsize in sum_kinds(size, total.itemsize, count):
+                yield Collective(kind, axes, size * itemsize), total.times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,8 @@ class InnerSum:
     """A sum over the pieces of a factor in the midst of an equation with a body."""
 
     factor: int
-    nbytes: int  # of the whole array, as it is summed
+    size: int  # elements of the whole array
+    itemsize: int  # bytes of an element, before and after
     held: frozenset[int]  # factors whose pieces it is cut into
     times: int
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -425,14 +426,14 @@ def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
-            found.append(InnerSum(f, v.sum_nbytes, held, times))
+            found.append(InnerSum(f, math.prod(v.shape), v.dtype.itemsize, held, times))
         for e in body.equations:
             if e.id in cut.splits:
                 for s in body.rules[e.id].sums:
                     if s.factor == cut.splits[e.id].factor:
                         cuts = ((g, other.splits.get(e.id)) for g, other in numbered)
                         held = frozenset(g for g, split in cuts if split is not None and split.factor in s.held)
-                        found.append(InnerSum(f, s.nbytes, held, s.times * times))
+                        found.append(dataclasses.replace(s, factor=f, held=held, times=s.times * times))
     return tuple(found)
 
 

@@ -149,7 +149,7 @@ def find_cuts(body: Body) -> list[Cut]:
         else:
             chosen.append(cut)
     for index, cut in enumerate(chosen):  # after merging: addends in the carry would be a state that cuts share
-        improved = _with_addends_carried(cut, body)
+        improved = _with_addends_carried(_with_narrow_sums(cut, body), body)
         if not any(_clash(improved, other) for other in chosen if other is not cut):
             chosen[index] = improved
     return chosen
@@ -177,6 +177,25 @@ def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value
         if (eqn.id, i) in sliced or following.nbytes > value.nbytes:
             return tuple(path)
         path.append(value := following)
+
+
+def _with_narrow_sums(cut: Cut, body: Body) -> Cut:
+    """The cut with sums made before addends become wider, where less is sent for it."""
+    if not any(_widens(e) and e.id in cut.passing for e in body.equations):
+        return cut
+    seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
+    other = _Propagation(body, sum_narrow=True).run(seeds)
+    if other is None or not cut.splits.keys() <= other.splits.keys():
+        return cut
+
+    def sent(cut: Cut) -> int:
+        return sum(v.nbytes + v.sum_nbytes for v in cut.sums)
+
+    return other if sent(other) < sent(cut) else cut
+
+
+def _widens(eqn: Equation) -> bool:
+    return eqn.outputs[0].nbytes > sum(v.nbytes for v in eqn.values) > 0
 
 
 def _with_addends_carried(cut: Cut, body: Body) -> Cut:
@@ -225,8 +244,9 @@ class _Failed(Exception):
 class _Propagation:
     """Finds the cut that follows from splitting some inputs of a body."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: Body, sum_narrow: bool = False) -> None:
         self.body = body
+        self.sum_narrow = sum_narrow  # addends are summed before they become wider
         self.given: dict[Value, State] = {}  # inputs
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
         self.ends: set[int] = set()  # outputs whose addends are summed before they leave
@@ -269,7 +289,8 @@ class _Propagation:
         states = [_state(self.states, v) for v in eqn.inputs]
         partial = frozenset(i for i, s in enumerate(states) if s is PARTIAL)
         batches = {i: s for i, s in enumerate(states) if isinstance(s, BatchDim)}
-        if partial and not batches and eqn.id not in self.chosen and partial in rule.linear:
+        passes = partial in rule.linear and not (self.sum_narrow and _widens(eqn))
+        if partial and not batches and eqn.id not in self.chosen and passes:
             self.passing.add(eqn.id)
             self.states.update(dict.fromkeys(eqn.outputs, PARTIAL))
             for i, v in enumerate(eqn.inputs):
