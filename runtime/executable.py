@@ -183,7 +183,8 @@ class Executable:
                     raise StateError(
                         f"{wiring.input_paths[at]} lies on {len(leaf.sharding.device_set)} devices as {leaf.sharding}, "
                         f"but the plan keeps it as {array.sharding}. State is never moved silently: pass the state "
-                        "that this step's init or last call returned, or autopar.gather(state) to start from."
+                        "that this step's init or last call returned, or autopar.gather(state) to start from; a "
+                        "function on another step's state is made with follow=that_step."
                     )
             # What will be donated is copied first: `may_alias` does not keep device_put from reusing the array of one
             # device as a tile, and the caller may have it elsewhere too (as the start of a moving average, say).
