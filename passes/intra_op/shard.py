@@ -85,14 +85,20 @@ class Shardings:
 
     each: list[Sharding]
     share: np.ndarray[Any, Any]  # the part of the value that one device holds
+    partial: np.ndarray[Any, Any]  # whether it is an addend
 
     @staticmethod
     def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
         found = list(each)
-        return Shardings(found, np.array([1 / math.prod(s.tiles(mesh)) for s in found]))
+        share = np.array([1 / math.prod(s.tiles(mesh)) for s in found])
+        return Shardings(found, share, np.array([bool(s.partial) for s in found], bool))
 
     def only(self, kept: list[int]) -> Shardings:
-        return Shardings([self.each[i] for i in kept], self.share[kept])
+        return Shardings([self.each[i] for i in kept], self.share[kept], self.partial[kept])
+
+    def nbytes(self, value: Value) -> Any:
+        """Bytes of the value that one device holds."""
+        return np.where(self.partial, value.sum_nbytes, value.nbytes) * self.share
 
 
 @dataclasses.dataclass
@@ -262,15 +268,16 @@ class StageProblem:
                     v = eqn.inputs[position]
                     if isinstance(v, Value) and v in materialised and v not in read:
                         read.add(v)
-                        moved += v.nbytes * options.operands[place].share
+                        moved += options.operands[place].nbytes(v)
                 for place, v in enumerate(outputs):
                     if v in materialised:
-                        moved += v.nbytes * options.results[place].share
+                        moved += options.results[place].nbytes(v)
                 work = rule.flops * rule.points() * options.share
                 if rule.kernels:
                     seconds = self._body_seconds(rule, options.lanes)
                 else:
-                    seconds = self._seconds(rule.unit == "matmul", work, moved, str(outputs[0].dtype))
+                    matmul = rule.unit == "matmul"
+                    seconds = self._seconds(matmul, work, moved, eqn.kernel_dtype(matmul))
                 if lane_rule.reduced:
                     for i, lane in enumerate(options.lanes):
                         for axes in combined_axes(lane_rule, lane, setting.mesh).values():
@@ -496,7 +503,7 @@ class StageProblem:
         for slot in dict.fromkeys([*self.layouts, *self.makers]):
             value = slot[1]
             end = self._source(slot)
-            size = value.nbytes * end.shardings.share
+            size = end.shardings.nbytes(value)
             maker = made_in.get(slot)
             if value in stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
@@ -525,7 +532,7 @@ class StageProblem:
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in:
                     end = self._source(slot)
-                    size = value.nbytes * end.shardings.share
+                    size = end.shardings.nbytes(value)
                     self.usages[end.node].append(Usage(live[0], live[-1] + 1, size))
 
 
@@ -561,10 +568,9 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
             total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
             continue
         flops = rule.flops * rule.points() / num_devices
-        dtype = str(eqn.outputs[0].dtype)
-        total += compute_time(
-            kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=rule.unit == "matmul"
-        )
+        matmul = rule.unit == "matmul"
+        dtype = eqn.kernel_dtype(matmul)
+        total += compute_time(kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=matmul)
         total += kind.launch_overhead if moved else 0.0
     return total
 

@@ -12,7 +12,10 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from autopar.ir.graph import Equation
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.graph import Equation, Operand, Value, sum_dtype
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
 Unit = Literal["matmul", "vector", "none"]
@@ -31,7 +34,7 @@ class Local(Protocol):
         """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
 
     def total(self, factor: int, x: Any) -> Any:
-        """The sum of every piece's `x`, on every piece."""
+        """The sum of every piece's `x` (an addend, in the type in which it is summed), on every piece."""
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
@@ -45,13 +48,42 @@ class Local(Protocol):
         return x
 
 
-Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]
+Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]  # results in the types of the equation's
 
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
     """Apply the equation's primitive to other operands, with some parameters changed."""
     result = eqn.primitive.bind(*operands, **{**eqn.params, **changed})
     return result if eqn.primitive.multiple_results else [result]
+
+
+def emit_piece(
+    rule: Rule, local: Local, eqn: Equation, operands: Sequence[Any], addends: Sequence[bool]
+) -> Sequence[Any]:
+    """The results of a piece. `addends` says which are addends: these come in the type in which they are summed.
+
+    So do operands that are addends: 16-bit floats are rounded after the sum, as on one device, and not before.
+    """
+    wide = {v.dtype: sum_dtype(v.dtype) for v, addend in zip(eqn.outputs, addends, strict=True) if addend}
+    if all(narrow == dtype for narrow, dtype in wide.items()):
+        return rule.emit(local, eqn, operands)
+    outputs = tuple(
+        dataclasses.replace(v, dtype=sum_dtype(v.dtype)) if addend else v
+        for v, addend in zip(eqn.outputs, addends, strict=True)
+    )
+    if not rule.separable and any(_is_wider(x, v) for x, v in zip(operands, eqn.inputs, strict=True)):
+        operands = [
+            jnp.asarray(x, wide[v.dtype]) if v.dtype in wide else x for x, v in zip(operands, eqn.inputs, strict=True)
+        ]
+    results = rule.emit(local, dataclasses.replace(eqn, outputs=outputs), operands)
+    return [
+        jax.lax.convert_element_type(x, v.dtype) if addend else x
+        for x, v, addend in zip(results, outputs, addends, strict=True)
+    ]
+
+
+def _is_wider(x: Any, operand: Operand) -> bool:
+    return isinstance(operand, Value) and x.dtype != operand.dtype
 
 
 def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:

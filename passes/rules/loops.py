@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from autopar.ir.graph import BatchDim, Equation, Value
+from autopar.ir.graph import BatchDim, Equation, Value, sum_dtype
 from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
     DimMap,
@@ -34,7 +34,7 @@ from autopar.passes.rules.base import (
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, gathering_path, make_body
 
-Run = Callable[[Local, Sequence[Piece], Sequence[Any]], Sequence[Any]]  # operands -> results
+Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 
 _SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
@@ -87,13 +87,18 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts, stacked_in = scan_body(p["jaxpr"], consts, carries)
         everything = range(len(body.outputs))
 
-        def run(local: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+            types = [v.dtype for v in eqn.outputs]
             made_whole = {path[-1]: functools.partial(local.gather, i) for i, path in stacked_in.items()}
             fixed, start = operands[:consts], operands[consts : consts + carries]
 
             def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
                 found = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
-                return found[:carries], [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
+                ys = [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
+                # What was an addend before is rounded, round by round.
+                return found[:carries], [
+                    y if y.dtype == t else y.astype(t) for y, t in zip(ys, types[carries:], strict=True)
+                ]
 
             end, ys = jax.lax.scan(
                 one_round, _starts(body, range(consts, consts + carries), start, pieces),
@@ -112,7 +117,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = while_body(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
         carries = range(len(body.outputs) - 1)
 
-        def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             def go_on(carry: list[Any]) -> Any:
                 on = evaluate(body, [len(carries)], pieces, [*operands[:first], *carry])[0]
                 return jnp.any(on) if on.shape else on
@@ -131,7 +136,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = cond_body(tuple(branches))
         count = len(eqn.outputs)
 
-        def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             def branch(b: int) -> Callable[..., list[Any]]:
                 return lambda *xs: evaluate(body, range(b * count, (b + 1) * count), pieces, xs)
 
@@ -222,7 +227,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     def run_or_bind(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.params.get("branches_platforms") is not None and not pieces:
             return bind(eqn, operands)  # branches for other platforms than this one
-        return run(local, pieces, operands)
+        return run(local, pieces, eqn, operands)
 
     if not cuts:
         whole = replicated(eqn)
@@ -400,9 +405,10 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         read.update(fresh)
         moved = [*fresh, *(v for v in e.outputs if v in in_memory)]
         traffic = tuple((times * v.nbytes, _cut_by(v, numbered)) for v in moved)
-        dtype, flops, held = str(e.outputs[0].dtype), times * body.flops(e), frozenset(splits)
-        if traffic or rule.unit == "matmul":
-            found.append(Kernel(flops, held, traffic, rule.unit == "matmul", dtype, times))
+        matmul = rule.unit == "matmul"
+        dtype, flops, held = e.kernel_dtype(matmul), times * body.flops(e), frozenset(splits)
+        if traffic or matmul:
+            found.append(Kernel(flops, held, traffic, matmul, dtype, times))
         else:
             fused[held, dtype] += flops
     return (*found, *(Kernel(flops, held, (), False, dtype, times) for (held, dtype), flops in fused.items()))
@@ -448,6 +454,6 @@ def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces:
     for i, x in zip(positions, values, strict=True):
         for piece in pieces:
             if piece.cut.states.get(body.inputs[i]) is PARTIAL:
-                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x))
+                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x)).astype(sum_dtype(x.dtype))
         found.append(x)
     return found

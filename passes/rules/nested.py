@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopar.errors import InternalError
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
-from autopar.passes.rules.base import DimMap, Local, Rule, emit_same
+from autopar.passes.rules.base import DimMap, Local, Rule, emit_piece, emit_same
 from autopar.passes.rules.building import is_number
 from autopar.passes.rules.split import (
     Split,
@@ -553,20 +553,24 @@ def evaluate(
     values.update({v: jnp.asarray(c) if not v.is_key else c for v, c in body.constants.items()})
     totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
 
+    def adding(v: Value) -> tuple[Piece, ...]:
+        """The pieces whose values of `v` are addends."""
+        return tuple(piece for piece in pieces if piece.cut.states.get(v) is PARTIAL)
+
     def total(v: Value, over: tuple[Piece, ...]) -> Any:
         key = (v, tuple(p.factor for p in over))
         if key not in totals:
             x = values[v]
             for piece in over:
                 x = piece.local.total(piece.factor, x)
-            totals[key] = x
+            totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
         return totals[key]
 
     def read(eqn: Equation, position: int) -> Any:
         v = eqn.inputs[position]
         if isinstance(v, Literal):
             return v.value
-        summed = tuple(p for p in pieces if p.cut.states.get(v) is PARTIAL and eqn.id not in p.cut.passing)
+        summed = tuple(p for p in adding(v) if eqn.id not in p.cut.passing)
         x = total(v, summed)
         for piece in pieces:
             batch = piece.cut.slices.get((eqn.id, position))
@@ -578,7 +582,8 @@ def evaluate(
         rule = body.rules[eqn.id]
         operands = [read(eqn, i) for i in range(len(eqn.inputs))]
         splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
-        for v, x in zip(eqn.outputs, rule.emit(_InBody(rule, splits), eqn, operands), strict=True):
+        addends = [bool(adding(v)) for v in eqn.outputs]
+        for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, addends), strict=True):
             define(v, x)
     found = []
     for o in outputs:
