@@ -73,13 +73,18 @@ def emit_piece(
     )
     if not rule.separable and any(_is_wider(x, v) for x, v in zip(operands, eqn.inputs, strict=True)):
         operands = [
-            jnp.asarray(x, wide[v.dtype]) if v.dtype in wide else x for x, v in zip(operands, eqn.inputs, strict=True)
+            _widened(x, v, wide[v.dtype]) if v.dtype in wide else x for x, v in zip(operands, eqn.inputs, strict=True)
         ]
     results = rule.emit(local, dataclasses.replace(eqn, outputs=outputs), operands)
     return [
         jax.lax.convert_element_type(x, v.dtype) if addend else x
         for x, v, addend in zip(results, outputs, addends, strict=True)
     ]
+
+
+def _widened(x: Any, operand: Operand, dtype: Any) -> Any:
+    narrow = x if isinstance(operand, Value) else jnp.asarray(x, operand.dtype)
+    return jax.lax.convert_element_type(narrow, dtype)
 
 
 def _is_wider(x: Any, operand: Operand) -> bool:
