@@ -53,7 +53,7 @@ class Layered:
 
     analysis: BatchAnalysis
     step: StepGraph
-    rules: dict[int, Rule]  # by equation id; grows by the casts around sums that a placement needs
+    rules: Mapping[int, Rule]  # by equation id
     forward: tuple[Equation, ...]  # forward equations that are placed, in program order
     layers: tuple[int, ...]  # by forward equation
     num_layers: int
@@ -64,12 +64,7 @@ class Layered:
         for cut in cuts:
             stage_of_layer[cut:] += 1
         stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
-        return self.complete(place(self.step, stages, len(cuts) + 1, {}))
-
-    def complete(self, placed: PlacedStep) -> PlacedStep:
-        """Adds the rules of what a placement added to the step."""
-        self.rules.update((e.id, rule_of(e)) for e in placed.step.equations if e.id not in self.rules)
-        return placed
+        return place(self.step, stages, len(cuts) + 1, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -422,7 +417,7 @@ class Planner:
         placed = place(step, stages, len(meshes), homes)
         forward = tuple(e for e in step.equations if e.id in stages)
         layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
-        found = self.finish(layered, layered.complete(placed), meshes, self.method.schedule or "1f1b")
+        found = self.finish(layered, placed, meshes, self.method.schedule or "1f1b")
         if found is None:
             raise self._infeasible()
         return found
