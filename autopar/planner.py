@@ -12,12 +12,20 @@ import dataclasses
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar.errors import InfeasiblePlanError, InternalError, MicrobatchError, PlanError, PlanMismatchError
+from autopar.errors import (
+    InfeasiblePlanError,
+    InternalError,
+    MicrobatchError,
+    PlanError,
+    PlanMismatchError,
+    UnsplitWarning,
+)
 from autopar.ir.graph import Equation, LeafCut, Literal, Phase, StepGraph, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
@@ -39,9 +47,11 @@ from autopar.passes.pipeline import place
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
+from autopar.passes.unsplit import find_unsplit
 from autopar.pricing import Prices
 
 _MAX_LAYERS = 16
+_SHARE_TO_WARN_OF = 0.25  # of a stage's operations or state
 # Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
 _SEARCH_SECONDS = 0.3
 _FINAL_SECONDS = 3.0
@@ -125,7 +135,17 @@ class Planner:
                 self._one_stage_fits |= (m, len(found[0].stages)) == (1, 1)
         if best is None:
             raise self._infeasible()
-        return best
+        plan, lowered = best
+        return dataclasses.replace(plan, notes=self._notes(lowered)), lowered
+
+    def _notes(self, lowered: LoweredStep) -> tuple[str, ...]:
+        """What is left whole for want of a divisor; what costs most is a warning, too."""
+        rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
+        found = find_unsplit(lowered, rules, self.method)
+        for cause in found:
+            if cause.share >= _SHARE_TO_WARN_OF:
+                warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
+        return tuple(map(str, found))
 
     def _candidates(self, fixed: int | None) -> list[tuple[int, int | None]]:
         """Numbers of microbatches, each with a fixed number of stages or None, to search over.
@@ -465,7 +485,7 @@ class Planner:
             ) from error
         fresh = self._price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
         fresh = _with_layers(fresh, [stage.layers for stage in plan.stages])
-        return dataclasses.replace(fresh, method=plan.method), lowered, layered
+        return dataclasses.replace(fresh, method=plan.method, notes=plan.notes), lowered, layered
 
     def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
         """Local programs of all stages, with the transfers between them."""
