@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from autopar.ir.graph import BatchDim, Equation, Value, sum_dtype
+from autopar.ir.build import Builder, live_equations
+from autopar.ir.graph import BatchDim, Equation, Operand, Value, sum_dtype
 from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
     DimMap,
@@ -170,21 +171,51 @@ def chain_of(eqn: Equation) -> Chain | None:
     if eqn.primitive.name != "scan":
         return None
     consts, carries = scan_counts(eqn.params)
-    body = eqn.params["jaxpr"].jaxpr
-    uses = Counter(v for e in body.eqns for v in e.invars if not hasattr(v, "val"))
-    uses.update(v for v in body.outvars if not hasattr(v, "val"))
-    adds = {e.outvars[0]: e.invars for e in body.eqns if e.primitive.name in ("add", "add_any")}
-    adding = set()
-    for k in range(carries):
-        start, end = body.invars[consts + k], body.outvars[k]
-        if hasattr(end, "val"):
-            continue  # the same in every round
-        if end in adds and start in adds[end] and uses[start] == 1 and uses[end] == 1:
-            adding.add(k)
     return Chain(
         eqn.params["length"], range(consts + carries, len(eqn.inputs)), range(carries, len(eqn.outputs)),
-        {k: consts + k for k in range(carries)}, eqn.params["reverse"], frozenset(adding),
+        {k: consts + k for k in range(carries)}, eqn.params["reverse"],
+        _adding(eqn.params["jaxpr"], consts, carries),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _adding(closed: Any, consts: int, carries: int) -> frozenset[int]:
+    """The carried results of a body that are what they start from and something more, that nothing else reads."""
+    builder = Builder()
+    inputs = [builder.value(aval) for aval in closed.in_avals]
+    outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
+    uses: dict[Operand, list[Equation | None]] = defaultdict(list)  # None: it leaves the body
+    for e in live_equations(builder.equations, outputs):
+        for v in e.inputs:
+            uses[v].append(e)
+    for v in outputs:
+        uses[v].append(None)
+    found = set()
+    for k in range(carries):
+        at: Operand | None = inputs[consts + k]
+        added = False
+        while at is not None and len(uses[at]) == 1 and (reader := uses[at][0]) is not None:
+            added |= reader.primitive.name in _ADDING
+            at = _passed_on(reader, at)
+        if added and at is not None and at is outputs[k] and uses[at] == [None]:
+            found.add(k)
+    return frozenset(found)
+
+
+_ADDING = frozenset({"add", "add_any", "sub"})
+_PASSING = frozenset({"convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"})
+
+
+def _passed_on(eqn: Equation, operand: Operand) -> Value | None:
+    """The result that is the operand, or the operand and something more."""
+    position = eqn.inputs.index(operand)
+    if eqn.primitive.name in _ADDING and (position == 0 or eqn.primitive.name != "sub"):
+        result = eqn.outputs[0]
+    elif eqn.primitive.name in _PASSING:
+        result = eqn.outputs[position]
+    else:
+        return None
+    return result if (result.shape, result.dtype) == (operand.shape, operand.dtype) else None
 
 
 @dataclasses.dataclass(frozen=True)
