@@ -53,7 +53,7 @@ class StateLostError(AutoparError):
 
 
 class UnsplitWarning(UserWarning):
-    """Much work or state is whole on devices that could have shared it: a size does not divide."""
+    """Much work or state is whole on devices or stages that could have shared it: the message says what keeps it."""
 
 
 class MissingRuleWarning(UserWarning):

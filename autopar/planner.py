@@ -34,6 +34,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
+from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.limits import method_limits
@@ -279,6 +280,8 @@ class Planner:
         self.analysis.check(m)
         analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
         if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
+            if analysis is not self.analysis:
+                self._warn_of_whole_loops()
             analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
         step, rules, forward = self._in_microbatches(analysis, m)
 
@@ -288,18 +291,43 @@ class Planner:
         wanted = self.method.num_stages or 1
         if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
             return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
-        heavy = int(heavy_equations(np.array([flops(e) for e in forward])).sum())
+        found = heavy_equations(np.array([flops(e) for e in forward]))
+        heavy = int(found.sum())
         if wanted > max(1, heavy):
-            raise PlanError(
-                f"num_stages={wanted}: the forward pass of {self.graph.name} has only {heavy} heavy operations to "
-                f"cut between. Use at most {max(1, heavy)} stages."
-            )
+            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
         number = self.num_layers or max(wanted, default_num_layers(forward, flops, _MAX_LAYERS))
         number = min(number, max(1, heavy))
         if number == 1:
             return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
         layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
         return Layered(analysis, step, rules, forward, layers, number)
+
+    @functools.cache  # noqa: B019 - once for each planner
+    def _warn_of_whole_loops(self) -> None:
+        """Say why loops over layers are not cut between stages."""
+        couplings = self._finest.couplings
+        reason = f": {couplings[0].reason} at {couplings[0].equation.source or 'an unknown line'}" if couplings else ""
+        lines = dict.fromkeys(e.source for e in self.graph.equations if e.id in self.stacks.loops)
+        warnings.warn(
+            f"{self.graph.name}: the loop over layers at {', '.join(lines)} is not cut between stages where there are "
+            f"several microbatches{reason}. Its parts would have to hand on a sum over the batch. Let the loop do "
+            "nothing to what it carries of it (an auxiliary loss) but add to it, or return that for each layer and sum "
+            "it after the loop.",
+            UnsplitWarning,
+            stacklevel=4,
+        )
+
+    def _too_many_stages(self, wanted: int, heavy: Sequence[Equation], rules: Mapping[int, Rule]) -> str:
+        lines = dict.fromkeys(f"{e.primitive.name} at {e.source or 'an unknown line'}" for e in heavy)
+        loops = any(rules[e.id].kernels for e in heavy)
+        hint = " A loop is cut between stages only if it is a jax.lax.scan over stacked parameters." if loops else ""
+        few = max(1, len(heavy))
+        return (
+            f"num_stages={wanted}: each stage needs a heavy operation (a product of matrices, a convolution, a part of "
+            f"a loop over layers), of which the forward pass of {self.graph.name} has only {len(heavy)}"
+            + (f" ({', '.join(lines)})" if lines else "")
+            + f". Use at most {count_text(few, 'stage')}, or method='auto'.{hint}"
+        )
 
     # Stages.
 

@@ -140,9 +140,13 @@ def test_more_stages_than_layers() -> None:
     step = autopar.parallelize(train_step, method=recipes.gpipe(4, 2), cluster=autopar.load_preset("dgx-a100"))
     with pytest.raises(PlanError) as caught:
         step.plan(params(), examples())
-    assert str(caught.value) == (
-        "num_stages=4: the forward pass of train_step has only 2 heavy operations to cut between. Use at most 2 stages."
+    message = str(caught.value)
+    assert message.startswith(
+        "num_stages=4: each stage needs a heavy operation (a product of matrices, a convolution, "
     )
+    assert "of which the forward pass of train_step has only 2 (dot_general at " in message
+    assert "test_errors.py:" in message
+    assert message.endswith(" Use at most 2 stages, or method='auto'.")
 
 
 def test_mesh_that_does_not_match_the_cluster() -> None:

@@ -272,7 +272,7 @@ def test_same_as_one_device(make: Callable[[], tuple[Step, Any]], method: str) -
     step, state = make()
     parallel = autopar.parallelize(step, method=METHODS[method])
     if make in (accumulation_by_hand, recurrent) and method == "pipeline":  # a loop lies in one stage
-        with pytest.raises(PlanError, match=r"the forward pass of step has only . heavy operations"):
+        with pytest.raises(PlanError, match="the forward pass of step has only "):
             parallel.plan(state, examples())
         return
     for _ in range(2):
