@@ -185,7 +185,8 @@ def _check_effects(name: str, closed: Any) -> None:
     if eqn.primitive.name in _CALLBACKS:
         raise TraceError(
             f"{message}({eqn.primitive.name} inside {inside}). A parallelized step calls back once, after it has run: "
-            f"move the call out of the {inside}, and let that return what is to be seen."
+            f"move the call out of the {inside}, and let that return what is to be seen"
+            + (" (stacked over the rounds, as its second result)." if inside == "scan" else ".")
         )
     raise TraceError(
         f"{message}({eqn.primitive.name}). A parallelized step must be pure but for jax.debug.print and "

@@ -285,12 +285,18 @@ class _Splitter:
             for v, dims in zip(eqn.inputs, rule.inputs, strict=True)
         ]
         addends = [self.analysis.states[v].kind is Kind.PARTIAL for v in eqn.outputs]
+        phase = self._loop_phase(eqn, operands)
+        if split is None and all(v.held_dtype(a) == v.dtype for v, a in zip(eqn.outputs, addends, strict=True)):
+            copies = self._copy(eqn, operands, phase, {})
+            if phase is Phase.BACKWARD:
+                self.backward.update(copies)
+            return list(copies)
 
         def emit(*args: Any) -> Sequence[Any]:
             *xs, index = args
             return emit_piece(rule, _TimeLocal(rule, split, self.m, index), eqn, xs, addends)
 
-        return self._trace(emit, [*operands, self.microbatch], self._loop_phase(eqn, operands), eqn.source)
+        return self._trace(emit, [*operands, self.microbatch], phase, eqn.source)
 
     def _trace(self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
         closed, values = trace_emission(fun, operands)
