@@ -112,6 +112,23 @@ class Equation:
         return f"{', '.join(map(repr, self.outputs))} = {self.primitive.name} {ins}  # {self.phase.value}"
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounds:
+    """Callbacks of a loop, to be called round by round: their operands have a leading axis of rounds."""
+
+    length: int
+    reverse: bool
+    callbacks: tuple[Callback, ...]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The operands of all callbacks in order, literals left out."""
+        return tuple(v for callback in self.callbacks for v in callback.values)
+
+
+Callback = Equation | Rounds  # `jax.debug.print` and the like, or what a loop has of them
+
+
 @dataclasses.dataclass(frozen=True)
 class LeafCut:
     """A leaf of arguments or results cut along an axis: piece k is [bounds[k], bounds[k + 1])."""
@@ -145,7 +162,7 @@ class Graph:
     fingerprint: str  # hash of structure, shapes and dtypes
     input_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     output_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the result leaf
-    callbacks: tuple[Equation, ...] = ()  # `jax.debug.print` and the like: called on the host after each step
+    callbacks: tuple[Callback, ...] = ()  # called on the host after each step
 
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:
