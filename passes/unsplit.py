@@ -215,8 +215,10 @@ class _Stage:
             alike = examples and axis in self.data_axes and choice == WHOLE and not instead
             return (Cause(0, True), 1) if alike else None
         largest = max(undivided)
-        # Where a large result is summed, it would rather be cut along its largest dimension.
-        by_choice = max(instead, default=0) >= largest[0].size if summed else bool(instead)
+        if summed:  # a large result would rather be cut along its largest dimension
+            by_choice = largest[0].size <= max([largest[1], *instead])
+        else:
+            by_choice = bool(instead)
         return None if by_choice else largest
 
     def _undivided(self, v: Value, sharding: Sharding, axis: str) -> tuple[int, int] | None:
