@@ -52,7 +52,6 @@ from autopar.passes.unsplit import find_unsplit
 from autopar.pricing import Prices
 
 _MAX_LAYERS = 16
-_SHARE_TO_WARN_OF = 0.25  # of a stage's operations or state
 # Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
 _SEARCH_SECONDS = 0.3
 _FINAL_SECONDS = 3.0
@@ -137,14 +136,16 @@ class Planner:
         if best is None:
             raise self._infeasible()
         plan, lowered = best
-        return dataclasses.replace(plan, notes=self._notes(lowered)), lowered
+        return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
 
-    def _notes(self, lowered: LoweredStep) -> tuple[str, ...]:
+    def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
         """What is left whole for want of a divisor; what costs most is a warning, too."""
         rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
-        found = find_unsplit(lowered, rules, self.method)
+        found = find_unsplit(
+            lowered, rules, self.method, self.prices.kind, lambda mesh: self.prices.resharder(mesh)[1], step_time
+        )
         for cause in found:
-            if cause.share >= _SHARE_TO_WARN_OF:
+            if cause.is_dear:
                 warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
         return tuple(map(str, found))
 

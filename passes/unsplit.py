@@ -12,9 +12,12 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
+from autopar.cost_model.compute import compute_time
+from autopar.cost_model.program import local_bytes
+from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Value
 from autopar.ir.local import Compute, LocalProgram
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
@@ -25,7 +28,8 @@ from autopar.passes.intra_op.strategies import pieces, splittable
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.base import Rule
 
-_LEAST_SHARE = 0.05  # of a stage's operations or state: what is less is not worth a note
+_LEAST_SHARE = 0.05  # of a step's time or of the state on a device: what is less is not worth a note
+_DEAR_TIME, _DEAR_MEMORY = 0.25, 0.1  # shares
 _NAMED = 3  # leaves or lines in one note
 
 
@@ -47,12 +51,19 @@ class Unsplit:
     unit: int  # what the size would have to be a multiple of
     leaves: tuple[str, ...]
     lines: tuple[str, ...]
-    work: float  # share of the operations of a device, where it is largest
+    work: float  # share of the step's time, where it is largest
     state: float  # share of the state on a device, where it is largest
+    memory: float  # share of a device's memory, where it is largest
 
     @property
     def share(self) -> float:
+        """Of time or state."""
         return max(self.work, self.state)
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether it takes much of the step's time or of the devices' memory."""
+        return self.work >= _DEAR_TIME or self.memory >= _DEAR_MEMORY
 
     def __str__(self) -> str:
         over = " and ".join(f"the {devices} devices of axis {axis}" for axis, devices in self.axes.items())
@@ -60,7 +71,7 @@ class Unsplit:
         if self.leaves and self.state >= _LEAST_SHARE:
             what.append(f"{_listed(self.leaves)}, {self.state:.0%} of the state on a device")
         if self.lines and self.work >= _LEAST_SHARE:
-            what.append(f"{_listed(self.lines)}, {self.work:.0%} of the operations of a device")
+            what.append(f"{_listed(self.lines)}, {self.work:.0%} of the step's time")
         where = f"stage {', '.join(map(str, self.stages))}"
         size = self.cause.size
         if not size:
@@ -81,17 +92,21 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def find_unsplit(lowered: LoweredStep, rules: Mapping[int, Rule], method: Method) -> list[Unsplit]:
-    """The causes that cost something, the dearest first."""
+def find_unsplit(
+    lowered: LoweredStep, rules: Mapping[int, Rule], method: Method, kind_of: Callable[[Mesh], DeviceKind],
+    price_of: Callable[[Mesh], StepPrice], step_time: float,
+) -> list[Unsplit]:  # fmt: skip
+    """The causes that cost something, the dearest first. `step_time`: seconds."""
     by_cause: dict[Cause, list[_Found]] = defaultdict(list)
     examples = batch_factors(lowered.placed.step, rules)
     for stage, sharding in enumerate(lowered.shardings):
         mesh = sharding.mesh
         if mesh.size > 1:
             limits = method_limits(method, lowered.placed.step, rules, mesh)
-            for found in _Stage(lowered, stage, mesh, rules, limits, examples, method.data_axes).found():
+            here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), rules, limits, examples, method)
+            for found in here.found():
                 by_cause[found.cause].append(found)
-    unsplit = [_merged(cause, found) for cause, found in by_cause.items()]
+    unsplit = [_merged(cause, found, step_time) for cause, found in by_cause.items()]
     return sorted((u for u in unsplit if u.share >= _LEAST_SHARE), key=lambda u: -u.share)
 
 
@@ -104,13 +119,13 @@ class _Found:
     axis: str
     devices: int
     unit: int = 1
-    lines: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # with their operations
+    lines: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # with the seconds lost
     leaves: dict[str, float] = dataclasses.field(default_factory=dict)  # with their bytes on a device
-    operations: float = 0.0  # of a device of the stage, in all
     nbytes: float = 0.0  # of the state on a device of the stage, in all
+    memory: float = 0.0  # bytes of a device
 
 
-def _merged(cause: Cause, found: Sequence[_Found]) -> Unsplit:
+def _merged(cause: Cause, found: Sequence[_Found], step_time: float) -> Unsplit:
     def names(each: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
         most: dict[str, float] = {}
         for sizes in each:
@@ -125,8 +140,9 @@ def _merged(cause: Cause, found: Sequence[_Found]) -> Unsplit:
         math.lcm(*(f.unit for f in found)),
         names([f.leaves for f in found]),
         names([f.lines for f in found]),
-        max(sum(f.lines.values()) / max(1.0, f.operations) for f in found),
+        max(sum(f.lines.values()) for f in found) / step_time if step_time else 0.0,
         max(sum(f.leaves.values()) / max(1.0, f.nbytes) for f in found),
+        max(sum(f.leaves.values()) / f.memory for f in found),
     )
 
 
@@ -135,10 +151,12 @@ class _Stage:
     lowered: LoweredStep
     stage: int
     mesh: Mesh
+    kind: DeviceKind
+    price: StepPrice
     rules: Mapping[int, Rule]
     limits: Limits
     examples: Mapping[int, frozenset[int]]  # factors, by equation id
-    data_axes: tuple[str, ...]
+    method: Method
 
     def found(self) -> list[_Found]:
         step, placed = self.lowered.placed.step, self.lowered.placed
@@ -150,10 +168,9 @@ class _Stage:
             entry.unit = math.lcm(entry.unit, unit)
             return entry
 
-        operations = 0.0
         for local in self.lowered.programs:
             if local.program.stage == self.stage:
-                operations += self._programs_work(local, at)
+                self._program(local, at)
         batch = {source for source, _ in step.feeds.values()}
         stored = {
             v: port.sharding for v, port in self.lowered.homes.items()
@@ -163,29 +180,41 @@ class _Stage:
         paths = dict(zip(step.graph.inputs, step.graph.input_paths, strict=True))
         for axis in self.mesh.axes:
             split = sum(v.nbytes for v, s in stored.items() if axis in s.axes)
-            mostly = 2 * split >= sum(v.nbytes for v in stored)
+            asked = bool(self.method.zero) and axis in self.method.data_axes
+            usual = asked or 2 * split >= sum(v.nbytes for v in stored)
             for v, sharding in stored.items():
                 size = self._undivided(v, sharding, axis)
-                if size is not None and (mostly or (axis, Cause(size[0], False)) in found):
+                if usual and size is not None:
                     name = f"{paths[v]} {v.dtype}[{','.join(map(str, v.shape))}]"
                     at(axis, Cause(size[0], False), size[1]).leaves[name] = held[v]
         for entry in found.values():
-            entry.operations, entry.nbytes = operations, sum(held.values())
+            entry.nbytes, entry.memory = sum(held.values()), self.kind.memory
         return list(found.values())
 
-    def _programs_work(self, local: LocalProgram, at: Callable[[str, Cause, int], _Found]) -> float:
-        """Notes what equations of a program are whole; returns the operations of a device in a step."""
+    def _program(self, local: LocalProgram, at: Callable[[str, Cause, int], _Found]) -> None:
+        """Notes which equations of a program are whole."""
         often = self.lowered.placed.step.num_microbatches if local.program.in_loop else 1
-        total = 0.0
         for op in local.ops:
             if isinstance(op, Compute) and op.flops > 0:
-                total += op.flops * often
                 for axis in self.mesh.axes:
                     reason = self._reason(local.program, op, axis)
                     if reason is not None:
                         line = f"{op.equation.primitive.name} at {op.equation.source or 'an unknown line'}"
-                        at(axis, *reason).lines[line] += op.flops * often
-        return total
+                        at(axis, *reason).lines[line] += self._seconds(op, axis) * often
+
+    def _seconds(self, op: Compute, axis: str) -> float:
+        """What it takes too much: its operations (not its traffic, which fusion may save), or its sum over the axis."""
+        if any(axis in s.partial for s in op.results):
+            nbytes = sum(local_bytes(v, s, self.mesh) for v, s in zip(op.equation.outputs, op.results, strict=True))
+            return self.price("all_reduce", (axis,), nbytes)
+        matmul = op.unit == "matmul"
+        kernels = [(k.flops, k.dtype, k.matmul) for k in op.kernels]
+        kernels = kernels or [(op.flops, op.equation.kernel_dtype(matmul), matmul)]
+        seconds = sum(
+            compute_time(self.kind, flops=flops, bytes_moved=0.0, dtype=dtype, matmul=is_product)
+            for flops, dtype, is_product in kernels
+        )
+        return seconds * (1 - 1 / self.mesh.axis_size(axis))
 
     def _reason(self, program: Program, op: Compute, axis: str) -> tuple[Cause, int] | None:
         """Why an axis does not split an equation as it should, and what the size must be a multiple of."""
@@ -209,16 +238,14 @@ class _Stage:
                 continue
             if rule.factors[f] % unit == 0:
                 instead.append(rule.factors[f])
-            else:
+            elif f in examples or rule.factors[f] > unit:
                 undivided.append((Cause(rule.factors[f], f in examples), unit))
         if not undivided:
-            alike = examples and axis in self.data_axes and choice == WHOLE and not instead
+            alike = examples and axis in self.method.data_axes and choice == WHOLE and not instead
             return (Cause(0, True), 1) if alike else None
         largest = max(undivided)
-        if summed:  # a large result would rather be cut along its largest dimension
-            by_choice = largest[0].size <= max([largest[1], *instead])
-        else:
-            by_choice = bool(instead)
+        # Where a large result is summed, it would rather be cut along its largest dimension.
+        by_choice = largest[0].size <= max(instead, default=0) if summed else bool(instead)
         return None if by_choice else largest
 
     def _undivided(self, v: Value, sharding: Sharding, axis: str) -> tuple[int, int] | None:
@@ -232,5 +259,6 @@ class _Stage:
             if size > 1 and self.limits.allow_layout(v, Sharding(dims)):
                 if size % (tiles * devices) == 0:
                     return None
-                found.append((size, tiles * devices))
+                if size > tiles * devices:
+                    found.append((size, tiles * devices))
         return max(found, default=None)

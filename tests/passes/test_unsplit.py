@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from typing import Any
 
@@ -20,15 +21,20 @@ EIGHT = cluster_of(1, 8)
 
 
 def notes(step: Any, *args: Any, method: Method) -> list[str]:
-    """Of the plan; what is warned of are its notes."""
+    """Of the plan; what is dear is warned of, too."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         planned = plan_step(step, args, EIGHT, method, 1)
     warned = [str(w.message) for w in caught if w.category is UnsplitWarning]
-    assert all(any(text.endswith(note) for note in planned.plan.notes) for text in warned)
+    assert warned == [f"step, method {method.name!r}: {note}" for note in planned.plan.notes if _is_dear(note)]
     for note in planned.plan.notes:
         assert f"Note: {note}" in planned.plan.to_text()
-    return warned
+    return list(planned.plan.notes)
+
+
+def _is_dear(note: str) -> bool:
+    share = re.search(r"(\d+)% of the step's time", note)
+    return share is not None and int(share[1]) >= 25
 
 
 def look_up(params: Any, batch: Any) -> Any:
@@ -46,11 +52,7 @@ def test_a_vocabulary_is_padded(size: int) -> None:
         assert found == []
         return
     (note,) = found
-    assert note.startswith(
-        "step, method 'megatron(dp=1, tp=8, pp=1)': stage 0: a dimension of size 57 cannot be split "
-    )
-    assert "over the 8 devices of axis y in " in note
-    assert "dot_general at " in note
+    assert note.startswith("stage 0: a dimension of size 57 cannot be split over the 8 devices of axis y in ")
     assert "test_unsplit.py:" in note
     assert note.endswith(" Pad it from 57 to 64")
 
