@@ -19,6 +19,7 @@ from autopar.ir.method import Method
 from autopar.ir.sharding import ReshardStep, Sharding
 from autopar.passes.collectives import apply_steps
 from autopar.runtime.executable import Executable
+from tests import models
 from tests.planned import Planned, analyse, cluster_of, lowered_collectives, plan_step
 from tests.random_plans import plan_by_lot
 
@@ -172,3 +173,28 @@ def test_addends_are_rounded_after_the_sum(step: Any, method: Method, microbatch
     actual = executable(jax.tree.leaves((w, batch)))[1]
     assert actual.dtype == dtype
     assert error(actual, exact) <= 1.2 * error(expected, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "microbatches"),
+    [(recipes.zero(3, None), 2), (recipes.megatron(2, 4, 1, 2), 2), (Method("free", 1, None, (2, 4)), 1)],
+    ids=["zero_3", "megatron", "free"],
+)
+def test_loops_over_layers_keep_addends_in_float32(method: Method, microbatches: int) -> None:
+    """Gradients scattered round by round, sums in the loop, addends in its carry: as priced, no less exact."""
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        return params, jax.grad(models.loop_loss)(params, batch)
+
+    def cast(tree: Any, dtype: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    given = cast((models.loop_params(3, 32, 8), models.block_batch(16, 8, 32)), jnp.bfloat16)
+    exact, expected = jax.jit(step)(*cast(given, jnp.float32))[1], jax.jit(step)(*given)[1]
+    planned = plan_step(step, given, cluster_of(1, 8, flops=1e6, link=1e6), method, microbatches)
+    executable = planned.build(jax.devices())
+    for local, source in zip(planned.lowered.programs, executable.sources, strict=True):
+        assert lowered_collectives(source, local) == planned.priced(local)
+    outputs = executable(jax.tree.leaves(given))[-len(jax.tree.leaves(expected)) :]
+    assert error(jax.tree.unflatten(jax.tree.structure(expected), outputs), exact) <= 1.2 * error(expected, exact)
