@@ -96,6 +96,11 @@ def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[
     return bind(eqn, operands)
 
 
+def emit_cast(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """For the conversion to another type: that of the result, which is wider where it is an addend."""
+    return bind(eqn, operands, new_dtype=eqn.outputs[0].dtype)
+
+
 @dataclasses.dataclass(frozen=True)
 class InnerSum:
     """A sum over the pieces of a factor in the midst of an equation with a body."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Emit, Local, Rule, bind, emit_same
+from autopar.passes.rules.base import DimMap, Emit, Local, Rule, emit_cast, emit_same
 from autopar.passes.rules.building import Factors, RuleBuilder, is_inexact, linear_sets
 
 LinearOperands = Callable[[Equation], Iterable[Iterable[int]]]
@@ -78,10 +78,6 @@ def _in_first_if_wider(eqn: Equation) -> Iterable[Iterable[int]]:
     return ({0},) if wide else ()
 
 
-def _emit_cast(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    return bind(eqn, operands, new_dtype=eqn.outputs[0].dtype)
-
-
 def _in_first_if_power_is_one(eqn: Equation) -> Iterable[Iterable[int]]:
     return ({0},) if eqn.params["y"] == 1 else ()
 
@@ -126,7 +122,7 @@ RULES: dict[str, RuleBuilder] = {
     "bitcast_convert_type": _bitcast,
     "complex": elementwise(_in_all_at_once, 0.0, "none"),
     "conj": elementwise(_in_first, 1.0),
-    "convert_element_type": elementwise(_in_first_if_wider, 1.0, emit=_emit_cast),
+    "convert_element_type": elementwise(_in_first_if_wider, 1.0, emit=emit_cast),
     "copy": elementwise(_in_first, 0.0, "none"),
     "copy_p": elementwise(_in_first, 0.0, "none"),
     "div": elementwise(_in_first_if_inexact, 1.0),

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopar.errors import InternalError
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
-from autopar.passes.rules.base import DimMap, Local, Rule, emit_piece, emit_same
+from autopar.passes.rules.base import DimMap, Local, Rule, emit_cast, emit_piece, emit_same
 from autopar.passes.rules.building import is_number
 from autopar.passes.rules.split import (
     Split,
@@ -170,7 +170,12 @@ def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value
         rule = body.rules[eqn.id]
         if rule.separable:
             following = eqn.outputs[i]
-        elif rule.emit is emit_same and not rule.whole and len(eqn.values) == 1 and rule.outputs == (rule.inputs[i],):
+        elif (
+            rule.emit in (emit_same, emit_cast)
+            and not rule.whole
+            and len(eqn.values) == 1
+            and rule.outputs == (rule.inputs[i],)
+        ):
             following = eqn.outputs[0]
         else:
             return tuple(path)
