@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
 from autopar.passes.instructions import write_instructions
-from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_shape
+from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_dtype, port_shape
 from autopar.passes.rules.base import Rule
 from autopar.runtime.executable import Array, Executable, Source, Wiring, copied
 from autopar.runtime.transfer import TileTransfer
@@ -43,7 +43,7 @@ def build(
 
     def array(stage: int, port: Port) -> Array:
         sharding = jax.sharding.NamedSharding(meshes[stage], partition_spec(port.sharding))
-        return Array(port_shape(port, lowered.shardings[stage].mesh), port.value.dtype, sharding)
+        return Array(port_shape(port, lowered.shardings[stage].mesh), port_dtype(port), sharding)
 
     given = frozenset(graph.inputs[i] for i in donate)
     instructions = write_instructions(lowered, make_schedule(schedule, placed.num_stages, step.num_microbatches), given)

@@ -52,5 +52,9 @@ class StateLostError(AutoparError):
     """A step failed after its update programs had begun: the donated state is gone."""
 
 
+class UnsplitWarning(UserWarning):
+    """Much work or state is whole on devices or stages that could have shared it: the message says what keeps it."""
+
+
 class MissingRuleWarning(UserWarning):
     """A primitive without a sharding rule: it runs gathered and replicated."""

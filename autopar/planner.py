@@ -12,12 +12,20 @@ import dataclasses
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar.errors import InfeasiblePlanError, InternalError, MicrobatchError, PlanError, PlanMismatchError
+from autopar.errors import (
+    InfeasiblePlanError,
+    InternalError,
+    MicrobatchError,
+    PlanError,
+    PlanMismatchError,
+    UnsplitWarning,
+)
 from autopar.ir.graph import Equation, LeafCut, Literal, Phase, StepGraph, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
@@ -26,6 +34,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
+from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.limits import method_limits
@@ -40,6 +49,7 @@ from autopar.passes.pipeline import place
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
+from autopar.passes.unsplit import find_unsplit
 from autopar.pricing import Prices
 
 _MAX_LAYERS = 16
@@ -54,7 +64,7 @@ class Layered:
 
     analysis: BatchAnalysis
     step: StepGraph
-    rules: dict[int, Rule]  # by equation id; grows by the casts around sums that a placement needs
+    rules: Mapping[int, Rule]  # by equation id
     forward: tuple[Equation, ...]  # forward equations that are placed, in program order
     layers: tuple[int, ...]  # by forward equation
     num_layers: int
@@ -65,12 +75,7 @@ class Layered:
         for cut in cuts:
             stage_of_layer[cut:] += 1
         stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
-        return self.complete(place(self.step, stages, len(cuts) + 1, {}))
-
-    def complete(self, placed: PlacedStep) -> PlacedStep:
-        """Adds the rules of what a placement added to the step."""
-        self.rules.update((e.id, rule_of(e)) for e in placed.step.equations if e.id not in self.rules)
-        return placed
+        return place(self.step, stages, len(cuts) + 1, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +136,19 @@ class Planner:
                 self._one_stage_fits |= (m, len(found[0].stages)) == (1, 1)
         if best is None:
             raise self._infeasible()
-        return best
+        plan, lowered = best
+        return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
+
+    def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
+        """What is left whole for want of a divisor; what costs most is a warning, too."""
+        rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
+        found = find_unsplit(
+            lowered, rules, self.method, self.prices.kind, lambda mesh: self.prices.resharder(mesh)[1], step_time
+        )
+        for cause in found:
+            if cause.is_dear:
+                warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
+        return tuple(map(str, found))
 
     def _candidates(self, fixed: int | None) -> list[tuple[int, int | None]]:
         """Numbers of microbatches, each with a fixed number of stages or None, to search over.
@@ -265,6 +282,8 @@ class Planner:
         self.analysis.check(m)
         analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
         if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
+            if analysis is not self.analysis:
+                self._warn_of_whole_loops()
             analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
         step, rules, forward = self._in_microbatches(analysis, m)
 
@@ -274,18 +293,43 @@ class Planner:
         wanted = self.method.num_stages or 1
         if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
             return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
-        heavy = int(heavy_equations(np.array([flops(e) for e in forward])).sum())
+        found = heavy_equations(np.array([flops(e) for e in forward]))
+        heavy = int(found.sum())
         if wanted > max(1, heavy):
-            raise PlanError(
-                f"num_stages={wanted}: the forward pass of {self.graph.name} has only {heavy} heavy operations to "
-                f"cut between. Use at most {max(1, heavy)} stages."
-            )
+            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
         number = self.num_layers or max(wanted, default_num_layers(forward, flops, _MAX_LAYERS))
         number = min(number, max(1, heavy))
         if number == 1:
             return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
         layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
         return Layered(analysis, step, rules, forward, layers, number)
+
+    @functools.cache  # noqa: B019 - once for each planner
+    def _warn_of_whole_loops(self) -> None:
+        """Say why loops over layers are not cut between stages."""
+        couplings = self._finest.couplings
+        reason = f": {couplings[0].reason} at {couplings[0].equation.source or 'an unknown line'}" if couplings else ""
+        lines = dict.fromkeys(e.source for e in self.graph.equations if e.id in self.stacks.loops)
+        warnings.warn(
+            f"{self.graph.name}: the loop over layers at {', '.join(lines)} is not cut between stages where there are "
+            f"several microbatches{reason}. Its parts would have to hand on a sum over the batch. Let the loop do "
+            "nothing to what it carries of it (an auxiliary loss) but add to it, or return that for each layer and sum "
+            "it after the loop.",
+            UnsplitWarning,
+            stacklevel=4,
+        )
+
+    def _too_many_stages(self, wanted: int, heavy: Sequence[Equation], rules: Mapping[int, Rule]) -> str:
+        lines = dict.fromkeys(f"{e.primitive.name} at {e.source or 'an unknown line'}" for e in heavy)
+        loops = any(rules[e.id].kernels for e in heavy)
+        hint = " A loop is cut between stages only if it is a jax.lax.scan over stacked parameters." if loops else ""
+        few = max(1, len(heavy))
+        return (
+            f"num_stages={wanted}: each stage needs a heavy operation (a product of matrices, a convolution, a part of "
+            f"a loop over layers), of which the forward pass of {self.graph.name} has only {len(heavy)}"
+            + (f" ({', '.join(lines)})" if lines else "")
+            + f". Use at most {count_text(few, 'stage')}, or method='auto'.{hint}"
+        )
 
     # Stages.
 
@@ -417,7 +461,7 @@ class Planner:
         placed = place(step, stages, len(meshes), homes)
         forward = tuple(e for e in step.equations if e.id in stages)
         layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
-        found = self.finish(layered, layered.complete(placed), meshes, self.method.schedule or "1f1b")
+        found = self.finish(layered, placed, meshes, self.method.schedule or "1f1b")
         if found is None:
             raise self._infeasible()
         return found
@@ -465,7 +509,7 @@ class Planner:
             ) from error
         fresh = self._price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
         fresh = _with_layers(fresh, [stage.layers for stage in plan.stages])
-        return dataclasses.replace(fresh, method=plan.method), lowered, layered
+        return dataclasses.replace(fresh, method=plan.method, notes=plan.notes), lowered, layered
 
     def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
         """Local programs of all stages, with the transfers between them."""

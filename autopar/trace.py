@@ -3,8 +3,9 @@
 1. Flatten the arguments; keep each leaf's path. 2. Trace to a jaxpr. 3. Inline every call (`jit`,
 `custom_jvp`, `custom_vjp`, `checkpoint`), so that one flat list of pure equations is left; a rematerialised
 body is fenced by an `optimization_barrier`, as JAX's own lowering does, lest XLA merges it with the forward
-pass. 4. What `jax.debug.print` prints becomes a further output. 5. Drop what no output needs. 6. Read each
-equation's phase from JAX's name stack. 7. Find the state: the inputs that the outputs replace.
+pass. 4. What `jax.debug.print` prints becomes a further output, in a `scan` one that is stacked over the rounds.
+5. Drop what no output needs. 6. Read each equation's phase from JAX's name stack. 7. Find the state: the inputs
+that the outputs replace.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopar.errors import TraceError
 from autopar.ir.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
 from autopar.ir.pieces import Pieces
+from autopar.ir.shown import CALLBACKS
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 
 _NEEDS_VALUE = (
@@ -36,8 +38,7 @@ _NEEDS_VALUE = (
 _SEE_DOCS = "See https://"
 _UNBOUND = "unbound axis name"
 
-# What they are given is whole on one device, after the step has run; they return nothing.
-_CALLBACKS = frozenset({"debug_callback", "debug_print"})
+_TRANSPARENT = frozenset({*CALLS, "scan"})  # callbacks inside are carried out as those outside
 
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 
@@ -124,23 +125,23 @@ def trace(
             f"binds: {str(error).partition('.')[0]}. A parallelized step sees the whole batch, as on one device: leave "
             "out the pmean or psum, and the axis_name of layers such as BatchNorm."
         ) from error
+    if closed.effects:
+        _check_effects(name, closed)
     builder = Builder()
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
     outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
     out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
     carried = matching_leaves(in_tree, in_leaves, out_tree, out_leaves)
-    callbacks = tuple(eqn for eqn in builder.equations if eqn.primitive.name in _CALLBACKS)
-    if closed.effects:
-        _check_effects(name, closed)
-        outputs += [v for eqn in callbacks for v in eqn.values]
-        out_paths += tuple(f"an operand of {eqn.primitive.name}" for eqn in callbacks for _ in eqn.values)
+    operands = [v for callback in builder.callbacks for v in callback.values]
+    outputs += operands
+    out_paths += ("an operand of a callback",) * len(operands)
     equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
     used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
     constants = {v: c for v, c in builder.constants.items() if v in used}
     return Graph(
         name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, out_tree,
-        _fingerprint(equations, inputs, outputs), callbacks=callbacks,
+        _fingerprint(equations, inputs, outputs), callbacks=tuple(builder.callbacks),
     )  # fmt: skip
 
 
@@ -182,7 +183,7 @@ def _check_effects(name: str, closed: Any) -> None:
         return
     eqn, inside = culprit
     message = f"{name} has side effects ({', '.join(sorted(map(str, eqn.effects)))}) at {source_of(eqn)} "
-    if eqn.primitive.name in _CALLBACKS:
+    if eqn.primitive.name in CALLBACKS:
         raise TraceError(
             f"{message}({eqn.primitive.name} inside {inside}). A parallelized step calls back once, after it has run: "
             f"move the call out of the {inside}, and let that return what is to be seen."
@@ -197,13 +198,13 @@ def _effectful(jaxpr: Any, inside: str = "") -> tuple[Any, str] | None:
     """The first equation with a side effect that cannot be carried out, and the loop or branch it is in, if any."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if not eqn.effects or (name in _CALLBACKS and not inside):
+        if not eqn.effects or (name in CALLBACKS and not inside):
             continue
         for inner in jex_core.jaxprs_in_params(eqn.params):
-            found = _effectful(inner, inside if name in CALLS else name)
+            found = _effectful(inner, inside if name in _TRANSPARENT else name)
             if found:
                 return found
-        if name not in CALLS:
+        if name not in _TRANSPARENT:
             return eqn, inside
     return None
 

@@ -30,7 +30,7 @@ class ProgramCost:
 
 def local_bytes(value: Value, sharding: Sharding, mesh: Mesh) -> int:
     """Bytes of one device's piece."""
-    return value.nbytes // math.prod(sharding.tiles(mesh))
+    return (value.sum_nbytes if sharding.partial else value.nbytes) // math.prod(sharding.tiles(mesh))
 
 
 def port_bytes(port: Port, mesh: Mesh) -> int:
@@ -55,8 +55,9 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
             for v, result in zip(op.equation.outputs, op.results, strict=True):
                 if v in in_memory:
                     moved += local_bytes(v, result, mesh)
-            dtype = str(op.equation.outputs[0].dtype)
-            kernels = op.kernels or (LocalKernel(op.flops, moved, op.unit == "matmul", dtype, 1.0),)
+            matmul = op.unit == "matmul"
+            dtype = "" if op.kernels else op.equation.kernel_dtype(matmul)
+            kernels = op.kernels or (LocalKernel(op.flops, moved, matmul, dtype, 1.0),)
             for k in kernels:
                 compute += compute_time(kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype, matmul=k.matmul)
                 compute += kind.launch_overhead * k.times if k.nbytes else 0.0
@@ -127,8 +128,8 @@ def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
             changes[position + 1] -= op.temporaries
         if not isinstance(op, Reshard) or op.value.sum_nbytes == op.value.nbytes:
             continue
-        if any(step.kind in SUM_KINDS for step in op.steps):  # the sum is made in a copy
-            size = op.value.sum_nbytes // math.prod(op.source.tiles(mesh))
+        if any(step.kind in SUM_KINDS for step in op.steps):  # the sum, before it is rounded
+            size = op.value.sum_nbytes // math.prod(op.target.tiles(mesh))
             changes[position] += size
             changes[position + 1] -= size
     for key, at in born.items():

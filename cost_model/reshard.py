@@ -8,7 +8,8 @@ tile by tile.
 2. A size divides only by the tile counts that divide gcd(size, mesh size), and a payload is the array's bytes
    over a number of tiles: arrays with the same gcds and the same bytes, as they are and as they are summed, share
    all prices.
-3. An edge's price depends on (kind, axes, tiles) only, so each such class is priced once for each array.
+3. An edge's price depends on (kind, axes, tiles, whether of addends) only, so each such class is priced once for
+   each array.
 4. Seconds from a few sources to everywhere: Bellman-Ford, all sources and edges at once in numpy.
 5. The steps of one resharding: Dijkstra; equal times are decided by fewer steps, then by the order of `moves`.
 """
@@ -81,7 +82,7 @@ def step_result(step: ReshardStep, sharding: Sharding) -> Sharding:
 def step_payload(step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh) -> int:
     """Bytes of the local result of the step applied to `sharding`; of the local operand for a reduce-scatter."""
     state = sharding if step.kind == "reduce_scatter" else step_result(step, sharding)
-    width = sum_itemsize(itemsize) if step.kind in SUM_KINDS else itemsize
+    width = sum_itemsize(itemsize) if step.kind in SUM_KINDS or state.partial else itemsize
     return math.prod(state.local_shape(shape, mesh)) * width
 
 
@@ -197,7 +198,8 @@ class _Network:
     source: npt.NDArray[np.int64]  # [edge] state
     target: npt.NDArray[np.int64]  # [edge] state
     price_class: npt.NDArray[np.int64]  # [edge] index into `classes`
-    classes: tuple[tuple[StepKind, tuple[str, ...], int], ...]  # (kind, axes, tiles that the payload is one of)
+    # (kind, axes, tiles that the payload is one of, whether in the type in which addends are summed)
+    classes: tuple[tuple[StepKind, tuple[str, ...], int, bool], ...]
     first: npt.NDArray[np.int64]  # [state] its first edge; every state has one, as every step can be undone
     leaving: tuple[tuple[int, ...], ...]  # [state] edges that leave it
 
@@ -208,13 +210,14 @@ def _network(rank: int, mesh: Mesh) -> _Network:
     index = {state: i for i, state in enumerate(states)}
     tiles = np.array([state.tiles(mesh) for state in states], np.int64).reshape(len(states), rank)
     pieces = [math.prod(map(int, row)) for row in tiles]
-    classes: dict[tuple[StepKind, tuple[str, ...], int], int] = {}
+    classes: dict[tuple[StepKind, tuple[str, ...], int, bool], int] = {}
     edges: list[tuple[int, int, int, ReshardStep]] = []
     for source, state in enumerate(states):
         for step in moves(state, mesh):
             target = index[step_result(step, state)]
             payload_of = source if step.kind == "reduce_scatter" else target
-            key = (step.kind, step_axes(step, mesh), pieces[payload_of])
+            wide = step.kind in SUM_KINDS or bool(states[payload_of].partial)
+            key = (step.kind, step_axes(step, mesh), pieces[payload_of], wide)
             edges.append((target, source, classes.setdefault(key, len(classes)), step))
     edges.sort(key=lambda edge: edge[0])  # stable: within a target the order of `moves` stays
     columns = np.array([edge[:3] for edge in edges], np.int64).reshape(len(edges), 3)
@@ -284,12 +287,11 @@ class _Prices:
     ) -> None:
         self.network = network
         self.divides = np.all(np.array(gcds, np.int64) % network.tiles == 0, axis=1)  # [state]
-        prices = np.array(
-            [
-                price(kind, axes, (sum_nbytes if kind in SUM_KINDS else nbytes) // pieces) if axes else 0.0
-                for kind, axes, pieces in network.classes
-            ]
-        )
+        asked = [
+            (kind, axes, (sum_nbytes if wide else nbytes) // pieces) for kind, axes, pieces, wide in network.classes
+        ]
+        found = {key: price(*key) if key[1] else 0.0 for key in dict.fromkeys(asked)}
+        prices = np.array([found[key] for key in asked])
         legal = self.divides[network.source] & self.divides[network.target]
         self.cost = np.where(legal, prices[network.price_class], np.inf) if network.steps else prices
         self.rows: dict[int, npt.NDArray[np.float64]] = {}  # source state -> seconds to each state

@@ -115,8 +115,18 @@ class BatchAnalysis:
             raise BatchAxisError(
                 f"num_microbatches={num_microbatches} does not divide the batch of {self.batch_size}"
                 + (f" in groups of {unit} examples" if unit > 1 else "")
-                + f". Use a divisor of {self.max_microbatches}."
+                + f" ({self._arguments}). Use a divisor of {self.max_microbatches}."
             )
+
+    @property
+    def _arguments(self) -> str:
+        """The batch arguments, each with its batch axis."""
+        found = [
+            f"axis {batch.dim} of {path}"
+            for v, path in zip(self.graph.inputs, self.graph.input_paths, strict=True)
+            if (batch := self.states[v].batch) is not None
+        ]
+        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
 
     def check_shards(self, num_microbatches: int, data_shards: int, method: str) -> None:
         """Raise unless every microbatch has a whole number of examples for each of a method's data shards.
@@ -133,8 +143,9 @@ class BatchAnalysis:
         if self.batch_size % pieces:
             raise BatchAxisError(
                 f"method {method!r}: the batch of {self.batch_size} is not divisible by {num_microbatches} "
-                f"microbatches × {data_shards} data shards = {pieces}. Use a batch that is a multiple of {pieces}, "
-                "fewer microbatches, fewer devices, or method='auto'."
+                f"microbatches × {data_shards} data shards = {pieces} ({self._arguments}). Use a batch that is a "
+                f"multiple of {pieces} (padded with examples of weight 0, if need be), fewer microbatches, fewer "
+                "devices, or method='auto'."
             )
 
 

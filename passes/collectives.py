@@ -21,33 +21,26 @@ from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum
 from autopar.passes.rules.base import halo_hops
 
 
-def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh) -> Any:
+def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh, dtype: Any) -> Any:
     """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
 
-    `before` is the sharding of the piece. PRNG keys travel as their words, which are never summed. Of arrays without
-    elements nothing is sent.
+    `before` is the sharding of the piece, `dtype` that of the whole; addends are held as they are summed. PRNG keys
+    travel as their words, which are never summed. Of arrays without elements nothing is sent.
     """
     if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(x)
         extra = words.ndim - x.ndim
         whole = Sharding(before.dims + ((),) * extra, before.partial)
-        return jax.random.wrap_key_data(apply_steps(words, steps, whole, mesh), impl=jax.random.key_impl(x))
+        return jax.random.wrap_key_data(
+            apply_steps(words, steps, whole, mesh, words.dtype), impl=jax.random.key_impl(x)
+        )
     whole_shape = tuple(size * n for size, n in zip(x.shape, before.tiles(mesh), strict=True))
     for step in steps:
         before = step_result(step, before)
         # XLA refuses some collectives of arrays without elements.
         x = _apply(x, step, mesh) if x.size else jnp.zeros(before.local_shape(whole_shape, mesh), x.dtype)
+        x = x.astype(sum_dtype(dtype) if before.partial else dtype)
     return x
-
-
-def widened(x: Any) -> Any:
-    """In the type that addends of `x` are summed in: see `sum_dtype`."""
-    return x.astype(sum_dtype(x.dtype))
-
-
-def psum(x: Any, axes: Sequence[str]) -> Any:
-    """The sum over mesh axes, rounded once."""
-    return jax.lax.psum(widened(x), tuple(axes)).astype(x.dtype)
 
 
 def sum_kinds(size: int, itemsize: int, count: int) -> tuple[tuple[StepKind, int], ...]:
@@ -61,16 +54,17 @@ def sum_kinds(size: int, itemsize: int, count: int) -> tuple[tuple[StepKind, int
     return (("reduce_scatter", wide), ("all_gather", itemsize))
 
 
-def psum_at_once(x: Any, axes: Sequence[str]) -> Any:
-    """The sum over mesh axes, rounded once, by `sum_kinds`."""
-    if len(sum_kinds(x.size, x.dtype.itemsize, jax.lax.axis_size(tuple(axes)))) == 1:
-        return psum(x, axes)
-    return all_gather(psum_scatter(x.reshape(-1), axes, 0), axes, 0).reshape(x.shape)
+def psum_at_once(x: Any, axes: Sequence[str], dtype: Any) -> Any:
+    """The sum over mesh axes of addends of a value of type `dtype`, by `sum_kinds`."""
+    x = x.astype(sum_dtype(dtype))
+    if len(sum_kinds(x.size, jnp.dtype(dtype).itemsize, jax.lax.axis_size(tuple(axes)))) == 1:
+        return jax.lax.psum(x, tuple(axes))
+    return all_gather(psum_scatter(x.reshape(-1), axes, 0).astype(dtype), axes, 0).reshape(x.shape)
 
 
 def psum_scatter(x: Any, axes: Sequence[str], dim: int) -> Any:
-    """A piece along `dim` of the sum over mesh axes, rounded once."""
-    return jax.lax.psum_scatter(widened(x), tuple(axes), scatter_dimension=dim, tiled=True).astype(x.dtype)
+    """A piece along `dim` of the sum over mesh axes."""
+    return jax.lax.psum_scatter(x, tuple(axes), scatter_dimension=dim, tiled=True)
 
 
 def all_gather(x: Any, axes: Sequence[str], dim: int) -> Any:
@@ -91,7 +85,7 @@ def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
         return x
     match step.kind:
         case "all_reduce":
-            return psum(x, axes)
+            return jax.lax.psum(x, axes)
         case "reduce_scatter":
             return psum_scatter(x, axes, step.dim)
         case "all_gather":

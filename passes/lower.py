@@ -40,7 +40,7 @@ from autopar.passes.intra_op.strategies import (
     temporaries,
 )
 from autopar.passes.merge import merge_equal_ops
-from autopar.passes.rules.base import Local, Rule, is_fusible
+from autopar.passes.rules.base import Local, Rule, emit_piece, is_fusible
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
 _COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
@@ -398,8 +398,8 @@ class SpaceLocal(Local):
             index = index * self.mesh.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.int32)
         return index * self.size(factor)
 
-    def total(self, factor: int, x: Any) -> Any:
-        return psum_at_once(x, self.axes[factor]) if self.is_split(factor) else x
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+        return psum_at_once(x, self.axes[factor], dtype) if self.is_split(factor) else x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if not self.is_split(factor) or not (before or after):
@@ -432,7 +432,9 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
             env[port.value, port.sharding] = piece[0] if port.sharding.partial else piece
         for op in local.ops:
             if isinstance(op, Reshard):
-                env[op.value, op.target] = apply_steps(env[op.value, op.source], op.steps, op.source, mesh)
+                env[op.value, op.target] = apply_steps(
+                    env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype
+                )
             elif isinstance(op, Accumulate):
                 key = (op.total, op.sharding)
                 env[key] = env[key] + env[op.addend, op.sharding]
@@ -452,17 +454,20 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
 
 
 def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh, halos: Halos) -> Sequence[Any]:
+    addends = [bool(sharding.partial) for sharding in op.results]
     if rule.separable:
-        return rule.emit(SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands)
+        return emit_piece(rule, SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands, addends)
     lane = op.strategy[0]
-    results = rule.emit(SpaceLocal.of(rule, lane, mesh, halos), op.equation, operands)
+    results = emit_piece(rule, SpaceLocal.of(rule, lane, mesh, halos), op.equation, operands, addends)
     for kind, over in combined_axes(rule, lane, mesh).items():
         results = [_combine(kind, x, over) for x in results]
-    expected = [s.local_shape(v.shape, mesh) for v, s in zip(op.equation.outputs, op.results, strict=True)]
-    if [tuple(np.shape(x)) for x in results] != expected:
-        raise InternalError(
-            f"{op.equation!r} with strategy {lane} gives {[np.shape(x) for x in results]}, not {expected}"
-        )
+    found = [(tuple(np.shape(x)), x.dtype) for x in results]
+    expected = [
+        (s.local_shape(v.shape, mesh), v.held_dtype(bool(s.partial)))
+        for v, s in zip(op.equation.outputs, op.results, strict=True)
+    ]
+    if found != expected:
+        raise InternalError(f"{op.equation!r} with strategy {lane} gives {found}, not {expected}")
     return results
 
 
@@ -489,6 +494,11 @@ def partition_spec(sharding: Sharding) -> jax.sharding.PartitionSpec:
     if sharding.partial:
         dims = (sharding.partial if len(sharding.partial) > 1 else sharding.partial[0], *dims)
     return jax.sharding.PartitionSpec(*dims)
+
+
+def port_dtype(port: Port) -> Any:
+    """Type of a port's global array."""
+    return port.value.held_dtype(bool(port.sharding.partial))
 
 
 def port_shape(port: Port, mesh: Mesh) -> tuple[int, ...]:

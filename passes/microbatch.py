@@ -18,7 +18,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, sum_dtype
 from autopar.passes.batch import BatchAnalysis, Kind, When
-from autopar.passes.rules.base import Local, Rule
+from autopar.passes.rules.base import Local, Rule, emit_piece
 from autopar.passes.rules.split import (
     Split,
     Unsplittable,
@@ -34,7 +34,7 @@ class _TimeLocal(Local):
     """The piece of one microbatch, for `emit`."""
 
     rule: Rule
-    split: Split
+    split: Split | None  # None: every microbatch computes the whole
     num_microbatches: int
     index: Any  # traced int32 scalar
 
@@ -43,15 +43,15 @@ class _TimeLocal(Local):
         return whole // self.num_microbatches if self.is_split(factor) else whole
 
     def is_split(self, factor: int) -> bool:
-        return factor == self.split.factor
+        return self.split is not None and factor == self.split.factor
 
     def start(self, factor: int) -> Any:
-        if not self.is_split(factor):
+        if self.split is None or not self.is_split(factor):
             return 0
         check_position(self.split.batch)
         return self.index * self.size(factor)
 
-    def total(self, factor: int, x: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
         raise Unsplittable("examples are added up on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -248,23 +248,14 @@ class _Splitter:
             self._emit_fence(eqn)
             return
         rule = self.analysis.rules[eqn.id]
-        split = self.analysis.splits.get(eqn.id)
-        moved = self.analysis.before[eqn.id]
-        if split is None:  # linear in partial operands: full sizes
-            operands = [self._in_loop(v, None, moved) for v in eqn.inputs]
-            phase = self._loop_phase(eqn, operands)
-            env: dict[Value, Operand] = {}
-            outputs: Sequence[Operand] = self._copy(eqn, operands, phase, env)
-            if phase is Phase.BACKWARD:
-                self.backward.update(outputs)
-        else:
-            try:
-                outputs = self._emit(eqn, rule, split)
-            except Unsplittable as error:
-                raise MicrobatchError(
-                    f"num_microbatches={self.m}: {eqn.primitive.name} at {eqn.source or 'an unknown line'}: {error}. "
-                    "Put the batch on the leading axis, or use num_microbatches=1."
-                ) from error
+        split = self.analysis.splits.get(eqn.id)  # None: linear in partial operands, or alike; in full sizes
+        try:
+            outputs = self._emit(eqn, rule, split)
+        except Unsplittable as error:
+            raise MicrobatchError(
+                f"num_microbatches={self.m}: {eqn.primitive.name} at {eqn.source or 'an unknown line'}: {error}. "
+                "Put the batch on the leading axis, or use num_microbatches=1."
+            ) from error
         for old, new in zip(eqn.outputs, outputs, strict=True):
             state = self.analysis.states[old]
             self.loop[(old, None)] = self.loop[(old, state.batch)] = new
@@ -287,18 +278,25 @@ class _Splitter:
             if states[old].kind is Kind.PARTIAL:
                 self.partial.add(result)
 
-    def _emit(self, eqn: Equation, rule: Rule, split: Split) -> list[Operand]:
+    def _emit(self, eqn: Equation, rule: Rule, split: Split | None) -> list[Operand]:
         moved = self.analysis.before[eqn.id]
         operands = [
-            self._in_loop(v, batch_in_dims(split, dims, rule.factors), moved)
+            self._in_loop(v, None if split is None else batch_in_dims(split, dims, rule.factors), moved)
             for v, dims in zip(eqn.inputs, rule.inputs, strict=True)
         ]
+        addends = [self.analysis.states[v].kind is Kind.PARTIAL for v in eqn.outputs]
+        phase = self._loop_phase(eqn, operands)
+        if split is None and all(v.held_dtype(a) == v.dtype for v, a in zip(eqn.outputs, addends, strict=True)):
+            copies = self._copy(eqn, operands, phase, {})
+            if phase is Phase.BACKWARD:
+                self.backward.update(copies)
+            return list(copies)
 
         def emit(*args: Any) -> Sequence[Any]:
             *xs, index = args
-            return rule.emit(_TimeLocal(rule, split, self.m, index), eqn, xs)
+            return emit_piece(rule, _TimeLocal(rule, split, self.m, index), eqn, xs, addends)
 
-        return self._trace(emit, [*operands, self.microbatch], self._loop_phase(eqn, operands), eqn.source)
+        return self._trace(emit, [*operands, self.microbatch], phase, eqn.source)
 
     def _trace(self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
         closed, values = trace_emission(fun, operands)

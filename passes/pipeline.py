@@ -17,11 +17,8 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-import jax
-
-from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value, sum_dtype
+from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.program import PlacedStep, Program
 
 
@@ -89,47 +86,30 @@ def _defer_sums(step: StepGraph, stages: dict[int, int]) -> tuple[StepGraph, dic
 
     next_id = 1 + max(v.id for eqn in step.equations for v in (*eqn.values, *eqn.outputs))
     next_id = max(next_id, *(v.id + 1 for v in step.accumulate.values()))
-    first_cast = 1 + max(eqn.id for eqn in step.equations)  # the cast of a value's sum has the same id in any placement
     accumulate = dict(step.accumulate)
-    summed: dict[Value, Value] = {}  # moved loop value -> its step value, in its own type
-    replaced: dict[Value, Value] = {}
+    summed: dict[Value, Value] = {}  # moved loop value -> its step value
     loop: list[Equation] = []
     update: list[Equation] = []
 
-    def new(value: Value, dtype: Any) -> Value:
+    def new(value: Value) -> Value:
         nonlocal next_id
         next_id += 1
-        return dataclasses.replace(value, id=next_id - 1, dtype=dtype)
+        return dataclasses.replace(value, id=next_id - 1)
 
-    def whole(value: Operand, source: str) -> Operand:
+    def whole(value: Operand) -> Operand:
         if not isinstance(value, Value) or value not in step.batched:
             return value
-        if value not in summed:
-            total = accumulate.setdefault(value, new(value, sum_dtype(value.dtype)))
-            if total.dtype == value.dtype:
-                return total
-            summed[value] = new(value, value.dtype)
-            aval = jax.ShapeDtypeStruct(total.shape, total.dtype)
-            cast = jax.make_jaxpr(lambda x: jax.lax.convert_element_type(x, value.dtype))(aval).jaxpr.eqns[0]
-            outputs = (summed[value],)
-            update.append(
-                Equation(first_cast + value.id, cast.primitive, cast.params, (total,), outputs, Phase.UPDATE, source)
-            )
-        return summed[value]
+        return summed[value] if value in summed else accumulate.setdefault(value, new(value))
 
     for eqn in step.equations:
         if eqn.id in moved:
-            inputs = tuple(whole(v, eqn.source) for v in eqn.inputs)
+            inputs = tuple(whole(v) for v in eqn.inputs)
             for v in eqn.outputs:
-                total = accumulate.pop(v, None)
-                summed[v] = total if total is not None and total.dtype == v.dtype else new(v, v.dtype)
-                if total is not None and total is not summed[v]:
-                    replaced[total] = summed[v]  # read by a cast to this very type
+                summed[v] = accumulate.pop(v) if v in accumulate else new(v)
             outputs = tuple(summed[v] for v in eqn.outputs)
             update.append(dataclasses.replace(eqn, inputs=inputs, outputs=outputs, phase=Phase.UPDATE))
         else:
-            inputs = tuple(replaced.get(v, v) if isinstance(v, Value) else v for v in eqn.inputs)
-            loop.append(dataclasses.replace(eqn, inputs=inputs))
+            loop.append(eqn)
     first_update = next((i for i, eqn in enumerate(loop) if eqn.phase is Phase.UPDATE), len(loop))
     equations = (*loop[:first_update], *update, *loop[first_update:])
     kept = {i: stage for i, stage in stages.items() if i not in moved}

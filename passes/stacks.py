@@ -204,7 +204,7 @@ class _Piece(Local):
         check_position(self.split.batch)
         return jnp.int32(self.start_unit * self.split.batch.inner)
 
-    def total(self, factor: int, x: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
         raise Unsplittable("pieces are added up on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:

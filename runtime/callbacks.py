@@ -4,29 +4,47 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
-from autopar.ir.graph import Equation, Literal
+from autopar.ir.graph import Callback, Equation, Literal, Rounds
+
+Call = Callable[[Sequence[Any]], None]  # calls back with some values
 
 
 class Callbacks:
     """Calls back once a step, in the order of the user's program: in one program XLA would choose the order."""
 
-    def __init__(self, equations: Sequence[Equation], device: jax.Device) -> None:
+    def __init__(self, callbacks: Sequence[Callback], device: jax.Device) -> None:
         self.device = device
-        self._programs = [(jax.jit(functools.partial(_call, eqn)), len(eqn.values)) for eqn in equations]
+        self._calls = [_compiled(callback) for callback in callbacks]
 
     def __call__(self, values: Sequence[Any]) -> None:
         """`values`: the operands of all callbacks in order, literals left out."""
         supply = iter(values)
-        for program, count in self._programs:
-            program(*[jax.device_put(_whole(x), self.device) for x in itertools.islice(supply, count)])
+        for call, count in self._calls:
+            call([jax.device_put(_whole(x), self.device) for x in itertools.islice(supply, count)])
         if self.device.platform == "cpu":
             # The next step must not meet these programs on a virtual device (see the worker).
             jax.effects_barrier()
+
+
+def _compiled(callback: Callback) -> tuple[Call, int]:
+    """What calls back with some values, and how many these are."""
+    if isinstance(callback, Equation):
+        program = jax.jit(functools.partial(_call, callback))
+        return lambda values: program(*values), len(callback.values)
+    calls = [_compiled(inner) for inner in callback.callbacks]
+    return functools.partial(_call_in_rounds, callback, calls), len(callback.values)
+
+
+def _call_in_rounds(rounds: Rounds, calls: Sequence[tuple[Call, int]], values: Sequence[Any]) -> None:
+    for number in reversed(range(rounds.length)) if rounds.reverse else range(rounds.length):
+        supply = iter(values)
+        for call, count in calls:
+            call([x[number] for x in itertools.islice(supply, count)])
 
 
 def _call(eqn: Equation, *values: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import jaxprs_in_params
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
@@ -61,8 +62,11 @@ class Source:
             keep_unused=True,
         )
 
+    def trace(self) -> Any:
+        return self.jitted().trace(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs])
+
     def lower(self) -> Any:
-        return self.jitted().lower(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs])
+        return self.trace().lower()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -222,9 +226,28 @@ def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
 
 def _compile(sources: Sequence[Source]) -> list[Any]:
     """Trace and lower one after the other, compile side by side (XLA compiles outside the interpreter's lock)."""
-    lowered = [source.lower() for source in sources]
+    lowered, options = [], []
+    for source in sources:
+        traced = source.trace()
+        on_cpu = source.mesh.devices.flat[0].platform == "cpu"
+        options.append(_SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else None)
+        lowered.append(traced.lower())
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda low: low.compile(), lowered))
+        return list(pool.map(lambda low, chosen: low.compile(chosen), lowered, options))
+
+
+# XLA leaves some products of bfloat16 with a result in float32 to a kernel that has none for them, if the result is
+# transposed, and fails when it runs (CPU, jaxlib 0.10.2). Without these fusions it casts the operands.
+_SAFE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+
+def _widens_products(jaxpr: Any) -> bool:
+    """Whether some product of matrices gives more bits than its operands have."""
+    return any(
+        (eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize)
+        or any(map(_widens_products, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
 
 
 def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, ...], Any]]:

@@ -73,7 +73,7 @@ def assert_close(found: Any, wanted: Any) -> None:
 )
 def test_batch_that_data_shards_do_not_divide(method: autopar.Method, count: str) -> None:
     step = autopar.parallelize(train_step, method=method)
-    message = f"method {method.name!r}: the batch of 6 is not divisible by {count}. Use a batch that is a multiple of "
+    message = f"method {method.name!r}: the batch of 6 is not divisible by {count} (axis 0 of batch['x']). "
     with pytest.raises(BatchAxisError, match=re.escape(message)):
         step.plan(params(), examples(6))
 
@@ -81,7 +81,8 @@ def test_batch_that_data_shards_do_not_divide(method: autopar.Method, count: str
 def test_batch_that_microbatches_do_not_divide() -> None:
     step = autopar.parallelize(train_step, num_microbatches=3, devices=jax.devices()[:1])
     with pytest.raises(
-        BatchAxisError, match=r"^num_microbatches=3 does not divide the batch of 8\. Use a divisor of 8\.$"
+        BatchAxisError,
+        match=r"^num_microbatches=3 does not divide the batch of 8 \(axis 0 of .*\)\. Use a divisor ",
     ):
         step.plan(params(), examples())
 
@@ -139,9 +140,13 @@ def test_more_stages_than_layers() -> None:
     step = autopar.parallelize(train_step, method=recipes.gpipe(4, 2), cluster=autopar.load_preset("dgx-a100"))
     with pytest.raises(PlanError) as caught:
         step.plan(params(), examples())
-    assert str(caught.value) == (
-        "num_stages=4: the forward pass of train_step has only 2 heavy operations to cut between. Use at most 2 stages."
+    message = str(caught.value)
+    assert message.startswith(
+        "num_stages=4: each stage needs a heavy operation (a product of matrices, a convolution, "
     )
+    assert "of which the forward pass of train_step has only 2 (dot_general at " in message
+    assert "test_errors.py:" in message
+    assert message.endswith(" Use at most 2 stages, or method='auto'.")
 
 
 def test_mesh_that_does_not_match_the_cluster() -> None:

@@ -11,10 +11,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from autopar import recipes
+from autopar.compiler import device_mesh
 from autopar.ir.local import Accumulate
-from autopar.passes.collectives import psum
+from autopar.ir.mesh import Mesh
+from autopar.ir.method import Method
+from autopar.ir.sharding import ReshardStep, Sharding
+from autopar.passes.collectives import apply_steps
 from autopar.runtime.executable import Executable
-from tests.planned import Planned, analyse, lowered_collectives
+from tests import models
+from tests.planned import Planned, analyse, cluster_of, lowered_collectives, plan_step
 from tests.random_plans import plan_by_lot
 
 BATCH, WIDTH, VOCABULARY = 8, 8, 16
@@ -106,12 +112,14 @@ def summed_dtypes(source: Any) -> Iterator[Any]:
 
 
 def test_small_integers_wrap_as_they_do() -> None:
-    mesh = jax.make_mesh((8,), ("x",))
-    spec = jax.sharding.PartitionSpec("x")
-    x = np.arange(8, dtype=np.int8) * 30
-    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, spec))
-    total = jax.shard_map(lambda x: psum(x, ("x",)), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(placed)
-    np.testing.assert_array_equal(np.asarray(total), np.full(8, x.sum(dtype=np.int8)))
+    mesh, (x,) = Mesh(tuple(range(8)), (8,), ("x",)), (np.arange(8, dtype=np.int8) * 30,)
+    summed = ReshardStep("all_reduce", ("x",))
+    total = jax.shard_map(
+        lambda x: apply_steps(x.astype(np.int32), [summed], Sharding(((),), ("x",)), mesh, x.dtype),
+        mesh=device_mesh(mesh, jax.devices()), in_specs=jax.sharding.PartitionSpec("x"),
+        out_specs=jax.sharding.PartitionSpec(), check_vma=False,
+    )(x)  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(total), np.full(1, x.sum(dtype=np.int8)))
     assert total.dtype == np.int8
 
 
@@ -120,3 +128,73 @@ def test_in_double_precision() -> None:
         _, _, actual, expected = planned(jnp.float64, (2, 2), 1, 2, 0)
         assert {x.dtype for x in jax.tree.leaves(actual)} == {np.dtype(np.float64)}
         assert error(actual, expected) < 1e-7  # the loss itself is in float32
+
+
+def product(w: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+    """Contracts the 64 numbers of an example; bent at zero."""
+    return w, jax.nn.relu(batch["x"] @ w)
+
+
+def gradient(w: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
+    """Contracts 64 examples, twice."""
+
+    def loss(w: Any) -> Any:
+        return jnp.sum((batch["x"] @ w) * batch["y"] + (batch["z"] @ w) * batch["y"])
+
+    return w, jax.grad(loss)(w)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    ("step", "method", "microbatches"),
+    [(product, recipes.megatron(1, 8, 1, 1), 1), (gradient, recipes.data_parallel(), 1),
+     (gradient, recipes.data_parallel(None), 4)],
+    ids=["product", "gradient", "gradient in 4 microbatches"],
+)  # fmt: skip
+def test_addends_are_rounded_after_the_sum(step: Any, method: Method, microbatches: int, dtype: Any) -> None:
+    """The halves of each sum nearly cancel: had they been rounded, little would be right of what is left."""
+    random = np.random.default_rng(0)
+    signs = np.repeat([100.0, -100.0], 32)
+
+    def numbers(*shape: int) -> Any:
+        return jnp.asarray(1 + 0.1 * random.standard_normal(shape), dtype)
+
+    if step is product:
+        w, batch = numbers(64, 3), {"x": numbers(64, 64) * jnp.asarray(signs, dtype)}
+    else:
+        x, z = (numbers(64, 5) * jnp.asarray(signs, dtype)[:, None] for _ in range(2))
+        w, batch = numbers(5, 3), {"x": x, "z": z, "y": numbers(64, 3)}
+    exact = jax.jit(step)(*jax.tree.map(lambda x: x.astype(jnp.float32), (w, batch)))[1]
+    expected = jax.jit(step)(w, batch)[1]
+    planned = plan_step(step, (w, batch), cluster_of(1, 8), method, microbatches)
+    executable = planned.build(jax.devices())
+    for local, source in zip(planned.lowered.programs, executable.sources, strict=True):
+        assert lowered_collectives(source, local) == planned.priced(local)
+    actual = executable(jax.tree.leaves((w, batch)))[1]
+    assert actual.dtype == dtype
+    assert error(actual, exact) <= 1.2 * error(expected, exact)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "microbatches"),
+    [(recipes.zero(3, None), 2), (recipes.megatron(2, 4, 1, 2), 2), (Method("free", 1, None, (2, 4)), 1)],
+    ids=["zero_3", "megatron", "free"],
+)
+def test_loops_over_layers_keep_addends_in_float32(method: Method, microbatches: int) -> None:
+    """Gradients scattered round by round, sums in the loop, addends in its carry: as priced, no less exact."""
+
+    def step(params: Any, batch: Any) -> tuple[Any, Any]:
+        return params, jax.grad(models.loop_loss)(params, batch)
+
+    def cast(tree: Any, dtype: Any) -> Any:
+        return jax.tree.map(lambda x: x.astype(dtype), tree)
+
+    given = cast((models.loop_params(3, 32, 8), models.block_batch(16, 8, 32)), jnp.bfloat16)
+    exact, expected = jax.jit(step)(*cast(given, jnp.float32))[1], jax.jit(step)(*given)[1]
+    planned = plan_step(step, given, cluster_of(1, 8, flops=1e6, link=1e6), method, microbatches)
+    executable = planned.build(jax.devices())
+    for local, source in zip(planned.lowered.programs, executable.sources, strict=True):
+        assert lowered_collectives(source, local) == planned.priced(local)
+    outputs = executable(jax.tree.leaves(given))[-len(jax.tree.leaves(expected)) :]
+    assert error(jax.tree.unflatten(jax.tree.structure(expected), outputs), exact) <= 1.2 * error(expected, exact)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jax.extend import source_info_util
 from jax.interpreters import partial_eval
 
 from autopar.errors import TraceError
-from autopar.ir.graph import Equation, Literal, Operand, Phase, Value
+from autopar.ir import shown
+from autopar.ir.graph import Callback, Equation, Literal, Operand, Phase, Rounds, Value
 from autopar.ir.unmap import unmapped
 
 # Primitives that call a jaxpr, and the parameter that holds it.
@@ -56,6 +57,7 @@ class Builder:
         self.counting = counting  # whether "all" and "any" become counts, which are sums
         self.origin = (-1, 0)  # of the equations that are added
         self.equations: list[Equation] = []
+        self.callbacks: list[Callback] = []
         self.constants: dict[Value, Any] = {}
         self._next = first_id
 
@@ -118,7 +120,16 @@ class Builder:
             elif name == SHARD_MAP:
                 body = _unmapped(eqn, where)
             results: Sequence[Operand]
-            if body is not None:
+            if name in shown.CALLBACKS:
+                self.callbacks.append(self._callback(eqn.primitive, eqn.params, inputs, where))
+                results = ()
+            elif name == "scan" and shown.calls_back(eqn):
+                silenced = shown.Silenced(eqn.params, CALLS)
+                traced, values = trace_emission(silenced.run, inputs)
+                found = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
+                results, given = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
+                self.callbacks.append(self._rounds(silenced.rounds, given, where))
+            elif body is not None:
                 if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
                     inputs = self._fence(inputs, phase or _phase(here), where)
                 closed = isinstance(body, jex_core.ClosedJaxpr)
@@ -138,6 +149,22 @@ class Builder:
 
     def _counts(self, inputs: Sequence[Operand]) -> bool:
         return self.counting and bool(inputs) and inputs[0].dtype == np.bool_
+
+    def _callback(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], source: str) -> Equation:
+        return Equation(-1, primitive, params, tuple(inputs), (), Phase.UPDATE, source)
+
+    def _rounds(self, rounds: shown.Loop, given: Iterator[Operand], source: str) -> Rounds:
+        found: list[Callback] = []
+        for call in rounds.calls:
+            if isinstance(call, shown.Loop):
+                found.append(self._rounds(call, given, source))
+                continue
+            inputs = [
+                next(given) if literal is None else Literal(literal.val, literal.aval.dtype)
+                for literal in call.operands
+            ]
+            found.append(self._callback(call.primitive, call.params, inputs, source))
+        return Rounds(rounds.length, rounds.reverse, tuple(found))
 
     def constant(self, const: Any, aval: Any) -> Value:
         value = self.value(aval)

@@ -50,12 +50,16 @@ class Value:
         """Bytes of the whole value in the type in which its addends are summed."""
         return math.prod(self.shape) * (8 if self.is_key else sum_dtype(self.dtype).itemsize)
 
+    def held_dtype(self, partial: bool) -> Any:
+        """The type in which it is held, or in which its addends are."""
+        return sum_dtype(self.dtype) if partial else self.dtype
+
     def __repr__(self) -> str:
         return f"%{self.id}:{self.dtype}{list(self.shape)}"
 
 
 def sum_dtype(dtype: Any) -> Any:
-    """The type in which addends of this type are summed: of four bytes at least, whatever makes the sum.
+    """The type in which addends of this type are held and summed: of four bytes at least, whatever makes the sum.
 
     16-bit floats are summed in float32, and small integers in 32 bits, which wrap in the end as they would.
     """
@@ -92,6 +96,12 @@ class Equation:
     source: str = ""  # file:line (function) of the user's code
     origin: tuple[int, int] = (-1, 0)  # the traced equation that it comes from, and the first round of its piece
 
+    def kernel_dtype(self, matmul: bool) -> str:
+        """The type that it computes in: a product of matrices in that of its operands, whatever it gives."""
+        if not matmul:
+            return str(self.outputs[0].dtype)
+        return str(max((x.dtype for x in self.inputs[:2]), key=lambda dtype: int(dtype.itemsize)))
+
     @property
     def values(self) -> tuple[Value, ...]:
         """The operands that are not literals."""
@@ -100,6 +110,23 @@ class Equation:
     def __repr__(self) -> str:
         ins = ", ".join(map(repr, self.inputs))
         return f"{', '.join(map(repr, self.outputs))} = {self.primitive.name} {ins}  # {self.phase.value}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rounds:
+    """Callbacks of a loop, to be called round by round: their operands have a leading axis of rounds."""
+
+    length: int
+    reverse: bool
+    callbacks: tuple[Callback, ...]
+
+    @property
+    def values(self) -> tuple[Value, ...]:
+        """The operands of all callbacks in order, literals left out."""
+        return tuple(v for callback in self.callbacks for v in callback.values)
+
+
+Callback = Equation | Rounds  # `jax.debug.print` and the like, or what a loop has of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +162,7 @@ class Graph:
     fingerprint: str  # hash of structure, shapes and dtypes
     input_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     output_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the result leaf
-    callbacks: tuple[Equation, ...] = ()  # `jax.debug.print` and the like: called on the host after each step
+    callbacks: tuple[Callback, ...] = ()  # called on the host after each step
 
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:
@@ -204,9 +231,9 @@ class StepGraph:
     constants: Mapping[Value, Any]
     microbatch: Value  # int32 scalar: the index of the running microbatch, an implicit input of the loop
     feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- its slice of a graph input
-    accumulate: Mapping[Value, Value]  # loop value (an addend per microbatch) -> step value (their sum)
+    accumulate: Mapping[Value, Value]  # loop value (an addend per microbatch) -> step value (their sum), of one type
     keep: Mapping[Value, tuple[Value, ...]]  # loop value -> step values: what it was in each microbatch
     outputs: tuple[Operand, ...]
     replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used
     batched: frozenset[Value]  # loop values that differ between microbatches
-    partial: frozenset[Value]  # those of them that are addends of full size
+    partial: frozenset[Value]  # those of them that are addends of full size, in the type in which they are summed

@@ -62,6 +62,7 @@ def plan_to_json(plan: PlanRecord) -> str:
             {**_fields(leaf), "shape": list(leaf.shape), "sharding": _sharding_text(leaf.sharding)}
             for leaf in plan.leaves
         ],
+        "notes": list(plan.notes),
     }
     text = _lines(data)
     parse_plan(text, f"plan for {plan.function!r}")
@@ -292,6 +293,7 @@ _FIELDS: Mapping[str, Reader] = {
     "flops": number("FLOP, 0 or more", least=0),
     "lower_bound": number("seconds"),
     "gap": number("a share, 0 or more", least=0),
+    "notes": sequence(read_string, "a list of sentences"),
 }
 _read_fields = versioned(FORMAT, VERSION, _FIELDS, _REMEDY)
 

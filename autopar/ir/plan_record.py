@@ -76,6 +76,7 @@ class PlanRecord:
     flops: float  # of one step, whole cluster, as computed (rematerialisation and replication included)
     lower_bound: float  # seconds; of the sum of the stages' solver objectives
     gap: float  # (objective - lower bound) / objective of the stages' solvers
+    notes: tuple[str, ...]  # what was left whole, and why
 
     @property
     def leaf_cuts(self) -> dict[int, LeafCut]:

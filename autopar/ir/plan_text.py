@@ -26,7 +26,8 @@ def render(parts: Sequence[RenderableType]) -> str:
 
 def plan_parts(plan: PlanRecord, max_rows: int | None = 40) -> list[RenderableType]:
     """What a plan prints; of the leaves' table at most `max_rows` rows."""
-    return [_header(plan), Text(), _stages(plan), Text(), *_leaves(plan, max_rows)]
+    notes = [Text(), *(Text(f"Note: {note}") for note in plan.notes)] if plan.notes else []
+    return [_header(plan), Text(), _stages(plan), Text(), *_leaves(plan, max_rows), *notes]
 
 
 def _header(plan: PlanRecord) -> Text:

@@ -86,14 +86,20 @@ class Shardings:
 
     each: list[Sharding]
     share: np.ndarray[Any, Any]  # the part of the value that one device holds
+    partial: np.ndarray[Any, Any]  # whether it is an addend
 
     @staticmethod
     def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
         found = list(each)
-        return Shardings(found, np.array([1 / math.prod(s.tiles(mesh)) for s in found]))
+        share = np.array([1 / math.prod(s.tiles(mesh)) for s in found])
+        return Shardings(found, share, np.array([bool(s.partial) for s in found], bool))
 
     def only(self, kept: list[int]) -> Shardings:
-        return Shardings([self.each[i] for i in kept], self.share[kept])
+        return Shardings([self.each[i] for i in kept], self.share[kept], self.partial[kept])
+
+    def nbytes(self, value: Value) -> Any:
+        """Bytes of the value that one device holds."""
+        return np.where(self.partial, value.sum_nbytes, value.nbytes) * self.share
 
 
 @dataclasses.dataclass
@@ -308,9 +314,15 @@ class StageProblem:
                     v = eqn.inputs[position]
                     if isinstance(v, Value) and v in materialised and v not in read:
                         read.add(v)
-                        fresh.append((place, v.nbytes))
+                        fresh.append((place, v))
                 kept = tuple(place for place, v in enumerate(outputs) if v in materialised)
-                key = (self._alike.get((program.index, eqn.id)), index, addends, tuple(fresh), kept)
+                key = (
+                    self._alike.get((program.index, eqn.id)),
+                    index,
+                    addends,
+                    tuple(place for place, _ in fresh),
+                    kept,
+                )
                 if key in self._equations:
                     node, options, seconds = self._equations[key]
                     self.costs[node] = self.costs[node] + seconds
@@ -321,11 +333,12 @@ class StageProblem:
                     if len(allowed) < len(options.lanes):
                         options = options.only(allowed or [0])  # replicated is always possible
                     moved = np.zeros(len(options.lanes))
-                    for place, nbytes in fresh:
-                        moved += nbytes * options.operands[place].share
+                    for place, v in fresh:
+                        moved += options.operands[place].nbytes(v)
                     for place in kept:
-                        moved += outputs[place].nbytes * options.results[place].share
-                    node = self._node(self._equation_seconds(rule, lane_rule, options, moved, outputs), program.in_loop)
+                        moved += options.results[place].nbytes(outputs[place])
+                    seconds = self._equation_seconds(eqn, lane_rule, options, moved, outputs)
+                    node = self._node(seconds, program.in_loop)
                     if key[0] is not None:
                         self._equations[key] = (node, options, self.costs[node])
                 self.lanes[program.index, eqn.id, index] = (node, options)
@@ -342,15 +355,16 @@ class StageProblem:
                     self.makers[self._slot(program, v)] = end
 
     def _equation_seconds(
-        self, rule: Rule, lane_rule: Rule, options: LaneOptions, moved: Any, outputs: Sequence[Value]
+        self, eqn: Equation, lane_rule: Rule, options: LaneOptions, moved: Any, outputs: Sequence[Value]
     ) -> Any:
         """Local compute and the collectives that belong to it, of every strategy."""
-        setting = self.setting
+        setting, rule = self.setting, self.setting.rules[eqn.id]
         work = rule.flops * rule.points() * options.share
         if rule.kernels:
             seconds = self._body_seconds(rule, options.lanes)
         else:
-            seconds = self._seconds(rule.unit == "matmul", work, moved, str(outputs[0].dtype))
+            matmul = rule.unit == "matmul"
+            seconds = self._seconds(matmul, work, moved, eqn.kernel_dtype(matmul))
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, setting.mesh).values():
@@ -428,7 +442,7 @@ class StageProblem:
                 tied = self._layouts[key] = (self._node(np.zeros(len(choices.each)), value in step.batched), choices)
             node, choices = self.layouts[slot] = tied
             if source is None and not here:
-                transfer = value.nbytes * choices.share / setting.link_bandwidth
+                transfer = choices.nbytes(value) / setting.link_bandwidth
                 self.costs[node] = self.costs[node] + transfer * setting.often(value in step.batched)
         self._sums = sums
 
@@ -585,7 +599,7 @@ class StageProblem:
         for slot in dict.fromkeys([*self.layouts, *self.makers]):
             value = slot[1]
             end = self._source(slot)
-            size = value.nbytes * end.shardings.share
+            size = end.shardings.nbytes(value)
             maker = made_in.get(slot)
             if value in self.stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
@@ -612,7 +626,7 @@ class StageProblem:
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in:
                     end = self._source(slot)
-                    size = value.nbytes * end.shardings.share
+                    size = end.shardings.nbytes(value)
                     self._hold(end.node, _Held(live[0], live[-1] + 1, False), size)
 
 
@@ -648,10 +662,9 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
             total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
             continue
         flops = rule.flops * rule.points() / num_devices
-        dtype = str(eqn.outputs[0].dtype)
-        total += compute_time(
-            kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=rule.unit == "matmul"
-        )
+        matmul = rule.unit == "matmul"
+        dtype = eqn.kernel_dtype(matmul)
+        total += compute_time(kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=matmul)
         total += kind.launch_overhead if moved else 0.0
     return total
 

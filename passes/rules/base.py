@@ -13,7 +13,10 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
-from autopar.ir.graph import Equation
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.graph import Equation, Operand, Value, sum_dtype
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
 Unit = Literal["matmul", "vector", "none"]
@@ -31,8 +34,8 @@ class Local(Protocol):
     def start(self, factor: int) -> Any:
         """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
 
-    def total(self, factor: int, x: Any) -> Any:
-        """The sum of every piece's `x`, on every piece."""
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+        """The sum of every piece's `x`, addends of a value of type `dtype`, on every piece: in that or a wider type."""
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
@@ -46,7 +49,7 @@ class Local(Protocol):
         return x
 
 
-Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]
+Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]  # results in the types of the equation's
 
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
@@ -55,9 +58,48 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any
     return result if eqn.primitive.multiple_results else [result]
 
 
+def emit_piece(
+    rule: Rule, local: Local, eqn: Equation, operands: Sequence[Any], addends: Sequence[bool]
+) -> Sequence[Any]:
+    """The results of a piece. `addends` says which are addends: these come in the type in which they are summed.
+
+    So do operands that are addends: 16-bit floats are rounded after the sum, as on one device, and not before.
+    """
+    wide = {v.dtype: sum_dtype(v.dtype) for v, addend in zip(eqn.outputs, addends, strict=True) if addend}
+    if all(narrow == dtype for narrow, dtype in wide.items()):
+        return rule.emit(local, eqn, operands)
+    outputs = tuple(
+        dataclasses.replace(v, dtype=sum_dtype(v.dtype)) if addend else v
+        for v, addend in zip(eqn.outputs, addends, strict=True)
+    )
+    if not rule.separable and any(_is_wider(x, v) for x, v in zip(operands, eqn.inputs, strict=True)):
+        operands = [
+            _widened(x, v, wide[v.dtype]) if v.dtype in wide else x for x, v in zip(operands, eqn.inputs, strict=True)
+        ]
+    results = rule.emit(local, dataclasses.replace(eqn, outputs=outputs), operands)
+    return [
+        jax.lax.convert_element_type(x, v.dtype) if addend else x
+        for x, v, addend in zip(results, outputs, addends, strict=True)
+    ]
+
+
+def _widened(x: Any, operand: Operand, dtype: Any) -> Any:
+    narrow = x if isinstance(operand, Value) else jnp.asarray(x, operand.dtype)
+    return jax.lax.convert_element_type(narrow, dtype)
+
+
+def _is_wider(x: Any, operand: Operand) -> bool:
+    return isinstance(operand, Value) and x.dtype != operand.dtype
+
+
 def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
     """For primitives whose parameters name no sizes."""
     return bind(eqn, operands)
+
+
+def emit_cast(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """For the conversion to another type: that of the result, which is wider where it is an addend."""
+    return bind(eqn, operands, new_dtype=eqn.outputs[0].dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -106,6 +106,15 @@ def linear_sets(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ..
     return tuple(dict.fromkeys(result))
 
 
+def linear_if_wide(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ...]:
+    """`linear_sets`, but none in fewer than 32 bits.
+
+    Such addends are held in more bits, in which a product of matrices takes several times as long, and what windows
+    borrow from their neighbours is twice as much: they are better summed before.
+    """
+    return linear_sets(eqn, *sets) if eqn.outputs[0].dtype.itemsize >= 4 else ()
+
+
 def without_sharding(eqn: Equation, name: str = "sharding") -> dict[str, Any]:
     """Parameters to change so that a piece carries no sharding of the whole array."""
     return {name: None} if name in eqn.params else {}

@@ -13,17 +13,18 @@ from autopar.passes.rules.building import (
     Factors,
     RuleBuilder,
     is_number,
-    linear_sets,
+    linear_if_wide,
     without_sharding,
     work_per_point,
 )
 
 
+def _emit_product(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    return bind(eqn, operands, preferred_element_type=eqn.outputs[0].dtype, **without_sharding(eqn, "out_sharding"))
+
+
 def _dot_general(eqn: Equation) -> Rule:
     """`bik,bkj->bij`: batch, left and right dimensions are shared with the result, contracted ones are summed."""
-
-    def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        return bind(eqn, operands, **without_sharding(eqn, "out_sharding"))
 
     left, right = eqn.inputs
     (left_contract, right_contract), (left_batch, right_batch) = eqn.params["dimension_numbers"]
@@ -45,8 +46,8 @@ def _dot_general(eqn: Equation) -> Rule:
         [output],
         reduced=dict.fromkeys(contracted, "sum") if summable else {},
         whole=() if summable else contracted,
-        linear=linear_sets(eqn, {0}, {1}),
-        emit=emit,
+        linear=linear_if_wide(eqn, {0}, {1}),
+        emit=_emit_product,
         flops=2.0,
         unit="matmul",
     )
@@ -82,6 +83,7 @@ def _scaled_dot(eqn: Equation) -> Rule:
         [tuple(left_dims), tuple(right_dims), tuple(left_scales), tuple(right_scales)],
         [output],
         reduced={f: "sum" for f in contracted if f not in factors.whole},
+        emit=_emit_product,
         flops=work_per_point(work, factors),
         unit="matmul",
     )

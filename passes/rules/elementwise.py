@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Local, Rule
+from autopar.passes.rules.base import DimMap, Emit, Local, Rule, emit_cast, emit_same
 from autopar.passes.rules.building import Factors, RuleBuilder, is_inexact, linear_sets
 
 LinearOperands = Callable[[Equation], Iterable[Iterable[int]]]
@@ -24,7 +24,7 @@ def broadcast_dims(shape: Sequence[int], result: Sequence[int], dims: DimMap) ->
     return tuple(dim if size == full else () for size, full, dim in zip(shape, result, dims, strict=True))
 
 
-def elementwise(linear: LinearOperands, flops: float, unit: str = "vector") -> RuleBuilder:
+def elementwise(linear: LinearOperands, flops: float, unit: str = "vector", emit: Emit = emit_same) -> RuleBuilder:
     """The rule builder of an elementwise primitive; `linear` names the operands that sums pass through."""
 
     def build(eqn: Equation) -> Rule:
@@ -35,6 +35,7 @@ def elementwise(linear: LinearOperands, flops: float, unit: str = "vector") -> R
             [broadcast_dims(operand.shape, shape, dims) for operand in eqn.inputs],
             [dims] * len(eqn.outputs),
             linear=linear_sets(eqn, *linear(eqn)),
+            emit=emit,
             flops=flops,
             unit=unit,
         )
@@ -121,7 +122,7 @@ RULES: dict[str, RuleBuilder] = {
     "bitcast_convert_type": _bitcast,
     "complex": elementwise(_in_all_at_once, 0.0, "none"),
     "conj": elementwise(_in_first, 1.0),
-    "convert_element_type": elementwise(_in_first_if_wider, 1.0),
+    "convert_element_type": elementwise(_in_first_if_wider, 1.0, emit=emit_cast),
     "copy": elementwise(_in_first, 0.0, "none"),
     "copy_p": elementwise(_in_first, 0.0, "none"),
     "div": elementwise(_in_first_if_inexact, 1.0),

@@ -7,12 +7,15 @@ results of the pieces add up; a scatter drops what belongs to another piece.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend import core as jex_core
 
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import Local, ReduceOp, Rule, bind
@@ -155,6 +158,16 @@ def _gather(eqn: Equation) -> Rule:
     )
 
 
+def _update_in(dtype: Any, eqn: Equation) -> dict[str, Any]:
+    """The parameter of a scatter that says how an update meets what is there, for numbers of this type."""
+    update = eqn.params.get("update_jaxpr")
+    if update is None or dtype == eqn.inputs[0].dtype:
+        return {}
+    number = jax.ShapeDtypeStruct((), dtype)
+    combine = jex_core.jaxpr_as_fun(jex_core.ClosedJaxpr(update, eqn.params["update_consts"]))
+    return {"update_jaxpr": jax.make_jaxpr(combine)(number, number).jaxpr, "update_consts": ()}
+
+
 def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]]) -> RuleBuilder:
     """`op` combines the results of pieces of the updates; None where the last update wins.
 
@@ -206,6 +219,9 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
 
         def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             array, vectors, addends = operands
+            dtype = eqn.outputs[0].dtype
+            array, addends = (lax.convert_element_type(x, dtype) for x in (array, addends))
+            eqn = dataclasses.replace(eqn, params={**eqn.params, **_update_in(dtype, eqn)})
             if neutral is not None and any(local.is_split(f) for f in reduced):
                 array = lax.select(_is_first_piece(local, reduced), array, lax.full_like(array, neutral))
             split = {k: f for k, f in tables.items() if local.is_split(f)}

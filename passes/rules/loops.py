@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from autopar.ir.build import SameProgram
-from autopar.ir.graph import BatchDim, Equation, Value
+from autopar.ir.build import Builder, SameProgram, live_equations
+from autopar.ir.graph import BatchDim, Equation, Operand, Value, sum_dtype
 from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
     DimMap,
@@ -36,7 +36,7 @@ from autopar.passes.rules.base import (
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, gathering_path, make_body
 
-Run = Callable[[Local, Sequence[Piece], Sequence[Any]], Sequence[Any]]  # operands -> results
+Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 
 _SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
@@ -92,13 +92,18 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts, stacked_in = scan_body(SameProgram(p["jaxpr"]), consts, carries)
         everything = range(len(body.outputs))
 
-        def run(local: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+            types = [v.dtype for v in eqn.outputs]
             made_whole = {path[-1]: functools.partial(local.gather, i) for i, path in stacked_in.items()}
             fixed, start = operands[:consts], operands[consts : consts + carries]
 
             def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
                 found = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
-                return found[:carries], [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
+                ys = [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
+                # What was an addend before is rounded, round by round.
+                return found[:carries], [
+                    y if y.dtype == t else y.astype(t) for y, t in zip(ys, types[carries:], strict=True)
+                ]
 
             end, ys = jax.lax.scan(
                 one_round, _starts(body, range(consts, consts + carries), start, pieces),
@@ -117,7 +122,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = while_body(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"])
         carries = range(len(body.outputs) - 1)
 
-        def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             def go_on(carry: list[Any]) -> Any:
                 on = evaluate(body, [len(carries)], pieces, [*operands[:first], *carry])[0]
                 return jnp.any(on) if on.shape else on
@@ -136,7 +141,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = cond_body(tuple(branches))
         count = len(eqn.outputs)
 
-        def run(_: Local, pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Any]:
+        def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
             def branch(b: int) -> Callable[..., list[Any]]:
                 return lambda *xs: evaluate(body, range(b * count, (b + 1) * count), pieces, xs)
 
@@ -170,21 +175,51 @@ def chain_of(eqn: Equation) -> Chain | None:
     if eqn.primitive.name != "scan":
         return None
     consts, carries = scan_counts(eqn.params)
-    body = eqn.params["jaxpr"].jaxpr
-    uses = Counter(v for e in body.eqns for v in e.invars if not hasattr(v, "val"))
-    uses.update(v for v in body.outvars if not hasattr(v, "val"))
-    adds = {e.outvars[0]: e.invars for e in body.eqns if e.primitive.name in ("add", "add_any")}
-    adding = set()
-    for k in range(carries):
-        start, end = body.invars[consts + k], body.outvars[k]
-        if hasattr(end, "val"):
-            continue  # the same in every round
-        if end in adds and start in adds[end] and uses[start] == 1 and uses[end] == 1:
-            adding.add(k)
     return Chain(
         eqn.params["length"], range(consts + carries, len(eqn.inputs)), range(carries, len(eqn.outputs)),
-        {k: consts + k for k in range(carries)}, eqn.params["reverse"], frozenset(adding),
+        {k: consts + k for k in range(carries)}, eqn.params["reverse"],
+        _adding(eqn.params["jaxpr"], consts, carries),
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def _adding(closed: Any, consts: int, carries: int) -> frozenset[int]:
+    """The carried results of a body that are what they start from and something more, that nothing else reads."""
+    builder = Builder()
+    inputs = [builder.value(aval) for aval in closed.in_avals]
+    outputs = builder.inline(closed.jaxpr, closed.consts, inputs)
+    uses: dict[Operand, list[Equation | None]] = defaultdict(list)  # None: it leaves the body
+    for e in live_equations(builder.equations, outputs):
+        for v in e.inputs:
+            uses[v].append(e)
+    for v in outputs:
+        uses[v].append(None)
+    found = set()
+    for k in range(carries):
+        at: Operand | None = inputs[consts + k]
+        added = False
+        while at is not None and len(uses[at]) == 1 and (reader := uses[at][0]) is not None:
+            added |= reader.primitive.name in _ADDING
+            at = _passed_on(reader, at)
+        if added and at is not None and at is outputs[k] and uses[at] == [None]:
+            found.add(k)
+    return frozenset(found)
+
+
+_ADDING = frozenset({"add", "add_any", "sub"})
+_PASSING = frozenset({"convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint"})
+
+
+def _passed_on(eqn: Equation, operand: Operand) -> Value | None:
+    """The result that is the operand, or the operand and something more."""
+    position = eqn.inputs.index(operand)
+    if eqn.primitive.name in _ADDING and (position == 0 or eqn.primitive.name != "sub"):
+        result = eqn.outputs[0]
+    elif eqn.primitive.name in _PASSING:
+        result = eqn.outputs[position]
+    else:
+        return None
+    return result if (result.shape, result.dtype) == (operand.shape, operand.dtype) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +262,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     def run_or_bind(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.params.get("branches_platforms") is not None and not pieces:
             return bind(eqn, operands)  # branches for other platforms than this one
-        return run(local, pieces, operands)
+        return run(local, pieces, eqn, operands)
 
     if not cuts:
         whole = replicated(eqn)
@@ -405,9 +440,10 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         read.update(fresh)
         moved = [*fresh, *(v for v in e.outputs if v in in_memory)]
         traffic = tuple((times * v.nbytes, _cut_by(v, numbered)) for v in moved)
-        dtype, flops, held = str(e.outputs[0].dtype), times * body.flops(e), frozenset(splits)
-        if traffic or rule.unit == "matmul":
-            found.append(Kernel(flops, held, traffic, rule.unit == "matmul", dtype, times))
+        matmul = rule.unit == "matmul"
+        dtype, flops, held = e.kernel_dtype(matmul), times * body.flops(e), frozenset(splits)
+        if traffic or matmul:
+            found.append(Kernel(flops, held, traffic, matmul, dtype, times))
         else:
             fused[held, dtype] += flops
     return (*found, *(Kernel(flops, held, (), False, dtype, times) for (held, dtype), flops in fused.items()))
@@ -453,6 +489,6 @@ def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces:
     for i, x in zip(positions, values, strict=True):
         for piece in pieces:
             if piece.cut.states.get(body.inputs[i]) is PARTIAL:
-                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x))
+                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x)).astype(sum_dtype(x.dtype))
         found.append(x)
     return found

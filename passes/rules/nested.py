@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from autopar.errors import InternalError
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Value
-from autopar.passes.rules.base import DimMap, Local, Rule, emit_same
+from autopar.passes.rules.base import DimMap, Local, Rule, emit_cast, emit_piece, emit_same
 from autopar.passes.rules.building import is_number
 from autopar.passes.rules.split import (
     Split,
@@ -170,7 +170,12 @@ def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value
         rule = body.rules[eqn.id]
         if rule.separable:
             following = eqn.outputs[i]
-        elif rule.emit is emit_same and not rule.whole and len(eqn.values) == 1 and rule.outputs == (rule.inputs[i],):
+        elif (
+            rule.emit in (emit_same, emit_cast)
+            and not rule.whole
+            and len(eqn.values) == 1
+            and rule.outputs == (rule.inputs[i],)
+        ):
             following = eqn.outputs[0]
         else:
             return tuple(path)
@@ -485,7 +490,7 @@ class _Anywhere(Local):
             check_position(self.split.batch)
         return 0
 
-    def total(self, factor: int, x: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -544,9 +549,9 @@ class _InBody(Local):
             return piece.index() * self.size(factor)
         return 0
 
-    def total(self, factor: int, x: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
         for _, piece in self._cuts(factor):
-            x = piece.local.total(piece.factor, x)
+            x = piece.local.total(piece.factor, x, dtype)
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -574,20 +579,24 @@ def evaluate(
     values.update({v: jnp.asarray(c) if not v.is_key else c for v, c in body.constants.items()})
     totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
 
+    def adding(v: Value) -> tuple[Piece, ...]:
+        """The pieces whose values of `v` are addends."""
+        return tuple(piece for piece in pieces if piece.cut.states.get(v) is PARTIAL)
+
     def total(v: Value, over: tuple[Piece, ...]) -> Any:
         key = (v, tuple(p.factor for p in over))
         if key not in totals:
             x = values[v]
             for piece in over:
-                x = piece.local.total(piece.factor, x)
-            totals[key] = x
+                x = piece.local.total(piece.factor, x, v.dtype)
+            totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
         return totals[key]
 
     def read(eqn: Equation, position: int) -> Any:
         v = eqn.inputs[position]
         if isinstance(v, Literal):
             return v.value
-        summed = tuple(p for p in pieces if p.cut.states.get(v) is PARTIAL and eqn.id not in p.cut.passing)
+        summed = tuple(p for p in adding(v) if eqn.id not in p.cut.passing)
         x = total(v, summed)
         for piece in pieces:
             batch = piece.cut.slices.get((eqn.id, position))
@@ -599,7 +608,8 @@ def evaluate(
         rule = body.rules[eqn.id]
         operands = [read(eqn, i) for i in range(len(eqn.inputs))]
         splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
-        for v, x in zip(eqn.outputs, rule.emit(_InBody(rule, splits), eqn, operands), strict=True):
+        addends = [bool(adding(v)) for v in eqn.outputs]
+        for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, addends), strict=True):
             define(v, x)
     found = []
     for o in outputs:

@@ -20,7 +20,7 @@ from autopar.passes.rules.building import (
     Factors,
     RuleBuilder,
     is_number,
-    linear_sets,
+    linear_if_wide,
     without_sharding,
     work_per_point,
 )
@@ -96,7 +96,10 @@ def _ragged_dot_general(eqn: Equation) -> Rule:
             if group_dims:
                 padding = [(int(d in group_dims), 0, 0) for d in range(second.ndim)]
                 second = lax.pad(second, lax.full_like(second, 0, shape=()), padding)
-        results = bind(eqn, (first, second, counts), **without_sharding(eqn, "out_sharding"))
+        results = bind(
+            eqn, (first, second, counts), preferred_element_type=eqn.outputs[0].dtype,
+            **without_sharding(eqn, "out_sharding"),
+        )  # fmt: skip
         if split and not group_dims:
             results = [lax.slice_in_dim(x, 1, None, axis=0) for x in results]
         return results
@@ -106,7 +109,7 @@ def _ragged_dot_general(eqn: Equation) -> Rule:
         [tuple(output)],
         reduced={f: op for f, op in reduced.items() if f not in factors.whole},
         whole=() if summable else summed,
-        linear=linear_sets(eqn, {0}, {1}),
+        linear=linear_if_wide(eqn, {0}, {1}),
         emit=emit,
         flops=work_per_point(work, factors),
         unit="matmul",

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax import lax
+
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind
 from autopar.passes.rules.building import (
@@ -22,6 +24,8 @@ def _reduction(op: ReduceOp | None) -> RuleBuilder:
     """`op` says how the results of pieces are combined; None where they can't be."""
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if op == "sum":
+            operands = [lax.convert_element_type(x, eqn.outputs[0].dtype) for x in operands]
         return bind(eqn, operands, **without_sharding(eqn, "out_sharding"))
 
     def build(eqn: Equation) -> Rule:

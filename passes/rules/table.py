@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
 
 from autopar.errors import MissingRuleWarning, UserError
-from autopar.ir.graph import Equation
+from autopar.ir.graph import Equation, Value
 from autopar.passes.rules import (
     dot,
     elementwise,
@@ -21,7 +25,7 @@ from autopar.passes.rules import (
     slicing,
     windows,
 )
-from autopar.passes.rules.base import Rule
+from autopar.passes.rules.base import Local, Rule
 from autopar.passes.rules.building import RuleBuilder, replicated
 from autopar.passes.rules.omitted import OMITTED
 
@@ -67,7 +71,14 @@ def rule_of(equation: Equation) -> Rule:
     fault = find_fault(equation, rule)
     if fault is not None:
         raise UserError(f"the sharding rule registered for primitive '{name}' does not fit {equation!r}: {fault}")
-    return rule
+
+    def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        """In the types of the user's primitive, which may know no others."""
+        given = [jnp.asarray(x, v.dtype) if isinstance(v, Value) else x
+                 for x, v in zip(operands, equation.inputs, strict=True)]  # fmt: skip
+        return rule.emit(local, dataclasses.replace(eqn, outputs=equation.outputs), given)
+
+    return dataclasses.replace(rule, emit=emit)
 
 
 _LOOPS, _forget_bodies = loops.rules(rule_of)

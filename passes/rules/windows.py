@@ -22,7 +22,7 @@ from autopar.passes.rules.building import (
     DimFactors,
     Factors,
     RuleBuilder,
-    linear_sets,
+    linear_if_wide,
     local_size,
     without_sharding,
     work_per_point,
@@ -166,7 +166,10 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         count = {"feature_group_count": local_size(local, group)}
         if batch_groups > 1:
             count = {"batch_group_count": local_size(local, group)}
-        return bind(eqn, [x, kernel], padding=tuple(padding), **count, **without_sharding(eqn, "out_sharding"))
+        return bind(
+            eqn, [x, kernel], padding=tuple(padding), preferred_element_type=eqn.outputs[0].dtype, **count,
+            **without_sharding(eqn, "out_sharding"),
+        )  # fmt: skip
 
     # Padding and the holes of dilated arrays are no work: forward and both gradients do the same.
     points = math.prod(factors.sizes[f] for f in (*batch, *in_features, *out_features))
@@ -175,7 +178,7 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         [_in_order(of_left), _in_order(of_right)],
         [_in_order(of_out)],
         reduced=dict.fromkeys(summed, "sum"),
-        linear=linear_sets(eqn, {0}, {1}),
+        linear=linear_if_wide(eqn, {0}, {1}),
         emit=emit,
         flops=work_per_point(work, factors),
         unit="matmul",
@@ -265,7 +268,7 @@ def _reduction(fills: Fills, linear: bool = False) -> RuleBuilder:
         return factors.rule(
             [tuple(dims) if i in arrays else () for i in range(len(eqn.inputs))],
             [tuple(output)] * len(eqn.outputs),
-            linear=linear_sets(eqn, {0}) if linear else (),
+            linear=linear_if_wide(eqn, {0}) if linear else (),
             emit=emit,
             flops=work_per_point(work, factors),
             halos=[halo for i, fill in zip(arrays, fills(eqn), strict=True) for halo in _halos(eqn, i, reaches, fill)],
@@ -315,7 +318,7 @@ def _select_and_scatter_add(eqn: Equation) -> Rule:
     return factors.rule(
         [tuple(of_source), tuple(of_array)],
         [tuple(of_array)],
-        linear=linear_sets(eqn, {0}),
+        linear=linear_if_wide(eqn, {0}),
         emit=emit,
         flops=work_per_point(work, factors),
         halos=[*_halos(eqn, 0, of_windows, None), *_halos(eqn, 1, of_elements, _loser(eqn))],

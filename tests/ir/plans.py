@@ -68,5 +68,6 @@ PLAN = Plan(
     bubble=0.25,
     flops=1e9,
     lower_bound=0.01,
+    notes=("stage 0: pad it",),
     gap=0.001,
 )

@@ -31,7 +31,9 @@ params['blocks'][0..1]['b'] ×2  float32[16]        0  [-]
 params['blocks'][2]['q']        float32[8,16]      0  [-,-]
 params['blocks'][3]['q']        float32[8,16]      1  [x,-]
 rate (read only)                float32[]          1  []
-4 of 7 state leaves lie whole on every device of their stage"""  # noqa: E501
+4 of 7 state leaves lie whole on every device of their stage
+
+Note: stage 0: pad it"""  # noqa: E501
 
 
 def test_a_plan_prints_as_tables() -> None:

@@ -20,6 +20,7 @@ from autopar.cost_model.reshard import (
     step_result,
 )
 from autopar.errors import InternalError
+from autopar.ir.graph import sum_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
 from autopar.passes.collectives import apply_steps, count_collectives
@@ -93,11 +94,14 @@ def check(cases: Sequence[Case], shape: tuple[int, ...], mesh: Mesh, dtype: Any 
     """
     random = np.random.default_rng(0)
     wholes = [random.integers(-99, 99, shape).astype(dtype) for _ in cases]
-    inputs = [scatter(whole, source, mesh, random) for whole, (source, _, _) in zip(wholes, cases, strict=True)]
+    inputs = [
+        scatter(whole, source, mesh, random).astype(sum_dtype(whole.dtype) if source.partial else whole.dtype)
+        for whole, (source, _, _) in zip(wholes, cases, strict=True)
+    ]
 
     def body(pieces: list[Any]) -> list[Any]:
         return [
-            apply_steps(piece[0], steps, source, mesh)[None]
+            apply_steps(piece[0], steps, source, mesh, np.dtype(dtype))[None]
             for piece, (source, steps, _) in zip(pieces, cases, strict=True)
         ]
 
@@ -198,7 +202,7 @@ def test_keys_travel_as_their_words() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
     gather = jax.jit(
         jax.shard_map(
-            lambda piece: apply_steps(piece, steps, source, LINE),
+            lambda piece: apply_steps(piece, steps, source, LINE, piece.dtype),
             mesh=mesh,
             in_specs=PartitionSpec("x"),
             out_specs=PartitionSpec(),

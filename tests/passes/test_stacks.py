@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.errors import PlanError, StateError
+from autopar.errors import PlanError, StateError, UnsplitWarning
 from autopar.ir.graph import Graph, Literal, Operand
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
@@ -328,7 +328,43 @@ def counted(params: Any, x: jax.Array) -> Any:
 
 
 def test_what_its_parts_would_couple_stays_one_loop() -> None:
-    check_two_microbatches(penalised, autopar.parallelize, method="auto", num_microbatches=2, batch_axes=(None, 0))
+    message = r"the loop over layers at .*test_stacks.py:.* is not cut between stages .* sum over the batch with single"
+    with pytest.warns(UnsplitWarning, match=message) as caught:
+        check_two_microbatches(penalised, autopar.parallelize, method="auto", num_microbatches=2, batch_axes=(None, 0))
+    assert len(caught) == 1
+
+
+def balanced(params: Any, x: jax.Array) -> Any:
+    """An auxiliary loss, added to in two steps by layers that are computed anew in the backward pass."""
+
+    @jax.checkpoint
+    def layer(carry: Any, w: jax.Array) -> Any:
+        h, auxiliary = carry
+        h = h + jnp.tanh(h @ w)
+        auxiliary += 0.1 * (h**2).mean()
+        return (h, auxiliary + jnp.abs(h).mean()), None
+
+    (y, auxiliary), _ = lax.scan(layer, (x, 0.0), params["stack"])
+    return jnp.mean(y**2) + auxiliary
+
+
+def test_an_auxiliary_loss_starts_at_zero_in_every_part() -> None:
+    check_two_microbatches(balanced, lambda step: two_devices(step, 2))
+    step, x = descended(balanced), draw(4, BATCH, WIDTH)
+    assert len(two_devices(step, 2).plan({"stack": draw(1, LAYERS, WIDTH, WIDTH)}, x).leaf_cuts) == 1
+
+
+def test_what_rounds_only_add_to() -> None:
+    def rounds(fun: Callable[[Any, Any], Any]) -> frozenset[int]:
+        graph = trace(lambda a, xs: lax.scan(lambda a, x: (fun(a, x), None), a, xs), (1.0, draw(1, 3)), {}, name="sum")
+        (chain,) = map(chain_of, graph.equations)
+        assert chain is not None
+        return chain.adding
+
+    assert rounds(lambda a, x: a + x) == rounds(lambda a, x: x + a) == rounds(lambda a, x: a - x) == {0}
+    assert rounds(jax.jit(lambda a, x: (a + x) + x**2)) == {0}
+    assert rounds(lambda a, x: x - a) == rounds(lambda a, x: a + a) == rounds(lambda a, x: a + x * a) == set()
+    assert rounds(lambda a, x: 0.9 * a + x) == set()
 
 
 def test_counts_of_a_loop_reach_the_gradient() -> None:

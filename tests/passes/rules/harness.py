@@ -21,7 +21,7 @@ from autopar.ir.strategy import Lane
 from autopar.passes.collectives import Halos
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings, splittable
 from autopar.passes.lower import SpaceLocal, partition_spec
-from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind
+from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.passes.rules.table import find_fault, rule_of
 
 _CALLS = {
@@ -121,7 +121,7 @@ class Piece(Local):
     def start(self, factor: int) -> Any:
         return self.starts.get(factor, 0)
 
-    def total(self, factor: int, x: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
         raise NotImplementedError("these pieces are computed apart")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -300,3 +300,25 @@ def check_linear(application: Application, tolerance: float = 1e-4) -> int:
                 err_msg=what,
             )
     return len(rule.linear)
+
+
+def check_narrow_addends(fun: Callable[..., Any], args: Sequence[Any], narrow: Any = jnp.bfloat16) -> int:
+    """Addends of an application in 16 bits are what it is in 32, not rounded; returns how many there are."""
+
+    def cast(dtype: Any) -> list[Any]:
+        return [x.astype(narrow).astype(dtype) if x.dtype == jnp.float32 else x for x in args]
+
+    equation = equations_of(fun, *cast(narrow))[-1]
+    rule = rule_of(equation)
+    if equation.outputs[0].dtype != narrow or rule.kernels or rule.separable:
+        return 0
+    wide = last_application(fun, *cast(jnp.float32))
+    operands = last_application(fun, *cast(narrow)).operands
+    sets = [*rule.linear, *([frozenset[int]()] if "sum" in rule.reduced.values() else [])]
+    for members in sets:
+        given = [wide.operands[i] if i in members else x for i, x in enumerate(operands)]
+        found = emit_piece(rule, Piece(rule, {}, {}), equation, given, [True] * len(equation.outputs))
+        for x, expected in zip(found, wide.results, strict=True):
+            assert x.dtype == expected.dtype == jnp.float32
+            assert_close(to_numpy(x), to_numpy(expected), False, f"{equation!r} of addends {set(members)}")
+    return len(sets)

@@ -23,6 +23,7 @@ from tests.passes.rules.harness import (
     Piece,
     apply,
     check_linear,
+    check_narrow_addends,
     check_pieces,
     compute_in_pieces,
     equations_of,
@@ -45,6 +46,36 @@ def test_pieces_give_the_whole(name: str) -> None:
     application = last_application(fun, *args)
     assert check_pieces(application) > 0
     check_linear(application)
+
+
+@pytest.mark.parametrize("name", ["scatter-add", "scatter-sub", "convolution", "gather"])
+def test_addends_in_16_bits_are_not_rounded(name: str) -> None:
+    fun, args = {**EXACT, **CLOSE}[name]
+    assert check_narrow_addends(fun, args) > 0
+
+
+def test_sums_and_products_in_16_bits_are_not_rounded() -> None:
+    x = floats(4, 6)
+    assert check_narrow_addends(lambda x: lax.reduce_sum(x, (0,)), [x]) == 2  # of pieces, and of addends
+    assert check_narrow_addends(lax.mul, [x, x]) == 2
+    assert check_narrow_addends(lambda x: lax.mul(x, x.dtype.type(0.125)), [x]) == 1
+    assert check_narrow_addends(lambda x: lax.pad(x, x.dtype.type(0), ((0, 1, 0), (0, 0, 0))), [x]) == 1
+    # Addends of operands are summed first: a product of float32 would take several times as long.
+    assert check_narrow_addends(lax.dot, [x, x.T]) == 1
+    assert check_narrow_addends(lax.ragged_dot, [x, floats(2, 6, 3), jnp.asarray([1, 3])]) == 1
+
+
+@pytest.mark.slow
+def test_no_addends_in_16_bits_are_rounded() -> None:
+    count = 0
+    for fun, args in {**EXACT, **CLOSE}.values():
+        if any(x.dtype == jnp.float32 for x in args):
+            try:
+                jax.eval_shape(fun, *(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args))
+            except (KeyError, TypeError, ValueError):
+                continue  # not defined in bfloat16
+            count += check_narrow_addends(fun, args)
+    assert count > 80
 
 
 def test_inner_factors_are_cut_too() -> None:

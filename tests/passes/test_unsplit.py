@@ -1,0 +1,101 @@
+"""What stays whole for want of a divisor is said, with its place and the size that would do."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar import recipes
+from autopar.errors import UnsplitWarning
+from autopar.ir.method import Method
+from tests import models
+from tests.planned import cluster_of, plan_step
+
+EIGHT = cluster_of(1, 8)
+
+
+def notes(step: Any, *args: Any, method: Method) -> list[str]:
+    """Of the plan; what is dear is warned of, too."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        planned = plan_step(step, args, EIGHT, method, 1)
+    warned = [str(w.message) for w in caught if w.category is UnsplitWarning]
+    assert warned == [f"step, method {method.name!r}: {note}" for note in planned.plan.notes if _is_dear(note)]
+    for note in planned.plan.notes:
+        assert f"Note: {note}" in planned.plan.to_text()
+    return list(planned.plan.notes)
+
+
+def _is_dear(note: str) -> bool:
+    share = re.search(r"(\d+)% of the step's time", note)
+    return share is not None and int(share[1]) >= 25
+
+
+def look_up(params: Any, batch: Any) -> Any:
+    hidden = params["tokens"][batch["x"]] @ params["dense"]
+    scores = jax.nn.log_softmax(hidden @ params["tokens"].T)
+    return -jnp.mean(jnp.take_along_axis(scores, batch["x"][..., None], -1))
+
+
+@pytest.mark.parametrize("size", [57, 64])
+def test_a_vocabulary_is_padded(size: int) -> None:
+    params = {"tokens": jnp.ones((size, 16)), "dense": jnp.ones((16, 16))}
+    batch = {"x": np.zeros((8, 4), np.int32)}
+    found = notes(models.sgd(look_up), params, batch, method=recipes.megatron(1, 8, 1, 1))
+    if size == 64:
+        assert found == []
+        return
+    (note,) = found
+    assert note.startswith("stage 0: a dimension of size 57 cannot be split over the 8 devices of axis y in ")
+    assert "test_unsplit.py:" in note
+    assert note.endswith(" Pad it from 57 to 64")
+
+
+def test_leaves_of_one_size_are_one_note() -> None:
+    """Of 42 x 49, 49, 49 x 32 and 32 numbers, ZeRO splits the last two: 49 keeps the others from it."""
+    widths = (42, 49, 32)
+    (note,) = notes(
+        models.sgd(models.mlp_loss), models.mlp_params(widths), models.mlp_batch(16, widths), method=recipes.zero(3)
+    )
+    assert "a dimension of size 49 cannot be split over the 8 devices of axis x in " in note
+    # 42 * 49 + 49 = 2107 whole, (49 * 32 + 32) / 8 = 200 split.
+    assert " in state['layers'][0]['w'] float32[42,49], state['layers'][0]['b'] float32[49], 91% of the state" in note
+
+
+def test_what_is_small_is_no_note() -> None:
+    widths = (64, 64, 9)
+    batch = models.mlp_batch(16, widths)
+    assert notes(models.sgd(models.mlp_loss), models.mlp_params(widths), batch, method=recipes.zero(3)) == []
+
+
+def test_groups_of_examples() -> None:
+    """Eight updates with four examples each: an axis of eight devices splits none of them."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def update(params: Any, group: Any) -> tuple[Any, None]:
+            return models.sgd(models.mlp_loss)(params, group)[0], None
+
+        groups = jax.tree.map(lambda x: x.reshape(8, 4, *x.shape[1:]), batch)
+        return jax.lax.scan(update, params, groups)[0]
+
+    args = models.mlp_params((16, 32, 8)), models.mlp_batch(32, (16, 32, 8))
+    (note,) = notes(step, *args, method=recipes.data_parallel())
+    assert "a dimension of examples of size 4 cannot be split over the 8 devices of axis x in scan at " in note
+    assert note.endswith("Make it a multiple of 8, or use fewer microbatches or data shards")
+
+
+def test_examples_that_nothing_splits() -> None:
+    """Sorted along the batch: a recipe that shares out examples computes it whole."""
+
+    def step(params: Any, batch: Any) -> Any:
+        return jnp.sort(batch["x"], axis=0) * params, params
+
+    (note,) = notes(step, jnp.ones(()), {"x": jnp.ones((64, 64))}, method=recipes.data_parallel())
+    assert "nothing that tells examples apart can be split over the 8 devices of axis x in sort at " in note
+    assert note.endswith("every device computes it whole. Compute it per example, or use method='auto'")
