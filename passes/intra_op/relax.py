@@ -4,7 +4,8 @@
    choose (a supergradient of the bound at fixed messages), as long as Polyak's rule says. Directions are averaged
    (Camerini, Fratta & Maffioli, "On improving gradient methods by modified gradient techniques", 1975); after steps
    in vain it goes on from the best prices and messages with shorter ones.
-2. `choose`: what the messages decode to, moved to where it fits by sweeps of single nodes at growing prices.
+2. `choose`: what the messages decode to at prices that are a little higher than the best, so that whole strategies
+   nearly fit; moved to where it fits by sweeps of single nodes at growing prices.
 3. `improve`: moves of trees of nodes that keep to the memory (`kernels.improve`), with or without annealing.
 """
 
@@ -25,6 +26,7 @@ _SHORTER = 0.6
 _SHORTEST = 1e-3  # steps below which the ascent has ended, relative to Polyak's
 _PROGRESS = 1e-3  # of the distance to the target that counts as a step up
 _REPAIRS, _GROWTH = 100, 1.3  # sweeps, and growth of the prices at points that lack memory
+_SETTLING = 5  # sweeps at changed prices before a choice
 _TREE = 16  # nodes
 
 
@@ -103,17 +105,22 @@ class Relaxation:
         self.work += 3 * self._messages.work
         return self._messages.reduced(costs)
 
-    def choose(self) -> Integers | None:
-        """A choice that fits, from the present messages; None if decoding or repairing it fails."""
-        f = self.flat
-        choice = self._messages.decode(self.costs(self._current))
-        self.work += self._messages.work
+    def choose(self, scale: float) -> Integers | None:
+        """A choice that fits, from the best prices times `scale`; None if decoding or repairing it fails."""
+        f, kept = self.flat, self._messages.values.copy()
+        prices = self.prices * scale
+        self._messages.values[:] = self._best_messages
+        for _ in range(_SETTLING):
+            self._messages.sweep(costs := self.costs(prices))
+        choice = self._messages.decode(costs)
+        self._messages.values[:] = kept
+        self.work += (_SETTLING + 1) * self._messages.work
         if not np.isfinite(self.cost(choice)):
             return None
         if not f.slack.size:
             return choice
         load = self._load(choice)
-        prices = np.maximum(self._current, 1e-3 * self._current.max())
+        prices = np.maximum(prices, 1e-3 * prices.max())
         if not prices.any():
             lacking = np.maximum(load - f.slack, 0.0).sum()
             prices = np.full(f.slack.size, float(np.abs(self.cost(choice)) / max(lacking, 1.0)) * 1e-3 + 1e-300)

@@ -56,6 +56,7 @@ _SWEEPS = 30  # of messages, to take the costs that CP-SAT gets down to what is 
 _ROUNDS = 4  # of climbing by messages and forbidding what cannot be better
 _WARM = 50  # sweeps before prices move
 _CHOICES = 20  # steps of the prices between choices
+_SCALES = (1.0, 1.02, 1.05, 1.1, 1.2)  # of the prices for choices, in turn
 _STEPS = 1500  # of the prices in a round, at most
 _SHARE = 0.35  # of the work that is left, for a round
 _GUESS = 0.1  # relative distance from the bound beyond which the best choice is not thought to lie
@@ -213,7 +214,7 @@ class Search:
                 relaxation.ascend(self._target(relaxation))
             self._spend(relaxation)
             if step % _CHOICES == _CHOICES - 1 or self._spent():
-                self._choose(relaxation)
+                self._choose(relaxation, _SCALES[step // _CHOICES % len(_SCALES)])
             self.bound = max(self.bound, relaxation.value)
             if self._closed() or self._spent() or relaxation.ended or (self.work < until and self.best is not None):
                 break
@@ -224,18 +225,20 @@ class Search:
         guess = relaxation.value + _GUESS * abs(relaxation.value)
         return min(guess, self.best.cost) if self.best is not None else guess
 
-    def _choose(self, relaxation: Relaxation) -> None:
-        """Offer what the relaxation chooses, improved."""
-        choice = relaxation.choose()
+    def _choose(self, relaxation: Relaxation, scale: float) -> None:
+        """Offer what the relaxation chooses at its prices times `scale`, improved."""
+        choice = relaxation.choose(scale)
         if choice is not None:
             moves = 0 if self._spent() else _MOVES * choice.size
             self._offer_flat(relaxation, relaxation.improve(choice, moves, 0.0))
         self._spend(relaxation)
 
     def _anneal(self, relaxation: Relaxation) -> None:
-        """Improve the best choice by moves of trees until that stalls."""
+        """Improve the best choice by moves of trees, and offer others, until that stalls."""
+        for _ in range(_WARM):
+            relaxation.sweep()
         stalled, turn = 0, 0
-        while self.best is not None and stalled < 2 * len(_HEAT) and not self._closed() and not self._spent():
+        while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
             before, choice = self.best, self._flat_choice(relaxation, self.best)
             if choice is None:
                 return
@@ -243,6 +246,8 @@ class Search:
             heat = _HEAT[turn % len(_HEAT)] * gap
             self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED * choice.size, heat))
             self._spend(relaxation)
+            if not self._spent():
+                self._choose(relaxation, 1.0 + 0.2 * float(self.random.random()))
             turn, stalled = turn + 1, stalled + 1 if self.best is before else 0
 
     def _flat_choice(self, relaxation: Relaxation, solution: Solution) -> Integers | None:
