@@ -131,6 +131,8 @@ class Search:
     def _without_memory(self, network: Network) -> None:
         network.reduce(dominated=False)
         plan = plan_elimination({node: cost.size for node, cost in network.unary.items()}, network.adjacent)
+        if plan is None and self.problem.limit is not None and network.pair_entries > _SEARCHED:
+            return  # step 5 takes the memory along
         if plan is None or plan.work > _WORTH_REDUCING:
             network.reduce(dominated=True)
         self._close(network, relaxed=self.problem.limit is not None)
