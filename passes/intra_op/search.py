@@ -33,7 +33,7 @@ from autopar.passes.intra_op.eliminate import plan_elimination
 from autopar.passes.intra_op.messages import marginal_bounds
 from autopar.passes.intra_op.moves import Moves
 from autopar.passes.intra_op.network import Contradiction, Network
-from autopar.passes.intra_op.oracles import STEP, Oracle, Wide, oracle_for
+from autopar.passes.intra_op.oracles import LARGE, STEP, Oracle, Wide, oracle_for
 from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
 from autopar.passes.intra_op.relax import Relaxation
 
@@ -47,7 +47,6 @@ _CLIMBS = (12, 12, 12)  # of what is left then
 _BRANCH_CLIMBS = (5, 8)
 _MIXTURE = 4  # of a climb's best cuts
 _LIGHT = 60  # evaluations in search of the least memory
-_SEARCHED = 1_000_000  # pair entries up to which dominated strategies are looked for in vain
 _WHOLE = 200_000  # pair entries up to which CP-SAT gets all that is left
 _BLOCK = 5_000  # pair entries of a neighbourhood
 _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
@@ -131,7 +130,7 @@ class Search:
     def _without_memory(self, network: Network) -> None:
         network.reduce(dominated=False)
         plan = plan_elimination({node: cost.size for node, cost in network.unary.items()}, network.adjacent)
-        if plan is None and self.problem.limit is not None and network.pair_entries > _SEARCHED:
+        if plan is None and self.problem.limit is not None and network.pair_entries > LARGE:
             return  # step 5 takes the memory along
         if plan is None or plan.work > _WORTH_REDUCING:
             network.reduce(dominated=True)
@@ -174,7 +173,7 @@ class Search:
 
     def _is_wide(self, network: Network) -> bool:
         oracle = oracle_for(network, self.random)
-        return isinstance(oracle, Wide) and (network.pair_entries > _SEARCHED or not oracle.narrow)
+        return isinstance(oracle, Wide) and not oracle.narrow
 
     # Step 5, by messages
 
