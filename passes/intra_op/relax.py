@@ -11,10 +11,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from autopar.passes.intra_op import kernels
 from autopar.passes.intra_op.flat import flatten
+from autopar.passes.intra_op.kernels import Flat
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array, Integers
@@ -46,7 +49,19 @@ class Relaxation:
         self._largest = 0.0
         self._length = 1.0
         self._in_vain = 0
+        self._labels = dict(network.labels)  # the network shrinks later
         self._state = np.array([seed * 2 + 88172645463325253], dtype=np.uint64)
+
+    def inherit(self, other: Relaxation) -> None:
+        """Start from the best messages of another state of the same problem, as far as nodes and edges are left."""
+        known = {link: at for at, link in enumerate(_links(other.flat))}
+        for link, (node, neighbour) in enumerate(_links(self.flat)):
+            at = known.get((node, neighbour))
+            if at is not None:
+                labels = other._labels[node]
+                message = other._best_messages[other.flat.message_at[at] : other.flat.message_at[at + 1]]
+                kept = message[np.searchsorted(labels, self._labels[node])]
+                self._messages.values[self.flat.message_at[link] : self.flat.message_at[link + 1]] = kept
 
     @property
     def ended(self) -> bool:
@@ -152,3 +167,9 @@ class Relaxation:
         load = np.zeros(self.flat.slack.size + 1)
         kernels.load_of(self.flat, choice, load)
         return load[:-1]
+
+
+def _links(flat: Flat) -> Iterator[tuple[int, int]]:
+    """Numbers of the node and its neighbour of each link."""
+    nodes = np.repeat(flat.nodes, np.diff(flat.links))
+    return zip(nodes.tolist(), flat.nodes[flat.other].tolist(), strict=True)

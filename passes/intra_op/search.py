@@ -180,8 +180,9 @@ class Search:
     def _relax(self, network: Network) -> None:
         """Climb by messages, forbid, reduce, repeat; then improve the best choice until the work is spent."""
         prices, before = np.zeros(network.slack.size), -1
+        relaxation: Relaxation | None = None
         for _ in range(_ROUNDS):
-            relaxation = Relaxation(network, prices, self.seed)
+            relaxation = self._relaxation(network, prices, relaxation)
             self._ascend(relaxation)
             if self.best is None:
                 self._lightest(network)
@@ -202,8 +203,15 @@ class Search:
             return
         if network.pair_entries <= _WHOLE:
             self.bound = max(self.bound, self._by_program(network, prices, self.work / _RATE / 2))
-        self._anneal(Relaxation(network, prices, self.seed))
+        self._anneal(self._relaxation(network, prices, relaxation))
         self._neighbourhoods(network, prices)
+
+    def _relaxation(self, network: Network, prices: Array, before: Relaxation | None) -> Relaxation:
+        """At these prices, with the messages of a relaxation before the network shrank."""
+        relaxation = Relaxation(network, prices, self.seed)
+        if before is not None:
+            relaxation.inherit(before)
+        return relaxation
 
     def _ascend(self, relaxation: Relaxation) -> None:
         """Climb, and offer choices on the way; raises Contradiction if none fits."""
