@@ -27,7 +27,7 @@ _LASTING = 0.95  # how long a large slope keeps steps short
 _PATIENCE = 15  # steps in vain
 _SHORTER = 0.6
 _SHORTEST = 1e-3  # steps below which the ascent has ended, relative to Polyak's
-_PROGRESS = 1e-3  # of the distance to the target that counts as a step up
+_PROGRESS = 1e-3  # of the distance to the target by which the bound must rise within them
 _REPAIRS, _GROWTH = 100, 1.3  # sweeps, and growth of the prices at points that lack memory
 _SETTLING = 5  # sweeps at changed prices before a choice
 _TREE = 16  # nodes
@@ -49,6 +49,7 @@ class Relaxation:
         self._largest = 0.0
         self._length = 1.0
         self._in_vain = 0
+        self._mark = -np.inf  # the best bound when it last rose noticeably
         self._labels = dict(network.labels)  # the network shrinks later
         self._state = np.array([seed * 2 + 88172645463325253], dtype=np.uint64)
 
@@ -87,10 +88,10 @@ class Relaxation:
 
     def ascend(self, target: float) -> None:
         """A sweep, then a step of the prices towards a bound of `target`, seconds."""
-        before = self.value
         self.sweep()
-        worthwhile = self.value - before > _PROGRESS * abs(target - self.value)
-        self._in_vain = 0 if worthwhile else self._in_vain + 1
+        self._in_vain += 1
+        if self.value - self._mark > _PROGRESS * abs(target - self.value):
+            self._in_vain, self._mark = 0, self.value
         if self._in_vain >= _PATIENCE:
             self._in_vain = 0
             self._length *= _SHORTER
