@@ -53,6 +53,7 @@ _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
 _STALL = 20  # neighbourhoods without success after which the search ends
 _SWEEPS = 30  # of messages, to take the costs that CP-SAT gets down to what is over the bound
 _ROUNDS = 4  # of climbing by messages and forbidding what cannot be better
+_SHRUNK = 0.9  # of the strategies are left: what another round would forbid is not worth its work
 _WARM = 50  # sweeps before prices move
 _CHOICES = 20  # steps of the prices between choices
 _SCALES = (1.0, 1.02, 1.05, 1.1, 1.2)  # of the prices for choices, in turn
@@ -179,7 +180,7 @@ class Search:
 
     def _relax(self, network: Network) -> None:
         """Climb by messages, forbid, reduce, repeat; then improve the best choice until the work is spent."""
-        prices, before = np.zeros(network.slack.size), -1
+        prices = np.zeros(network.slack.size)
         relaxation: Relaxation | None = None
         for _ in range(_ROUNDS):
             relaxation = self._relaxation(network, prices, relaxation)
@@ -191,13 +192,14 @@ class Search:
             known = dict(zip(network.times, relaxation.prices, strict=True))
             base, nodes, edges = relaxation.reduced()
             self._spend(relaxation)
+            before = network.num_strategies
             self._fix(network, marginal_bounds(base, nodes, edges), relaxation.prices)
             prices = np.array([known[time] for time in network.times])
             if not self._is_wide(network):
                 self._climb(network, prices, relaxed=False)
                 if self.exact:
                     return
-            if before == (before := network.num_strategies):
+            if network.num_strategies > _SHRUNK * before:
                 break
         if self._closed() or self._spent():
             return
