@@ -27,6 +27,7 @@ Adjacent = Mapping[int, Mapping[int, Array]]
 MAX_TABLE = 1 << 21  # entries of one table between buckets
 MAX_WORK = 1 << 31  # additions of one evaluation: about two seconds
 MAX_STORED = 1 << 26  # entries of all tables of one evaluation: 512 MiB
+_MAX_EFFORT = 1 << 25  # pairs of neighbours looked at for an order: some seconds
 _WHOLE = 1 << 17  # entries up to which a bucket is summed in one piece; beyond, slices stay in the cache
 
 
@@ -130,7 +131,11 @@ def plan_elimination(
     def entries(node: int) -> int:
         return math.prod(sizes[other] for other in linked[node])
 
+    effort = 0
+
     def priority(node: int) -> tuple[int, int, int]:
+        nonlocal effort
+        effort += len(linked[node]) ** 2
         missing = [(u, v) for u, v in itertools.combinations(linked[node], 2) if v not in linked[u]]
         return sum(sizes[u] * sizes[v] for u, v in missing), entries(node), node
 
@@ -145,6 +150,8 @@ def plan_elimination(
         node = entry[2]
         if current.get(node) != entry:
             continue  # eliminated, or out of date
+        if effort > _MAX_EFFORT and prefer_fixed is None:
+            return None
         size = entries(node) * sizes[node]
         if entries(node) > max_table or work + size > max_work or stored + entries(node) > MAX_STORED:
             if prefer_fixed is None:

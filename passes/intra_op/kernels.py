@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numba
 import numpy as np
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from autopar.passes.intra_op.problem import Array, Integers, Mask
 
+Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Seed = npt.NDArray[np.uint64]  # [1] state of the random numbers
 
 
@@ -33,7 +35,14 @@ class Flat(NamedTuple):  # a tuple, as Numba takes
     slack: Array  # [T] bytes
 
 
-compiled = numba.njit(cache=True, nogil=True, error_model="numpy")
+def compiled(function: Kernel) -> Kernel:
+    """Compile at the first call; what was compiled is kept on disk where there is a folder to write to."""
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        made = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # Numba's word for: neither beside this file nor in the user's cache
+        made = numba.njit(**options)(function)
+    return cast(Kernel, made)
 
 
 @compiled

@@ -23,7 +23,7 @@ class Messages:
         self.flat = flat
         self.values = np.zeros(int(flat.message_at[-1]))
         self.labels: Integers = np.zeros(flat.nodes.size, dtype=np.int64)  # of least belief at the last sweep
-        self.work = 4.0 * flat.pair.size + 20.0 * flat.unary.size + 20_000
+        self.work = 2.5 * flat.pair.size + 20.0 * flat.unary.size + 20_000
         self._belief = np.zeros(int(np.diff(flat.start).max(initial=1)))
 
     def sweep(self, costs: Array) -> float:

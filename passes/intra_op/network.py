@@ -399,8 +399,9 @@ class Network:
         later = self.slack + np.cumsum(fall)
         earlier = self.slack - np.cumsum(rise)
         by_later, by_earlier = np.zeros(count, dtype=bool), np.zeros(count, dtype=bool)
-        by_later[:-1] = later[:-1] >= np.minimum.accumulate(later[::-1])[::-1][1:]
-        by_earlier[1:] = earlier[1:] > np.minimum.accumulate(earlier)[:-1]
+        # of points that imply each other the first stays, here and among implied points: else both might go
+        by_later[:-1] = later[:-1] > np.minimum.accumulate(later[::-1])[::-1][1:]
+        by_earlier[1:] = earlier[1:] >= np.minimum.accumulate(earlier)[:-1]
         return by_later | by_earlier
 
     def _renumber(self, kept: Mask) -> None:

@@ -13,6 +13,7 @@ from autopar.passes.intra_op.messages import Messages, marginal_bounds
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array
 
+LARGE = 1_000_000  # pair entries of a network beyond which it takes long to look for dominated strategies
 STEP = 20_000  # units of work that a small numpy step costs, whatever its size
 
 
@@ -55,7 +56,7 @@ class Wide:
 
     def __init__(self, network: Network, random: np.random.Generator) -> None:
         self.work = 0.0
-        self.exact = True
+        self.exact = network.pair_entries <= LARGE
         self._network = network
         self._random = random
         self._messages = Messages(flatten(network))

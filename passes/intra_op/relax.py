@@ -4,16 +4,20 @@
    choose (a supergradient of the bound at fixed messages), as long as Polyak's rule says. Directions are averaged
    (Camerini, Fratta & Maffioli, "On improving gradient methods by modified gradient techniques", 1975); after steps
    in vain it goes on from the best prices and messages with shorter ones.
-2. `choose`: what the messages decode to, moved to where it fits by sweeps of single nodes at growing prices.
+2. `choose`: what the messages decode to at prices that are a little higher than the best, so that whole strategies
+   nearly fit; moved to where it fits by sweeps of single nodes at growing prices.
 3. `improve`: moves of trees of nodes that keep to the memory (`kernels.improve`), with or without annealing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from autopar.passes.intra_op import kernels
 from autopar.passes.intra_op.flat import flatten
+from autopar.passes.intra_op.kernels import Flat
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array, Integers
@@ -23,8 +27,9 @@ _LASTING = 0.95  # how long a large slope keeps steps short
 _PATIENCE = 15  # steps in vain
 _SHORTER = 0.6
 _SHORTEST = 1e-3  # steps below which the ascent has ended, relative to Polyak's
-_PROGRESS = 1e-3  # of the distance to the target that counts as a step up
+_PROGRESS = 1e-3  # of the distance to the target by which the bound must rise within them
 _REPAIRS, _GROWTH = 100, 1.3  # sweeps, and growth of the prices at points that lack memory
+_SETTLING = 5  # sweeps at changed prices before a choice
 _TREE = 16  # nodes
 
 
@@ -44,7 +49,20 @@ class Relaxation:
         self._largest = 0.0
         self._length = 1.0
         self._in_vain = 0
+        self._mark = -np.inf  # the best bound when it last rose noticeably
+        self._labels = dict(network.labels)  # the network shrinks later
         self._state = np.array([seed * 2 + 88172645463325253], dtype=np.uint64)
+
+    def inherit(self, other: Relaxation) -> None:
+        """Start from the best messages of another state of the same problem, as far as nodes and edges are left."""
+        known = {link: at for at, link in enumerate(_links(other.flat))}
+        for link, (node, neighbour) in enumerate(_links(self.flat)):
+            at = known.get((node, neighbour))
+            if at is not None:
+                labels = other._labels[node]
+                message = other._best_messages[other.flat.message_at[at] : other.flat.message_at[at + 1]]
+                kept = message[np.searchsorted(labels, self._labels[node])]
+                self._messages.values[self.flat.message_at[link] : self.flat.message_at[link + 1]] = kept
 
     @property
     def ended(self) -> bool:
@@ -70,10 +88,10 @@ class Relaxation:
 
     def ascend(self, target: float) -> None:
         """A sweep, then a step of the prices towards a bound of `target`, seconds."""
-        before = self.value
         self.sweep()
-        worthwhile = self.value - before > _PROGRESS * abs(target - self.value)
-        self._in_vain = 0 if worthwhile else self._in_vain + 1
+        self._in_vain += 1
+        if self.value - self._mark > _PROGRESS * abs(target - self.value):
+            self._in_vain, self._mark = 0, self.value
         if self._in_vain >= _PATIENCE:
             self._in_vain = 0
             self._length *= _SHORTER
@@ -103,17 +121,22 @@ class Relaxation:
         self.work += 3 * self._messages.work
         return self._messages.reduced(costs)
 
-    def choose(self) -> Integers | None:
-        """A choice that fits, from the present messages; None if decoding or repairing it fails."""
-        f = self.flat
-        choice = self._messages.decode(self.costs(self._current))
-        self.work += self._messages.work
+    def choose(self, scale: float) -> Integers | None:
+        """A choice that fits, from the best prices times `scale`; None if decoding or repairing it fails."""
+        f, kept = self.flat, self._messages.values.copy()
+        prices = self.prices * scale
+        self._messages.values[:] = self._best_messages
+        for _ in range(_SETTLING):
+            self._messages.sweep(costs := self.costs(prices))
+        choice = self._messages.decode(costs)
+        self._messages.values[:] = kept
+        self.work += (_SETTLING + 1) * self._messages.work
         if not np.isfinite(self.cost(choice)):
             return None
         if not f.slack.size:
             return choice
         load = self._load(choice)
-        prices = np.maximum(self._current, 1e-3 * self._current.max())
+        prices = np.maximum(prices, 1e-3 * prices.max())
         if not prices.any():
             lacking = np.maximum(load - f.slack, 0.0).sum()
             prices = np.full(f.slack.size, float(np.abs(self.cost(choice)) / max(lacking, 1.0)) * 1e-3 + 1e-300)
@@ -145,3 +168,9 @@ class Relaxation:
         load = np.zeros(self.flat.slack.size + 1)
         kernels.load_of(self.flat, choice, load)
         return load[:-1]
+
+
+def _links(flat: Flat) -> Iterator[tuple[int, int]]:
+    """Numbers of the node and its neighbour of each link."""
+    nodes = np.repeat(flat.nodes, np.diff(flat.links))
+    return zip(nodes.tolist(), flat.nodes[flat.other].tolist(), strict=True)

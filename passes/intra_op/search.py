@@ -33,7 +33,7 @@ from autopar.passes.intra_op.eliminate import plan_elimination
 from autopar.passes.intra_op.messages import marginal_bounds
 from autopar.passes.intra_op.moves import Moves
 from autopar.passes.intra_op.network import Contradiction, Network
-from autopar.passes.intra_op.oracles import STEP, Oracle, Wide, oracle_for
+from autopar.passes.intra_op.oracles import LARGE, STEP, Oracle, Wide, oracle_for
 from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
 from autopar.passes.intra_op.relax import Relaxation
 
@@ -47,16 +47,17 @@ _CLIMBS = (12, 12, 12)  # of what is left then
 _BRANCH_CLIMBS = (5, 8)
 _MIXTURE = 4  # of a climb's best cuts
 _LIGHT = 60  # evaluations in search of the least memory
-_SEARCHED = 1_000_000  # pair entries up to which dominated strategies are looked for in vain
 _WHOLE = 200_000  # pair entries up to which CP-SAT gets all that is left
 _BLOCK = 5_000  # pair entries of a neighbourhood
 _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
 _STALL = 20  # neighbourhoods without success after which the search ends
 _SWEEPS = 30  # of messages, to take the costs that CP-SAT gets down to what is over the bound
 _ROUNDS = 4  # of climbing by messages and forbidding what cannot be better
+_SHRUNK = 0.9  # of the strategies are left: what another round would forbid is not worth its work
 _WARM = 50  # sweeps before prices move
 _CHOICES = 20  # steps of the prices between choices
-_STEPS = 1500  # of the prices in a round, at most
+_SCALES = (1.0, 1.02, 1.05, 1.1, 1.2)  # of the prices for choices, in turn
+_STEPS = 3000  # of the prices in a round, at most
 _SHARE = 0.35  # of the work that is left, for a round
 _GUESS = 0.1  # relative distance from the bound beyond which the best choice is not thought to lie
 _MOVES = 5  # of trees per node to improve a choice
@@ -130,6 +131,8 @@ class Search:
     def _without_memory(self, network: Network) -> None:
         network.reduce(dominated=False)
         plan = plan_elimination({node: cost.size for node, cost in network.unary.items()}, network.adjacent)
+        if plan is None and self.problem.limit is not None and network.pair_entries > LARGE:
+            return  # step 5 takes the memory along
         if plan is None or plan.work > _WORTH_REDUCING:
             network.reduce(dominated=True)
         self._close(network, relaxed=self.problem.limit is not None)
@@ -171,15 +174,16 @@ class Search:
 
     def _is_wide(self, network: Network) -> bool:
         oracle = oracle_for(network, self.random)
-        return isinstance(oracle, Wide) and (network.pair_entries > _SEARCHED or not oracle.narrow)
+        return isinstance(oracle, Wide) and not oracle.narrow
 
     # Step 5, by messages
 
     def _relax(self, network: Network) -> None:
         """Climb by messages, forbid, reduce, repeat; then improve the best choice until the work is spent."""
-        prices, before = np.zeros(network.slack.size), -1
+        prices = np.zeros(network.slack.size)
+        relaxation: Relaxation | None = None
         for _ in range(_ROUNDS):
-            relaxation = Relaxation(network, prices, self.seed)
+            relaxation = self._relaxation(network, prices, relaxation)
             self._ascend(relaxation)
             if self.best is None:
                 self._lightest(network)
@@ -188,20 +192,28 @@ class Search:
             known = dict(zip(network.times, relaxation.prices, strict=True))
             base, nodes, edges = relaxation.reduced()
             self._spend(relaxation)
+            before = network.num_strategies
             self._fix(network, marginal_bounds(base, nodes, edges), relaxation.prices)
             prices = np.array([known[time] for time in network.times])
             if not self._is_wide(network):
                 self._climb(network, prices, relaxed=False)
                 if self.exact:
                     return
-            if before == (before := network.num_strategies):
+            if network.num_strategies > _SHRUNK * before:
                 break
         if self._closed() or self._spent():
             return
         if network.pair_entries <= _WHOLE:
             self.bound = max(self.bound, self._by_program(network, prices, self.work / _RATE / 2))
-        self._anneal(Relaxation(network, prices, self.seed))
+        self._anneal(self._relaxation(network, prices, relaxation))
         self._neighbourhoods(network, prices)
+
+    def _relaxation(self, network: Network, prices: Array, before: Relaxation | None) -> Relaxation:
+        """At these prices, with the messages of a relaxation before the network shrank."""
+        relaxation = Relaxation(network, prices, self.seed)
+        if before is not None:
+            relaxation.inherit(before)
+        return relaxation
 
     def _ascend(self, relaxation: Relaxation) -> None:
         """Climb, and offer choices on the way; raises Contradiction if none fits."""
@@ -213,7 +225,7 @@ class Search:
                 relaxation.ascend(self._target(relaxation))
             self._spend(relaxation)
             if step % _CHOICES == _CHOICES - 1 or self._spent():
-                self._choose(relaxation)
+                self._choose(relaxation, _SCALES[step // _CHOICES % len(_SCALES)])
             self.bound = max(self.bound, relaxation.value)
             if self._closed() or self._spent() or relaxation.ended or (self.work < until and self.best is not None):
                 break
@@ -224,18 +236,20 @@ class Search:
         guess = relaxation.value + _GUESS * abs(relaxation.value)
         return min(guess, self.best.cost) if self.best is not None else guess
 
-    def _choose(self, relaxation: Relaxation) -> None:
-        """Offer what the relaxation chooses, improved."""
-        choice = relaxation.choose()
+    def _choose(self, relaxation: Relaxation, scale: float) -> None:
+        """Offer what the relaxation chooses at its prices times `scale`, improved."""
+        choice = relaxation.choose(scale)
         if choice is not None:
             moves = 0 if self._spent() else _MOVES * choice.size
             self._offer_flat(relaxation, relaxation.improve(choice, moves, 0.0))
         self._spend(relaxation)
 
     def _anneal(self, relaxation: Relaxation) -> None:
-        """Improve the best choice by moves of trees until that stalls."""
+        """Improve the best choice by moves of trees, and offer others, until that stalls."""
+        for _ in range(_WARM):
+            relaxation.sweep()
         stalled, turn = 0, 0
-        while self.best is not None and stalled < 2 * len(_HEAT) and not self._closed() and not self._spent():
+        while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
             before, choice = self.best, self._flat_choice(relaxation, self.best)
             if choice is None:
                 return
@@ -243,6 +257,8 @@ class Search:
             heat = _HEAT[turn % len(_HEAT)] * gap
             self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED * choice.size, heat))
             self._spend(relaxation)
+            if not self._spent():
+                self._choose(relaxation, 1.0 + 0.2 * float(self.random.random()))
             turn, stalled = turn + 1, stalled + 1 if self.best is before else 0
 
     def _flat_choice(self, relaxation: Relaxation, solution: Solution) -> Integers | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -18,7 +19,7 @@ from autopar.passes.intra_op.dual import Cut
 from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Contradiction, Network
-from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, brute_force, evaluate, fits
+from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
 from autopar.passes.intra_op.solve import highest, solve
 from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
@@ -281,3 +282,21 @@ def test_bound_of_messages_is_what_reduced_costs_leave(seed: int) -> None:
         extra = sum(nodes[node][k] for node, k in enumerate(choice))
         extra += sum(pair[choice[u], choice[v]] for (u, v), pair in edges.items())
         assert base + extra == pytest.approx(evaluate(problem, choice)[0])
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_points_in_time_that_are_dropped_are_implied(seed: int) -> None:
+    """Small loads and few times, so that many points tie: what keeps to the points that are left keeps to all."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 4, 4)
+    usages = []
+    for size in sizes:
+        spans = np.sort(rng.integers(0, 7, (3, 2)), axis=1)
+        usages.append(tuple(Usage(int(start), int(end), rng.integers(0, 3, size)) for start, end in spans))
+    problem = Problem(tuple(np.zeros(size) for size in sizes), (), tuple(usages), float(rng.integers(2, 10)))
+    network = Network.of(problem)
+    with contextlib.suppress(Contradiction):
+        network._drop_times()
+        for choice in np.ndindex(*sizes):
+            kept = bool((network.load(dict(enumerate(choice))) <= network.slack).all())
+            assert kept == fits(problem, evaluate(problem, choice)[1])
