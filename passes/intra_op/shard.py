@@ -612,6 +612,8 @@ class StageProblem:
             elif maker is not None and users:  # crosses programs
                 first, last = times[maker.index][0], times[users[-1].index][1]
                 self._hold(end.node, _Held(first, last, maker.in_loop), size)
+        graph = self.step.graph
+        in_place = {self.step.outputs[k] for k, i in graph.carried.items() if (None, graph.inputs[i]) in self.layouts}
         for program in self.programs:
             start, stop = times[program.index]
             for t in range(start, stop):
@@ -624,7 +626,7 @@ class StageProblem:
             for value, (born, dies) in _lifetimes(program, setting.rules).items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
-                if live and slot not in read_in and slot in made_in:
+                if live and slot not in read_in and slot in made_in and value not in in_place:
                     end = self._source(slot)
                     size = end.shardings.nbytes(value)
                     self._hold(end.node, _Held(live[0], live[-1] + 1, False), size)
