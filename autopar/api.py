@@ -387,9 +387,8 @@ class Parallelized:
         check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
         plan, lowered = self._planned(call, analysis)
         step = lowered.placed.step
-        rules = {e.id: rule_of(e) for e in step.equations}
         donated = frozenset(k for i in self._donated(call, analysis.graph) for k in step.graph.inputs_of[i])
-        runtime = build(lowered, plan.schedule, rules, devices, donated)
+        runtime = build(lowered, plan.schedule, devices, donated)
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 

@@ -8,7 +8,7 @@ The whole pipeline, a line a pass:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -24,7 +24,6 @@ from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
 from autopar.passes.instructions import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_dtype, port_shape
-from autopar.passes.rules.base import Rule
 from autopar.runtime.executable import Array, Executable, Source, Wiring, copied
 from autopar.runtime.transfer import TileTransfer
 
@@ -32,7 +31,6 @@ from autopar.runtime.transfer import TileTransfer
 def build(
     lowered: LoweredStep,
     schedule: ScheduleName,
-    rules: Mapping[int, Rule],
     devices: Sequence[jax.Device],
     donate: frozenset[int],
 ) -> Executable:
@@ -50,7 +48,7 @@ def build(
     donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
     sources = [
         Source(
-            local.program.name, emit(local, rules), tuple(array(local.program.stage, p) for p in local.inputs),
+            local.program.name, emit(local, lowered.rules), tuple(array(local.program.stage, p) for p in local.inputs),
             tuple(array(local.program.stage, p) for p in local.outputs), donated.get(index, ()),
         )
         for index, local in enumerate(lowered.programs)

@@ -37,11 +37,13 @@ from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
+from autopar.passes.intra_op.lifetimes import least_seconds
 from autopar.passes.intra_op.limits import method_limits
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible
-from autopar.passes.intra_op.shard import OptionsCache, StageProblem, StageSetting, least_seconds
+from autopar.passes.intra_op.shard import StageProblem, StageSetting
 from autopar.passes.intra_op.solve import solve
+from autopar.passes.intra_op.strategies import OptionsCache
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.lower import LoweredStep, assemble
 from autopar.passes.microbatch import split_batch
@@ -141,9 +143,8 @@ class Planner:
 
     def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
         """What is left whole for want of a divisor; what costs most is a warning, too."""
-        rules = {e.id: rule_of(e) for e in lowered.placed.step.equations}
         found = find_unsplit(
-            lowered, rules, self.method, self.prices.kind, lambda mesh: self.prices.resharder(mesh)[1], step_time
+            lowered, self.method, self.prices.kind, lambda mesh: self.prices.resharder(mesh)[1], step_time
         )
         for cause in found:
             if cause.is_dear:

@@ -62,6 +62,7 @@ class LoweredStep:
     """Everything that runs, in local sizes."""
 
     placed: PlacedStep
+    rules: Mapping[int, Rule]  # by equation id
     shardings: tuple[StageSharding, ...]  # by stage
     programs: tuple[LocalProgram, ...]  # bridges included, in an order that respects every dependency
     crossings: tuple[Crossing, ...]
@@ -145,12 +146,18 @@ def assemble(
         writer = _Writer(program, shardings[stage], rules, resharders[stage])
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
-        for eqn in program.equations:
-            writer.compute(eqn)
+        last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
+        due: dict[int | None, list[Value]] = defaultdict(list)  # addends are added as soon as nothing else reads them
         for value in program.outputs:
             if value in step.accumulate:
+                due[last_use.get(value)].append(value)
+        for eqn in (None, *program.equations):
+            if eqn is not None:
+                writer.compute(eqn)
+            for value in due[eqn and eqn.id]:
                 total = step.accumulate[value]
                 writer.accumulate(value, total, layouts[stage][total])
+        for value in program.outputs:
             internal = any(value in p.inputs and p.stage == stage for p in placed.programs) or value in step.keep
             sent_as_held = any(c.value is value and c.plan.sent == layouts[stage][value] for c in crossings)
             if internal or sent_as_held:
@@ -162,7 +169,7 @@ def assemble(
         programs.append(_bridge(stage, phase, pairs, shardings[stage], rules, resharders[stage]))
     order = list(Phase)
     programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
-    return LoweredStep(placed, tuple(shardings), tuple(programs), tuple(crossings), homes, tuple(results))
+    return LoweredStep(placed, rules, tuple(shardings), tuple(programs), tuple(crossings), homes, tuple(results))
 
 
 def _natural_layouts(

@@ -26,7 +26,6 @@ from autopar.passes.intra_op.limits import batch_factors, method_limits
 from autopar.passes.intra_op.shard import Limits
 from autopar.passes.intra_op.strategies import pieces, splittable
 from autopar.passes.lower import LoweredStep
-from autopar.passes.rules.base import Rule
 
 _LEAST_SHARE = 0.05  # of a step's time or of the state on a device: what is less is not worth a note
 _DEAR_TIME, _DEAR_MEMORY = 0.25, 0.1  # shares
@@ -93,17 +92,17 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def find_unsplit(
-    lowered: LoweredStep, rules: Mapping[int, Rule], method: Method, kind_of: Callable[[Mesh], DeviceKind],
+    lowered: LoweredStep, method: Method, kind_of: Callable[[Mesh], DeviceKind],
     price_of: Callable[[Mesh], StepPrice], step_time: float,
 ) -> list[Unsplit]:  # fmt: skip
     """The causes that cost something, the dearest first. `step_time`: seconds."""
     by_cause: dict[Cause, list[_Found]] = defaultdict(list)
-    examples = batch_factors(lowered.placed.step, rules)
+    examples = batch_factors(lowered.placed.step, lowered.rules)
     for stage, sharding in enumerate(lowered.shardings):
         mesh = sharding.mesh
         if mesh.size > 1:
-            limits = method_limits(method, lowered.placed.step, rules, mesh)
-            here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), rules, limits, examples, method)
+            limits = method_limits(method, lowered.placed.step, lowered.rules, mesh)
+            here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), limits, examples, method)
             for found in here.found():
                 by_cause[found.cause].append(found)
     unsplit = [_merged(cause, found, step_time) for cause, found in by_cause.items()]
@@ -153,7 +152,6 @@ class _Stage:
     mesh: Mesh
     kind: DeviceKind
     price: StepPrice
-    rules: Mapping[int, Rule]
     limits: Limits
     examples: Mapping[int, frozenset[int]]  # factors, by equation id
     method: Method
@@ -219,7 +217,7 @@ class _Stage:
     def _reason(self, program: Program, op: Compute, axis: str) -> tuple[Cause, int] | None:
         """Why an axis does not split an equation as it should, and what the size must be a multiple of."""
         eqn, devices = op.equation, self.mesh.axis_size(axis)
-        rule = self.rules[eqn.id]
+        rule = self.lowered.rules[eqn.id]
         if devices == 1 or rule.separable:
             return None
         lane, place = op.strategy[0], self.mesh.axes.index(axis)

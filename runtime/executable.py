@@ -242,9 +242,12 @@ _SAFE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 def _widens_products(jaxpr: Any) -> bool:
-    """Whether some product of matrices gives more bits than its operands have."""
+    """Whether an operation that can be told the type of its result gives more bits than its operands have."""
     return any(
-        (eqn.primitive.name == "dot_general" and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize)
+        (
+            eqn.params.get("preferred_element_type") is not None
+            and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
+        )
         or any(map(_widens_products, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )

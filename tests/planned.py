@@ -20,7 +20,6 @@ from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.collectives import count_collectives
 from autopar.passes.lower import LoweredStep
-from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
 from autopar.planner import Planner
 from autopar.pricing import Prices
@@ -46,10 +45,9 @@ def cluster_of(
 class Planned:
     plan: Plan
     lowered: LoweredStep
-    rules: dict[int, Rule]
 
     def build(self, devices: Sequence[Any]) -> Executable:
-        return build(self.lowered, self.plan.schedule, self.rules, devices, frozenset())
+        return build(self.lowered, self.plan.schedule, devices, frozenset())
 
     def priced(self, local: LocalProgram) -> Counter[Collective]:
         prices = Prices(self.plan.cluster)
@@ -65,8 +63,7 @@ def plan_step(
     step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int | None
 ) -> Planned:
     planner = Planner(analyse(step, *args), cluster, method)
-    plan, lowered = planner.plan(m)
-    return Planned(plan, lowered, {e.id: rule_of(e) for e in lowered.placed.step.equations})
+    return Planned(*planner.plan(m))
 
 
 def lowered_collectives(source: Source, local: LocalProgram) -> Counter[Collective]:

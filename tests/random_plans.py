@@ -49,4 +49,4 @@ def plan_by_lot(
         ]
         finished = search.finish(layered, layered.placed(range(1, stages)), meshes, "1f1b")
     assert finished is not None
-    return Planned(*finished, dict(layered.rules))
+    return Planned(*finished)

@@ -6,9 +6,10 @@ rise with their number.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
-from autopar.passes.intra_op.problem import Infeasible, Problem, Solution
+from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.intra_op.solve import solve
 
@@ -38,21 +39,20 @@ class PricedStage:
         limit = self.problem.setting.memory_limit
         if limit is not None and (least := self.problem.least_bytes(in_flight)) > limit:
             raise Infeasible(least, limit, proved=True)
-        bound = self._least_cost(in_flight)
+        enough = self._least_cost(in_flight) * (1 + _ALIKE)
         known = self._fitting(in_flight)
-        if known is not None and known.cost <= bound * (1 + _ALIKE):
+        if known is not None and known.cost <= enough:
             return known
         # One solution serves several numbers where the memory allows.
-        for number in dict.fromkeys((min(1 << (in_flight - 1).bit_length(), self.most_in_flight), in_flight)):
-            try:
-                known = self._solve(number)
-            except Infeasible:
-                if number == in_flight:
-                    raise
-                continue
-            if known.cost <= bound * (1 + _ALIKE):
-                break
-        return self._fitting(in_flight) or self._solve(in_flight)
+        rounded = min(1 << (in_flight - 1).bit_length(), self.most_in_flight)
+        for number in dict.fromkeys((rounded, in_flight)):
+            with contextlib.suppress(Infeasible):
+                if self._solve(number).cost <= enough:
+                    break
+        found = self._fitting(in_flight)
+        if found is None:
+            raise self._refused[in_flight]
+        return found
 
     def _least_cost(self, in_flight: int) -> float:
         """What no choice that fits is likely to beat: the costs with fewer in flight."""
@@ -73,11 +73,12 @@ class PricedStage:
         return None
 
     def _solve(self, in_flight: int) -> Solution:
+        if in_flight in self._refused:
+            raise self._refused[in_flight]
         if in_flight in self._found:
             return self._found[in_flight]
-        problem: Problem = self.problem.problem(in_flight)
         try:
-            self._found[in_flight] = solve(problem, seconds=self.seconds)
+            self._found[in_flight] = solve(self.problem.problem(in_flight), seconds=self.seconds)
         except Infeasible as error:
             self._refused[in_flight] = error
             raise

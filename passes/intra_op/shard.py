@@ -13,7 +13,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,8 +27,12 @@ from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.intra_op.alike import alike_equations
+from autopar.passes.intra_op.lifetimes import lifetimes, materialised_values, peak_positions
 from autopar.passes.intra_op.problem import Problem, Solution, Usage
 from autopar.passes.intra_op.strategies import (
+    LaneOptions,
+    OptionsCache,
+    Shardings,
     can_sum,
     combined_axes,
     enumerate_lane,
@@ -41,10 +45,9 @@ from autopar.passes.intra_op.strategies import (
     result_shardings,
     temporaries,
 )
-from autopar.passes.rules.base import Kernel, Rule, is_fusible
+from autopar.passes.rules.base import Rule
 
 Slot = tuple[int | None, Value]
-_MEMORY_TIMES_PER_PROGRAM = 6
 _MAX_LAYOUTS = 48
 _LARGE_COPY = 0.01  # of a device's memory
 
@@ -78,49 +81,6 @@ class StageSetting:
     def often(self, in_loop: bool) -> int:
         """How often something happens per step."""
         return self.placed.step.num_microbatches if in_loop else 1
-
-
-@dataclasses.dataclass(eq=False)
-class Shardings:
-    """Shardings of one value to choose from."""
-
-    each: list[Sharding]
-    share: np.ndarray[Any, Any]  # the part of the value that one device holds
-    partial: np.ndarray[Any, Any]  # whether it is an addend
-
-    @staticmethod
-    def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
-        found = list(each)
-        share = np.array([1 / math.prod(s.tiles(mesh)) for s in found])
-        return Shardings(found, share, np.array([bool(s.partial) for s in found], bool))
-
-    def only(self, kept: list[int]) -> Shardings:
-        return Shardings([self.each[i] for i in kept], self.share[kept], self.partial[kept])
-
-    def nbytes(self, value: Value) -> Any:
-        """Bytes of the value that one device holds."""
-        return np.where(self.partial, value.sum_nbytes, value.nbytes) * self.share
-
-
-@dataclasses.dataclass
-class LaneOptions:
-    """Strategies of one lane with what they imply, by index."""
-
-    lanes: list[Lane]
-    operands: list[Shardings]  # [operand of the lane]
-    results: list[Shardings]  # [result of the lane]
-    share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
-
-    def only(self, kept: list[int]) -> LaneOptions:
-        return LaneOptions(
-            [self.lanes[i] for i in kept],
-            [column.only(kept) for column in self.operands],
-            [column.only(kept) for column in self.results],
-            self.share[kept],
-        )
-
-
-OptionsCache = dict[Any, LaneOptions]
 
 
 class _Held(NamedTuple):
@@ -301,7 +261,7 @@ class StageProblem:
 
     def _add_equations(self, program: Program) -> None:
         setting = self.setting
-        materialised = _materialised(program, setting.rules)
+        materialised = materialised_values(program, setting.rules)
         read: set[Value] = set()
         for eqn in program.equations:
             rule = setting.rules[eqn.id]
@@ -582,8 +542,9 @@ class StageProblem:
         setting = self.setting
         times: dict[int, tuple[int, int]] = {}  # program -> its range of times
         positions: list[int] = []  # time -> position in its program
+        addends = self.step.accumulate.keys() - set(self.step.outputs)
         for program in self.programs:
-            peaks = _peak_positions(program, setting.rules)
+            peaks = peak_positions(program, setting.rules, addends)
             times[program.index] = (len(positions), len(positions) + len(peaks))
             positions += peaks
         if not positions:
@@ -613,7 +574,10 @@ class StageProblem:
                 first, last = times[maker.index][0], times[users[-1].index][1]
                 self._hold(end.node, _Held(first, last, maker.in_loop), size)
         graph = self.step.graph
-        in_place = {self.step.outputs[k] for k, i in graph.carried.items() if (None, graph.inputs[i]) in self.layouts}
+        in_place = {
+            out for k, i in graph.carried.items()
+            if isinstance(out := self.step.outputs[k], Value) and (None, graph.inputs[i]) in self.layouts
+        }  # fmt: skip
         for program in self.programs:
             start, stop = times[program.index]
             for t in range(start, stop):
@@ -623,7 +587,7 @@ class StageProblem:
                     node, options = self.lanes[program.index, eqn.id, 0]
                     held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
                     self._hold(node, _Held(t, t + 1, False), held)
-            for value, (born, dies) in _lifetimes(program, setting.rules).items():
+            for value, (born, dies) in lifetimes(program, setting.rules, addends).items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in and value not in in_place:
@@ -649,36 +613,6 @@ def _is_finer(shardings: Shardings, by_round: Sequence[int | None]) -> np.ndarra
     return np.array([other is not None and share[other] < share[i] for i, other in enumerate(by_round)])
 
 
-def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind, num_devices: int) -> float:
-    """Seconds of one run that no sharding over so many devices can beat: every equation and array cut evenly."""
-    in_memory = _materialised(program, rules)
-    read: set[Value] = set()
-    total = 0.0
-    for eqn in program.equations:
-        rule = rules[eqn.id]
-        moved = sum(v.nbytes for v in eqn.outputs if v in in_memory)
-        fresh = {v for v in eqn.values if v in in_memory} - read
-        read |= fresh
-        moved += sum(v.nbytes for v in fresh)
-        if rule.kernels:
-            total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
-            continue
-        flops = rule.flops * rule.points() / num_devices
-        matmul = rule.unit == "matmul"
-        dtype = eqn.kernel_dtype(matmul)
-        total += compute_time(kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=matmul)
-        total += kind.launch_overhead if moved else 0.0
-    return total
-
-
-def _least_of_kernel(kernel: Kernel, kind: DeviceKind, num_devices: int) -> float:
-    moved = sum(nbytes for nbytes, _ in kernel.traffic) / num_devices
-    seconds = compute_time(
-        kind, flops=kernel.flops / num_devices, bytes_moved=moved, dtype=kernel.dtype, matmul=kernel.matmul
-    )
-    return seconds + (kind.launch_overhead * kernel.times if moved else 0.0)
-
-
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
     """Every way to cut a stored array: each axis in some dimension or none."""
     rank = len(value.shape)
@@ -689,48 +623,3 @@ def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
         if sharding.divides(value.shape, mesh):
             found.append(sharding)
     return found
-
-
-def _materialised(program: Program, rules: Mapping[int, Rule]) -> set[Value]:
-    """Values that go through memory: XLA fuses chains of elementwise operations between matrix products."""
-    found = set(program.inputs) | set(program.outputs)
-    for eqn in program.equations:
-        if rules[eqn.id].unit == "matmul":
-            found.update(eqn.values)
-            found.update(eqn.outputs)
-        elif not is_fusible(rules[eqn.id]):
-            found.update(eqn.outputs)
-    return found
-
-
-def _lifetimes(program: Program, rules: Mapping[int, Rule]) -> dict[Value, tuple[int, int]]:
-    """Positions between which each materialised value that the program makes is live."""
-    in_memory = _materialised(program, rules)
-    born: dict[Value, int] = {}
-    dies: dict[Value, int] = {}
-    for position, eqn in enumerate(program.equations):
-        for v in eqn.outputs:
-            born[v] = dies[v] = position
-        fence = rules[eqn.id].separable  # hands on the buffers that it takes
-        for v in eqn.values:
-            dies[v] = max(dies.get(v, 0), position - fence)
-        if fence:
-            in_memory.update((*eqn.values, *eqn.outputs))
-    for v in program.outputs:
-        dies[v] = len(program.equations)
-    return {v: (at, dies[v]) for v, at in born.items() if v in in_memory}
-
-
-def _peak_positions(program: Program, rules: Mapping[int, Rule]) -> list[int]:
-    """Positions where most bytes are live (in full sizes), one for each of a few stretches of the program."""
-    count = len(program.equations)
-    live = np.zeros(count + 1)
-    for v, (born, dies) in _lifetimes(program, rules).items():
-        live[born] += v.nbytes
-        if dies < count:
-            live[dies + 1] -= v.nbytes
-    live = np.cumsum(live)[: max(1, count)]
-    for position, eqn in enumerate(program.equations):
-        live[position] += rules[eqn.id].temporaries({})
-    bounds = np.linspace(0, len(live), _MEMORY_TIMES_PER_PROGRAM + 1).astype(int)
-    return [int(a + np.argmax(live[a:b])) for a, b in itertools.pairwise(bounds) if b > a]

@@ -6,14 +6,60 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
-from autopar.ir.graph import Equation
+import numpy as np
+
+from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
 from autopar.passes.collectives import shift, sum_kinds
 from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
+
+
+@dataclasses.dataclass(eq=False)
+class Shardings:
+    """Shardings of one value to choose from."""
+
+    each: list[Sharding]
+    share: np.ndarray[Any, Any]  # the part of the value that one device holds
+    partial: np.ndarray[Any, Any]  # whether it is an addend
+
+    @staticmethod
+    def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
+        found = list(each)
+        share = np.array([1 / math.prod(s.tiles(mesh)) for s in found])
+        return Shardings(found, share, np.array([bool(s.partial) for s in found], bool))
+
+    def only(self, kept: list[int]) -> Shardings:
+        return Shardings([self.each[i] for i in kept], self.share[kept], self.partial[kept])
+
+    def nbytes(self, value: Value) -> Any:
+        """Bytes of the value that one device holds."""
+        return np.where(self.partial, value.sum_nbytes, value.nbytes) * self.share
+
+
+@dataclasses.dataclass
+class LaneOptions:
+    """Strategies of one lane with what they imply, by index."""
+
+    lanes: list[Lane]
+    operands: list[Shardings]  # [operand of the lane]
+    results: list[Shardings]  # [result of the lane]
+    share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
+
+    def only(self, kept: list[int]) -> LaneOptions:
+        return LaneOptions(
+            [self.lanes[i] for i in kept],
+            [column.only(kept) for column in self.operands],
+            [column.only(kept) for column in self.results],
+            self.share[kept],
+        )
+
+
+OptionsCache = dict[Any, LaneOptions]
 
 
 def lane_rules(rule: Rule) -> tuple[Rule, ...]:

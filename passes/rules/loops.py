@@ -34,7 +34,8 @@ from autopar.passes.rules.base import (
     is_fusible,
 )
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
-from autopar.passes.rules.nested import PARTIAL, Body, Cut, Piece, evaluate, find_cuts, gathering_path, make_body
+from autopar.passes.rules.evaluate import Piece, evaluate
+from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 

@@ -74,8 +74,11 @@ def test_a_tied_choice_costs_and_holds_what_it_does_equation_by_equation(
 ) -> None:
     tied, free = stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, scan=scan)), m, shape)
     random = np.random.default_rng(0)
-    for _ in range(3):
-        choice = tuple(int(random.integers(cost.size)) for cost in tied.costs)
+    # Random choices seldom have a finite cost; the solved one does.
+    choices = [tuple(int(random.integers(cost.size)) for cost in tied.costs) for _ in range(2)]
+    choices.append(solve(tied.problem(2), seconds=2.0).choice)
+    assert math.isfinite(evaluate(tied.problem(2), choices[-1])[0])
+    for choice in choices:
         chosen = untied(tied, free, choice)
         cost, peak = evaluate(tied.problem(2), choice)
         other_cost, other_peak = evaluate(free.problem(2), chosen)
@@ -128,6 +131,20 @@ def test_costs_rise_with_the_microbatches_in_flight_and_every_choice_fits() -> N
     assert costs == sorted(costs)
     assert math.isfinite(costs[0])
     assert costs[-1] > costs[0], "the memory should matter"
+
+
+@pytest.mark.parametrize(("m", "gradients"), [(1, 0), (2, 1)], ids=["renewed as gradients come", "after the loop"])
+def test_renewed_leaves_take_the_place_of_the_last(m: int, gradients: int) -> None:
+    params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)} for _ in range(4)]}
+    examples = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    state = jax.eval_shape(lambda: models.adam_state(params))
+    analysis = analyse(models.adam(models.mlp_loss), state, {"x": examples, "y": examples})
+    planner = Planner(analysis, cluster_of(1, 1))
+    layered = planner.layered(m, False)
+    problem = planner.stage_problem(layered, layered.placed([]), 0, Mesh((0,), (1,), ("x",)), tied=False)
+    one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
+    held = problem.least_bytes(1) / one
+    assert 0 < held - (3 + gradients) < 0.6, "parameters, two moments; a layer or two on the way"
 
 
 def test_what_cannot_fit_is_refused_with_the_least_that_is_needed() -> None:

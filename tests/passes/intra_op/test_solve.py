@@ -20,7 +20,8 @@ from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Contradiction, Network
 from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
-from autopar.passes.intra_op.solve import highest, solve
+from autopar.passes.intra_op.programs import highest
+from autopar.passes.intra_op.solve import solve
 from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
 INF = math.inf

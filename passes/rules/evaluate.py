@@ -1,0 +1,128 @@
+"""The body of an equation computed on pieces, by its equations' own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.errors import InternalError
+from autopar.ir.build import live_equations
+from autopar.ir.graph import Equation, Literal, Value
+from autopar.passes.rules.base import Local, Rule, emit_piece
+from autopar.passes.rules.nested import PARTIAL, Body, Cut
+from autopar.passes.rules.split import Split, check_position, slice_units
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """Which piece of a cut is computed."""
+
+    cut: Cut
+    factor: int  # the cut's factor in the rule of the whole
+    local: Local
+
+    @property
+    def count(self) -> int:
+        return self.cut.units // self.local.size(self.factor)
+
+    def index(self) -> Any:
+        """int32 scalar, traced."""
+        return self.local.start(self.factor) // self.local.size(self.factor)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _InBody(Local):
+    """The piece of one equation of the body."""
+
+    rule: Rule
+    pieces: Sequence[tuple[Split, Piece]]
+
+    def _cuts(self, factor: int) -> Iterator[tuple[Split, Piece]]:
+        return ((s, p) for s, p in self.pieces if s.factor == factor)
+
+    def size(self, factor: int) -> int:
+        return self.rule.factors[factor] // math.prod(p.count for _, p in self._cuts(factor))
+
+    def is_split(self, factor: int) -> bool:
+        return any(True for _ in self._cuts(factor))
+
+    def start(self, factor: int) -> Any:
+        for split, piece in self._cuts(factor):
+            check_position(split.batch)
+            return piece.index() * self.size(factor)
+        return 0
+
+    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+        for _, piece in self._cuts(factor):
+            x = piece.local.total(piece.factor, x, dtype)
+        return x
+
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        if (before or after) and self.is_split(factor):
+            raise InternalError("the body of an equation was cut where windows reach over the cut")
+        return x
+
+
+def evaluate(
+    body: Body, outputs: Sequence[int], pieces: Sequence[Piece], arguments: Sequence[Any],
+    made_whole: Mapping[Value, Callable[[Any], Any]] | None = None,
+) -> list[Any]:  # fmt: skip
+    """Some outputs of one round, in the states that the cuts say, from inputs in the states that they say.
+
+    `made_whole` tells how to gather those values that come in pieces, or are made from what comes in pieces.
+    """
+    made_whole = made_whole or {}
+    values: dict[Value, Any] = {}
+
+    def define(v: Value, x: Any) -> None:
+        values[v] = made_whole[v](x) if v in made_whole else x
+
+    for v, x in zip(body.inputs, arguments, strict=True):
+        define(v, x)
+    values.update({v: jnp.asarray(c) if not v.is_key else c for v, c in body.constants.items()})
+    totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
+
+    def adding(v: Value) -> tuple[Piece, ...]:
+        """The pieces whose values of `v` are addends."""
+        return tuple(piece for piece in pieces if piece.cut.states.get(v) is PARTIAL)
+
+    def total(v: Value, over: tuple[Piece, ...]) -> Any:
+        key = (v, tuple(p.factor for p in over))
+        if key not in totals:
+            x = values[v]
+            for piece in over:
+                x = piece.local.total(piece.factor, x, v.dtype)
+            totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
+        return totals[key]
+
+    def read(eqn: Equation, position: int) -> Any:
+        v = eqn.inputs[position]
+        if isinstance(v, Literal):
+            return v.value
+        summed = tuple(p for p in adding(v) if eqn.id not in p.cut.passing)
+        x = total(v, summed)
+        for piece in pieces:
+            batch = piece.cut.slices.get((eqn.id, position))
+            if batch is not None:
+                x = slice_units(x, batch, piece.count, piece.index())
+        return x
+
+    for eqn in live_equations(body.equations, [body.outputs[o] for o in outputs]):
+        rule = body.rules[eqn.id]
+        operands = [read(eqn, i) for i in range(len(eqn.inputs))]
+        splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
+        addends = [bool(adding(v)) for v in eqn.outputs]
+        for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, addends), strict=True):
+            define(v, x)
+    found = []
+    for o in outputs:
+        out = body.outputs[o]
+        if isinstance(out, Literal):
+            found.append(jnp.asarray(out.value, out.dtype))
+        else:
+            found.append(total(out, tuple(p for p in pieces if o in p.cut.ends)))
+    return found
