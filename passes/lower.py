@@ -154,7 +154,7 @@ def assemble(
         for eqn in (None, *program.equations):
             if eqn is not None:
                 writer.compute(eqn)
-            for value in due[eqn and eqn.id]:
+            for value in due[eqn.id if eqn is not None else None]:
                 total = step.accumulate[value]
                 writer.accumulate(value, total, layouts[stage][total])
         for value in program.outputs:
