@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection
 
 from autopar.cost_model.compute import compute_time
 from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
@@ -41,26 +42,18 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
     mesh = local.mesh
-    in_memory = materialised(local)
-    read: set[Value] = set()
+    sent = _sent(local)
     compute = communication = flops = 0.0
     collectives: list[Collective] = []
     for op in local.ops:
         if isinstance(op, Compute):
-            moved = 0
-            for v, sharding in zip(op.equation.inputs, op.operands, strict=True):
-                if isinstance(v, Value) and sharding is not None and v in in_memory and v not in read:
-                    read.add(v)
-                    moved += local_bytes(v, sharding, mesh)
-            for v, result in zip(op.equation.outputs, op.results, strict=True):
-                if v in in_memory:
-                    moved += local_bytes(v, result, mesh)
+            moved = _moved_bytes(op, mesh, sent)
             matmul = op.unit == "matmul"
             dtype = "" if op.kernels else op.equation.kernel_dtype(matmul)
-            kernels = op.kernels or (LocalKernel(op.flops, moved, matmul, dtype, 1.0),)
+            kernels = op.kernels or (LocalKernel(op.flops, moved, matmul, dtype, op.traffic.launches),)
             for k in kernels:
                 compute += compute_time(kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype, matmul=k.matmul)
-                compute += kind.launch_overhead * k.times if k.nbytes else 0.0
+                compute += kind.launch_overhead * k.times
             flops += op.flops
             collectives += op.combined
             communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)
@@ -78,50 +71,76 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
                     if payload and step.kind not in ("slice", "mask"):
                         collectives.append(Collective(step.kind, axes, payload))
                 at = step_result(step, at)
-    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local, in_memory))
+    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local))
 
 
-def materialised(local: LocalProgram) -> set[Value]:
-    """Values that go through memory: what crosses the border, and what kernels that cannot be fused read or write."""
-    found = {p.value for p in (*local.inputs, *local.outputs)}
-    for op in local.ops:
-        if isinstance(op, Compute):
-            if op.unit == "matmul":
-                found.update(op.equation.values)
-            if not op.fusible:
-                found.update(op.equation.outputs)
-        elif isinstance(op, Reshard) and any(step.kind not in ("slice", "mask") for step in op.steps):
-            found.add(op.value)
+_Held = tuple[Value, Sharding]
+
+
+def _sent(local: LocalProgram) -> set[_Held]:
+    """What collectives take, from memory."""
+    return {
+        (op.value, op.source)
+        for op in local.ops
+        if isinstance(op, Reshard) and any(step.kind not in ("slice", "mask") for step in op.steps)
+    }
+
+
+def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
+    """Bytes that go through one device's memory; an equation that can be fused needs no more than it makes."""
+    results = [*zip(op.equation.outputs, op.results, strict=True)]
+    most = max((math.prod(v.shape) / math.prod(s.tiles(mesh)) for v, s in results), default=0.0)
+    moved = 0.0
+    for v, sharding, times in zip(op.equation.inputs, op.operands, op.traffic.reads, strict=True):
+        if times and isinstance(v, Value) and sharding is not None:
+            nbytes = local_bytes(v, sharding, mesh)
+            needed = most * v.nbytes / max(1, math.prod(v.shape))
+            moved += times * (min(nbytes, needed) if op.fusible else nbytes)
+    written = (local_bytes(*k, mesh) for k, w in zip(results, op.traffic.writes, strict=True) if w or k in sent)
+    return moved + sum(written)
+
+
+def _last_reads(local: LocalProgram) -> dict[_Held, int]:
+    """The position in which each value is read for the last time; what is fused is read where its kernels are."""
+    found: dict[_Held, int] = {}
+
+    def read(key: _Held, position: int) -> None:
+        found[key] = max(found.get(key, position), position)
+
+    for port in local.outputs:
+        read((port.value, port.sharding), len(local.ops))
+    for position in reversed(range(len(local.ops))):
+        op = local.ops[position]
+        if isinstance(op, Reshard):
+            read((op.value, op.source), position)
+        elif isinstance(op, Accumulate):
+            read((op.addend, op.sharding), position)
+        else:
+            ends = [found.get(key, position) for key in zip(op.equation.outputs, op.results, strict=True)]
+            latest = position if any(op.traffic.writes) else max(ends, default=position)
+            for k, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
+                if isinstance(v, Value) and sharding is not None:
+                    read((v, sharding), ends[k] if op.fence else latest)
     return found
 
 
-def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
+def temporaries(local: LocalProgram) -> int:
     """Most bytes of values live at once that are neither inputs nor outputs."""
     mesh = local.mesh
-    outside = {(p.value, p.sharding) for p in (*local.inputs, *local.outputs)}
-    born: dict[tuple[Value, Sharding], int] = {}
-    dies: dict[tuple[Value, Sharding], int] = {}
-
-    fences = [op.equation for op in local.ops if isinstance(op, Compute) and op.fence]
-    in_memory = in_memory | {v for eqn in fences for v in (*eqn.values, *eqn.outputs)}
-
-    def use(key: tuple[Value, Sharding], position: int) -> None:
-        if key not in outside and key[0] in in_memory:
-            dies[key] = max(position, born.setdefault(key, position))
-
+    dies = _last_reads(local)
+    sent = _sent(local)
+    count = len(local.ops)
+    born: dict[_Held, int] = {}
+    given = {(p.value, p.sharding) for p in local.inputs}
     for position, op in enumerate(local.ops):
         if isinstance(op, Compute):
-            for v, sharding in zip(op.equation.inputs, op.operands, strict=True):
-                if isinstance(v, Value) and sharding is not None:
-                    use((v, sharding), position - op.fence)
-            for v, result in zip(op.equation.outputs, op.results, strict=True):
-                use((v, result), position)
-        elif isinstance(op, Reshard):
-            use((op.value, op.source), position)
-            use((op.value, op.target), position)
-        else:
-            use((op.addend, op.sharding), position)
-    changes = [0] * (len(local.ops) + 1)
+            results = zip(op.equation.outputs, op.results, strict=True)
+            for key, written in zip(results, op.traffic.writes, strict=True):
+                if written or key in sent:
+                    born.setdefault(key, position)
+        elif isinstance(op, Reshard) and ((op.value, op.source) in born or (op.value, op.source) in given):
+            born.setdefault((op.value, op.target), position)
+    changes = [0] * (count + 1)
     for position, op in enumerate(local.ops):
         if isinstance(op, Compute):
             changes[position] += op.temporaries
@@ -133,9 +152,10 @@ def temporaries(local: LocalProgram, in_memory: set[Value]) -> int:
             changes[position] += size
             changes[position + 1] -= size
     for key, at in born.items():
-        size = local_bytes(*key, mesh)
-        changes[at] += size
-        changes[dies[key] + 1] -= size
+        if (end := dies.get(key, at)) < count:  # others are outputs
+            size = local_bytes(*key, mesh)
+            changes[at] += size
+            changes[end + 1] -= size
     now = most = 0
     for change in changes:
         now += change

@@ -41,6 +41,7 @@ from autopar.passes.intra_op.strategies import (
 )
 from autopar.passes.merge import merge_equal_ops
 from autopar.passes.rules.base import Local, Rule, emit_piece, is_fusible
+from autopar.passes.rules.fusion import memory_traffic
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
 _COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
@@ -214,6 +215,7 @@ class _Writer:
         self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder
     ) -> None:
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
+        self.traffic = memory_traffic(program.equations, rules, program.inputs, program.outputs)
         self.ops: list[LocalOp] = []
         self.inputs: list[Port] = []
         self.outputs: dict[Port, None] = {}
@@ -276,8 +278,9 @@ class _Writer:
                 results,
                 rule.work(cut),
                 rule.unit,
-                rule.separable,
                 is_fusible(rule),
+                self.traffic[eqn.id],
+                rule.separable,
                 tuple(
                     LocalKernel(
                         k.flops / math.prod(cut.get(f, 1) for f in k.held),

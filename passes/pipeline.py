@@ -262,7 +262,7 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
     for v in outputs & copied.keys():
         wanted_copies[key_of[v]].add(v)
     position = {eqn.id: i for i, eqn in enumerate(step.equations)}
-    full = {k: _with_copies(members[k], wanted_copies[k], copied, position) for k in order}
+    full = {k: _updated_early(_with_copies(members[k], wanted_copies[k], copied, position)) for k in order}
     step_values = {whole: v for v, whole in step.accumulate.items()}
     step_values.update({piece: v for v, pieces in step.keep.items() for piece in pieces})
     needed_by: dict[Value, set[tuple[int, int, int]]] = defaultdict(set)
@@ -289,6 +289,17 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
     for whole, v in step_values.items():
         producer[whole] = producer[v]
     return PlacedStep(step, num_stages, tuple(programs), producer, home)
+
+
+def _updated_early(equations: tuple[Equation, ...]) -> tuple[Equation, ...]:
+    """With the updates as soon as what they need is there: gradients that are used need no memory any more."""
+    ready: dict[Value, int] = {}
+    when = []
+    for position, eqn in enumerate(equations):
+        at = position if eqn.phase.in_loop else max((ready[v] for v in eqn.values if v in ready), default=-1)
+        ready.update(dict.fromkeys(eqn.outputs, at))
+        when.append((at, position))
+    return tuple(equations[position] for _, position in sorted(when))
 
 
 def _name(phase: Phase, key: tuple[int, int, int], num_stages: int) -> str:

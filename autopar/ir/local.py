@@ -33,6 +33,15 @@ class LocalKernel:
 
 
 @dataclasses.dataclass(frozen=True)
+class Traffic:
+    """An equation's part in the memory traffic of the kernels that compute it and others."""
+
+    reads: tuple[int, ...]  # by operand: kernels that read it from memory and have it first here
+    writes: tuple[bool, ...]  # by result: whether it goes to a place of its own in memory
+    launches: int  # kernels that begin here
+
+
+@dataclasses.dataclass(frozen=True)
 class Compute:
     """One equation on local pieces."""
 
@@ -42,8 +51,9 @@ class Compute:
     results: tuple[Sharding, ...]
     flops: float  # on one device
     unit: Literal["matmul", "vector", "none"]
+    fusible: bool  # each element of a result needs but one of each operand
+    traffic: Traffic
     fence: bool  # hands on the buffers that it takes
-    fusible: bool  # an elementwise result that need not go through memory
     kernels: tuple[LocalKernel, ...]  # of an equation with a body, instead of itself
     temporaries: int  # bytes that a body holds at once, beyond operands and results
     combined: tuple[Collective, ...]  # that belong to the equation: of results, of sums inside it, halos

@@ -12,24 +12,22 @@ import numpy as np
 
 from autopar.cost_model.compute import compute_time
 from autopar.ir.graph import Value
+from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import Program
-from autopar.passes.rules.base import Kernel, Rule, is_fusible
+from autopar.passes.rules.base import Kernel, Rule
+from autopar.passes.rules.fusion import last_reads, memory_traffic, moved_values
 
 _MEMORY_TIMES_PER_PROGRAM = 6
 
 
 def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind, num_devices: int) -> float:
     """Seconds of one run that no sharding over so many devices can beat: every equation and array cut evenly."""
-    in_memory = materialised_values(program, rules)
-    read: set[Value] = set()
+    traffic = memory_traffic(program.equations, rules, program.inputs, program.outputs)
     total = 0.0
     for eqn in program.equations:
         rule = rules[eqn.id]
-        moved = sum(v.nbytes for v in eqn.outputs if v in in_memory)
-        fresh = {v for v in eqn.values if v in in_memory} - read
-        read |= fresh
-        moved += sum(v.nbytes for v in fresh)
+        moved = sum(nbytes for _, nbytes in moved_values(eqn, rule, traffic[eqn.id]))
         if rule.kernels:
             total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
             continue
@@ -37,7 +35,7 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
         matmul = rule.unit == "matmul"
         dtype = eqn.kernel_dtype(matmul)
         total += compute_time(kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=matmul)
-        total += kind.launch_overhead if moved else 0.0
+        total += kind.launch_overhead * traffic[eqn.id].launches
     return total
 
 
@@ -49,44 +47,27 @@ def _least_of_kernel(kernel: Kernel, kind: DeviceKind, num_devices: int) -> floa
     return seconds + (kind.launch_overhead * kernel.times if moved else 0.0)
 
 
-def materialised_values(program: Program, rules: Mapping[int, Rule]) -> set[Value]:
-    """Values that go through memory: XLA fuses chains of elementwise operations between matrix products."""
-    found = set(program.inputs) | set(program.outputs)
-    for eqn in program.equations:
-        if rules[eqn.id].unit == "matmul":
-            found.update(eqn.values)
-            found.update(eqn.outputs)
-        elif not is_fusible(rules[eqn.id]):
-            found.update(eqn.outputs)
-    return found
-
-
-def lifetimes(program: Program, rules: Mapping[int, Rule], addends: Collection[Value]) -> dict[Value, tuple[int, int]]:
-    """Positions between which each materialised value that the program makes is live.
+def lifetimes(
+    program: Program, rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], addends: Collection[Value]
+) -> dict[Value, tuple[int, int]]:
+    """Positions between which each value that the program writes to memory is live.
 
     `addends` are added to their sums as soon as nothing else reads them.
     """
-    in_memory = materialised_values(program, rules)
-    born: dict[Value, int] = {}
-    dies: dict[Value, int] = {}
-    for position, eqn in enumerate(program.equations):
-        for v in eqn.outputs:
-            born[v] = dies[v] = position
-        fence = rules[eqn.id].separable  # hands on the buffers that it takes
-        for v in eqn.values:
-            dies[v] = max(dies.get(v, 0), position - fence)
-        if fence:
-            in_memory.update((*eqn.values, *eqn.outputs))
-    for v in set(program.outputs) - set(addends):
-        dies[v] = len(program.equations)
-    return {v: (at, dies[v]) for v, at in born.items() if v in in_memory}
+    dies = last_reads(program.equations, rules, traffic, set(program.outputs) - set(addends))
+    return {
+        v: (position, dies.get(v, position))
+        for position, eqn in enumerate(program.equations)
+        for v, written in zip(eqn.outputs, traffic[eqn.id].writes, strict=True)
+        if written
+    }
 
 
-def peak_positions(program: Program, rules: Mapping[int, Rule], addends: Collection[Value]) -> list[int]:
+def peak_positions(program: Program, rules: Mapping[int, Rule], live_at: Mapping[Value, tuple[int, int]]) -> list[int]:
     """Positions where most bytes are live (in full sizes), one for each of a few stretches of the program."""
     count = len(program.equations)
     live = np.zeros(count + 1)
-    for v, (born, dies) in lifetimes(program, rules, addends).items():
+    for v, (born, dies) in live_at.items():
         live[born] += v.nbytes
         if dies < count:
             live[dies + 1] -= v.nbytes

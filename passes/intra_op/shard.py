@@ -27,7 +27,7 @@ from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.intra_op.alike import alike_equations
-from autopar.passes.intra_op.lifetimes import lifetimes, materialised_values, peak_positions
+from autopar.passes.intra_op.lifetimes import lifetimes, peak_positions
 from autopar.passes.intra_op.problem import Problem, Solution, Usage
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
@@ -45,7 +45,8 @@ from autopar.passes.intra_op.strategies import (
     result_shardings,
     temporaries,
 )
-from autopar.passes.rules.base import Rule
+from autopar.passes.rules.base import Rule, is_fusible
+from autopar.passes.rules.fusion import memory_traffic
 
 Slot = tuple[int | None, Value]
 _MAX_LAYOUTS = 48
@@ -112,6 +113,7 @@ class StageProblem:
         self.setting = setting
         placed = setting.placed
         self.programs = [p for p in placed.programs if p.stage == setting.stage]
+        self.traffic = {p.index: memory_traffic(p.equations, setting.rules, p.inputs, p.outputs) for p in self.programs}
         self.step = placed.step
         self.stored = set(self.step.graph.inputs) | set(self.step.constants)
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
@@ -261,28 +263,18 @@ class StageProblem:
 
     def _add_equations(self, program: Program) -> None:
         setting = self.setting
-        materialised = materialised_values(program, setting.rules)
-        read: set[Value] = set()
+        traffic = self.traffic[program.index]
         for eqn in program.equations:
             rule = setting.rules[eqn.id]
             for index, lane_rule in enumerate(lane_rules(rule)):
                 positions = lane_operands(eqn, rule, index)
                 addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in self._addends)
                 outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
-                fresh = []
-                for place, position in enumerate(positions):
-                    v = eqn.inputs[position]
-                    if isinstance(v, Value) and v in materialised and v not in read:
-                        read.add(v)
-                        fresh.append((place, v))
-                kept = tuple(place for place, v in enumerate(outputs) if v in materialised)
-                key = (
-                    self._alike.get((program.index, eqn.id)),
-                    index,
-                    addends,
-                    tuple(place for place, _ in fresh),
-                    kept,
-                )
+                reads = tuple((i, n) for i, p in enumerate(positions) if (n := traffic[eqn.id].reads[p]))
+                written = [traffic[eqn.id].writes[index]] if rule.separable else traffic[eqn.id].writes
+                writes = tuple(place for place, w in enumerate(written) if w)
+                launches = traffic[eqn.id].launches
+                key = (self._alike.get((program.index, eqn.id)), index, addends, reads, writes, launches)
                 if key in self._equations:
                     node, options, seconds = self._equations[key]
                     self.costs[node] = self.costs[node] + seconds
@@ -293,11 +285,19 @@ class StageProblem:
                     if len(allowed) < len(options.lanes):
                         options = options.only(allowed or [0])  # replicated is always possible
                     moved = np.zeros(len(options.lanes))
-                    for place, v in fresh:
-                        moved += options.operands[place].nbytes(v)
-                    for place in kept:
+                    for place, times in reads:
+                        v = eqn.inputs[positions[place]]
+                        if not isinstance(v, Value):
+                            continue
+                        nbytes = options.operands[place].nbytes(v)
+                        if is_fusible(rule):  # one element at most for each that is made
+                            made = [math.prod(w.shape) * options.results[k].share for k, w in enumerate(outputs)]
+                            element = v.nbytes / max(1, math.prod(v.shape))
+                            nbytes = np.minimum(nbytes, element * np.max(made, axis=0))
+                        moved += times * nbytes
+                    for place in writes:
                         moved += options.results[place].nbytes(outputs[place])
-                    seconds = self._equation_seconds(eqn, lane_rule, options, moved, outputs)
+                    seconds = self._equation_seconds(eqn, lane_rule, options, moved, outputs, launches)
                     node = self._node(seconds, program.in_loop)
                     if key[0] is not None:
                         self._equations[key] = (node, options, self.costs[node])
@@ -315,7 +315,7 @@ class StageProblem:
                     self.makers[self._slot(program, v)] = end
 
     def _equation_seconds(
-        self, eqn: Equation, lane_rule: Rule, options: LaneOptions, moved: Any, outputs: Sequence[Value]
+        self, eqn: Equation, lane_rule: Rule, options: LaneOptions, moved: Any, outputs: Sequence[Value], launches: int
     ) -> Any:
         """Local compute and the collectives that belong to it, of every strategy."""
         setting, rule = self.setting, self.setting.rules[eqn.id]
@@ -324,7 +324,7 @@ class StageProblem:
             seconds = self._body_seconds(rule, options.lanes)
         else:
             matmul = rule.unit == "matmul"
-            seconds = self._seconds(matmul, work, moved, eqn.kernel_dtype(matmul))
+            seconds = self._seconds(matmul, work, moved, eqn.kernel_dtype(matmul), launches)
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, setting.mesh).values():
@@ -354,15 +354,14 @@ class StageProblem:
             total += self._seconds(k.matmul, k.flops * share(k.held), moved, k.dtype, k.times)
         return total
 
-    def _seconds(self, matmul: bool, work: Any, moved: Any, dtype: str, times: float = 1.0) -> Any:
+    def _seconds(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float) -> Any:
         """`compute_time` of every strategy at once, with the launches."""
         kind = self.setting.kind
         key = (dtype, matmul)
         if key not in self._peaks:
             self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=key[1])
         traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
-        launch = kind.launch_overhead * times if moved.any() else 0.0
-        return np.maximum(work * self._peaks[key], traffic) + launch
+        return np.maximum(work * self._peaks[key], traffic) + kind.launch_overhead * launches
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""
@@ -543,8 +542,10 @@ class StageProblem:
         times: dict[int, tuple[int, int]] = {}  # program -> its range of times
         positions: list[int] = []  # time -> position in its program
         addends = self.step.accumulate.keys() - set(self.step.outputs)
+        lives: dict[int, dict[Value, tuple[int, int]]] = {}
         for program in self.programs:
-            peaks = peak_positions(program, setting.rules, addends)
+            lives[program.index] = lifetimes(program, setting.rules, self.traffic[program.index], addends)
+            peaks = peak_positions(program, setting.rules, lives[program.index])
             times[program.index] = (len(positions), len(positions) + len(peaks))
             positions += peaks
         if not positions:
@@ -587,7 +588,7 @@ class StageProblem:
                     node, options = self.lanes[program.index, eqn.id, 0]
                     held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
                     self._hold(node, _Held(t, t + 1, False), held)
-            for value, (born, dies) in lifetimes(program, setting.rules, addends).items():
+            for value, (born, dies) in lives[program.index].items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in and value not in in_place:

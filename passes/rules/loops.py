@@ -31,10 +31,10 @@ from autopar.passes.rules.base import (
     Rule,
     Unit,
     bind,
-    is_fusible,
 )
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
+from autopar.passes.rules.fusion import last_reads, memory_traffic, moved_values
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
@@ -360,33 +360,26 @@ def _moments(
         for s in way.operands
         for v in layout.stacked_in[s.position][:-1]
     }
-    stacked = {body.inputs[i] for i in layout.stacked_in}
     kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
-    in_memory = set(kept)
-    born: dict[Value, int] = dict.fromkeys(stacked, 0)
-    dies: dict[Value, int] = {}
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept)
+    dies = last_reads(body.equations, body.rules, traffic, ())
+    dies.update(dict.fromkeys(kept, count - 1))
+    born = dict.fromkeys((body.inputs[i] for i in layout.stacked_in), 0)
     inner: dict[int, list[Moment]] = {}
     for position, e in enumerate(body.equations):
         rule = body.rules[e.id]
-        born.update(dict.fromkeys(e.outputs, position))
-        # A fence hands on the very buffers that it takes.
-        dies.update({v: max(position - rule.separable, dies.get(v, 0)) for v in e.values})
-        dies.update(dict.fromkeys(e.outputs, position))
-        if rule.unit == "matmul" or rule.separable:
-            in_memory.update(e.values)
-        if not is_fusible(rule) or rule.separable:
-            in_memory.update(e.outputs)
+        written = zip(e.outputs, traffic[e.id].writes, strict=True)
+        born.update({v: position for v, own in written if own})
         if rule.moments:
             splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
             inner[position] = [
                 tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
             ]
-    dies.update(dict.fromkeys(kept, count - 1))
-    live = [v for v in in_memory if v in born and v in dies]
+    live = {v: (at, min(dies.get(v, at), count - 1)) for v, at in born.items()}
     change = [0] * (count + 1)
-    for v in live:
-        change[born[v]] += v.nbytes
-        change[dies[v] + 1] -= v.nbytes
+    for v, (at, end) in live.items():
+        change[at] += v.nbytes
+        change[end + 1] -= v.nbytes
     totals = list(itertools.accumulate(change[:count]))
     for position, moments in inner.items():
         totals[position] += max(sum(nbytes for nbytes, _ in moment) for moment in moments)
@@ -397,8 +390,8 @@ def _moments(
             continue
         at = max(stretch, key=lambda p: totals[p])
         held: dict[frozenset[int], int] = defaultdict(int)
-        for v in live:
-            if born[v] <= at <= dies[v]:
+        for v, (first, last) in live.items():
+            if first <= at <= last:
                 held[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held.items())
         found += [(*now, *moment) for moment in inner.get(at, [()])]
@@ -420,34 +413,24 @@ def _unit(kernels: Sequence[Kernel]) -> Unit:
 
 def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> tuple[Kernel, ...]:
     """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
-    in_memory = {*body.inputs, *body.outputs}
-    for e in body.equations:
-        rule = body.rules[e.id]
-        if not is_fusible(rule):
-            in_memory.update(e.outputs)
-        if rule.unit == "matmul":
-            in_memory.update(e.values)
-
+    outputs = [v for v in body.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
     found: list[Kernel] = []
     fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
-    read: set[Value] = set()
     for e in body.equations:
         rule = body.rules[e.id]
         splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
         if rule.kernels:
             found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
             continue
-        fresh = dict.fromkeys(v for v in e.values if v in in_memory and v not in read)
-        read.update(fresh)
-        moved = [*fresh, *(v for v in e.outputs if v in in_memory)]
-        traffic = tuple((times * v.nbytes, _cut_by(v, numbered)) for v in moved)
+        moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, rule, traffic[e.id]))
         matmul = rule.unit == "matmul"
         dtype, flops, held = e.kernel_dtype(matmul), times * body.flops(e), frozenset(splits)
-        if traffic or matmul:
-            found.append(Kernel(flops, held, traffic, matmul, dtype, times))
+        if moved or matmul:
+            found.append(Kernel(flops, held, moved, matmul, dtype, times * traffic[e.id].launches))
         else:
             fused[held, dtype] += flops
-    return (*found, *(Kernel(flops, held, (), False, dtype, times) for (held, dtype), flops in fused.items()))
+    return (*found, *(Kernel(flops, held, (), False, dtype, 0.0) for (held, dtype), flops in fused.items()))
 
 
 def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:

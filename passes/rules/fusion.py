@@ -1,0 +1,173 @@
+"""What XLA's kernels read from memory and write to it: which equations share a kernel, as its fusion passes decide.
+
+An elementwise equation is computed inside every kernel that needs its result, from what is in memory. A kernel has one
+result in memory, or several that are elementwise over one shape (or reduce the same dimensions of one shape) and read
+the same or one another: XLA's multi-output fusion. Products of matrices, sorts and bodies are kernels of their own,
+whose operands are in memory. Transposes and reshapes of what is in memory are views: layouts absorb them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping, Sequence
+
+from autopar.ir.graph import Equation, Value
+from autopar.ir.local import Traffic
+from autopar.passes.rules.base import Rule, is_fusible
+
+_MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
+
+_Place = tuple[int, int]  # an equation and the position of its operand
+
+
+@dataclasses.dataclass(eq=False)
+class _Kernel:
+    number: int
+    key: tuple[Hashable, ...]  # equal for kernels that may become one
+    reads: set[Value] = dataclasses.field(default_factory=set)
+
+
+def _is_view(eqn: Equation, rule: Rule) -> bool:
+    """Whether the result has the operand's elements in another order or shape."""
+    if rule.flops or rule.separable or not is_fusible(rule) or len(eqn.inputs) != 1 or len(eqn.outputs) != 1:
+        return False
+    (before,), (after,) = eqn.inputs, eqn.outputs
+    if not isinstance(before, Value) or before.dtype != after.dtype:
+        return False
+    return math.prod(before.shape) == math.prod(after.shape)
+
+
+def _in_memory(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
+) -> set[Value]:
+    """The values that go through memory, views of them included."""
+    viewed: dict[Value, Value] = {}  # view -> what it is a view of
+    for eqn in equations:
+        rule = rules[eqn.id]
+        if _is_view(eqn, rule):
+            (before,) = eqn.values
+            viewed[eqn.outputs[0]] = viewed.get(before, before)
+        elif rule.separable:  # hands on the buffers that it takes
+            viewed.update({v: viewed.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                           if isinstance(u, Value)})  # fmt: skip
+    needed = {*inputs, *outputs}
+    for eqn in equations:
+        rule = rules[eqn.id]
+        if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.separable:
+            needed.update(eqn.values)
+        if not is_fusible(rule):
+            needed.update(eqn.outputs)
+    needed = {viewed.get(v, v) for v in needed}
+    return needed | {view for view, v in viewed.items() if v in needed}
+
+
+def memory_traffic(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
+) -> dict[int, Traffic]:
+    """The traffic of each equation, by its id, in a program with these inputs and outputs."""
+    stored = _in_memory(equations, rules, inputs, outputs)
+    sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
+    maker: dict[Value, _Kernel] = {}
+    readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
+    reads: dict[_Place, int] = defaultdict(int)
+    launches: dict[int, int] = {}
+    writes: dict[int, tuple[bool, ...]] = {}
+    count = 0
+    for eqn in equations:
+        rule = rules[eqn.id]
+        made = tuple(v in stored for v in eqn.outputs)
+        if rule.separable or (made[:1] == (True,) and _is_view(eqn, rule)):
+            maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                          if isinstance(u, Value) and u in maker})  # fmt: skip
+            continue
+        writes[eqn.id] = made
+        needs: dict[Value, _Place] = {}
+        for position, v in enumerate(eqn.inputs):
+            if isinstance(v, Value):
+                for source, place in sources.get(v, {v: (eqn.id, position)}).items():
+                    needs.setdefault(source, place)
+        if not any(made):
+            sources.update(dict.fromkeys(eqn.outputs, needs))
+            continue
+        kernel = _partner(_kind(eqn, rule), needs, maker, readers)
+        if kernel is None:
+            kernel = _Kernel(count, _kind(eqn, rule))
+            count += 1
+            launches[eqn.id] = 1
+        for source, place in needs.items():
+            if source not in kernel.reads and maker.get(source) is not kernel:
+                kernel.reads.add(source)
+                reads[place] += 1
+                readers[source][kernel.key] = kernel
+        maker.update(dict.fromkeys(eqn.outputs, kernel))
+    return {
+        eqn.id: Traffic(
+            tuple(reads[eqn.id, position] for position in range(len(eqn.inputs))),
+            writes.get(eqn.id, (False,) * len(eqn.outputs)),
+            launches.get(eqn.id, 0),
+        )
+        for eqn in equations
+    }
+
+
+def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:
+    """What kernels that may be merged have in common; that of others is their own."""
+    if rule.unit == "matmul" or rule.replicates or rule.kernels:
+        return ("alone", eqn.id)
+    shape = eqn.outputs[0].shape
+    if rule.reduced:
+        return ("reduction", shape, tuple(v.shape for v in eqn.values))
+    return ("elementwise", shape)
+
+
+def _partner(
+    key: tuple[Hashable, ...], needs: Mapping[Value, _Place], maker: Mapping[Value, _Kernel],
+    readers: Mapping[Value, Mapping[Hashable, _Kernel]],
+) -> _Kernel | None:  # fmt: skip
+    """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
+    candidates = [k for v in needs if (k := maker.get(v)) is not None and k.key == key]
+    candidates += [k for v in needs if v in readers and (k := readers[v].get(key)) is not None]
+    latest = max((maker[v].number for v in needs if v in maker), default=-1)
+    for kernel in candidates:
+        waits = latest - (key[0] == "elementwise") >= kernel.number  # a reduction's result is there at its end
+        if not waits and len(kernel.reads.union(needs)) <= _MOST_OPERANDS:
+            return kernel
+    return None
+
+
+def last_reads(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], leaving: Collection[Value]
+) -> dict[Value, int]:
+    """The position in which each value is read for the last time; what leaves is read after all equations.
+
+    What is fused is read where its kernels are, a view's operand where the view is.
+    """
+    found: dict[Value, int] = dict.fromkeys(leaving, len(equations))
+    for position in reversed(range(len(equations))):
+        eqn = equations[position]
+        ends = [found.get(v, position) for v in eqn.outputs]
+        latest = position if any(traffic[eqn.id].writes) else max(ends, default=position)
+        for k, v in enumerate(eqn.inputs):
+            if isinstance(v, Value):
+                found[v] = max(found.get(v, position), ends[k] if rules[eqn.id].separable else latest)
+    return found
+
+
+def moved_values(eqn: Equation, rule: Rule, traffic: Traffic) -> list[tuple[Value, int]]:
+    """What goes through memory, with bytes, of whole arrays.
+
+    An equation that can be fused needs at most one element of an operand for each element of a result.
+    """
+    largest = max(eqn.outputs, key=lambda v: math.prod(v.shape)) if eqn.outputs and is_fusible(rule) else None
+    moved = [(v, v.nbytes) for v, written in zip(eqn.outputs, traffic.writes, strict=True) if written]
+    for v, times in zip(eqn.inputs, traffic.reads, strict=True):
+        if times and isinstance(v, Value):
+            needed = v.nbytes if largest is None else _bytes_for(v, largest)
+            moved.append((v, times * v.nbytes) if needed >= v.nbytes else (largest or v, times * needed))
+    return moved
+
+
+def _bytes_for(operand: Value, result: Value) -> int:
+    return operand.nbytes // max(1, math.prod(operand.shape)) * math.prod(result.shape)
