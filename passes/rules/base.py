@@ -244,5 +244,10 @@ class Rule:
 
 
 def is_fusible(rule: Rule) -> bool:
-    """Whether XLA would fuse the equation into its readers, so that its result need not go through memory."""
-    return rule.unit != "matmul" and not rule.reduced and not rule.replicates and not rule.kernels
+    """Whether XLA would fuse the equation into its readers, so that its result need not go through memory.
+
+    That is what moves elements, and what computes each from one of each operand.
+    """
+    if rule.unit == "matmul" or rule.replicates or rule.kernels:
+        return False
+    return not rule.flops or not (rule.reduced or rule.whole)

@@ -114,12 +114,12 @@ def memory_traffic(
 
 def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:
     """What kernels that may be merged have in common; that of others is their own."""
-    if rule.unit == "matmul" or rule.replicates or rule.kernels:
-        return ("alone", eqn.id)
     shape = eqn.outputs[0].shape
-    if rule.reduced:
-        return ("reduction", shape, tuple(v.shape for v in eqn.values))
-    return ("elementwise", shape)
+    if is_fusible(rule):
+        return ("elementwise", shape)
+    if rule.reduced and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1:
+        return ("reduction", shape, *(v.shape for v in eqn.values))
+    return ("alone", eqn.id)
 
 
 def _partner(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from autopar.passes.rules.building import (
     is_number,
     linear_sets,
     local_size,
+    work_per_point,
 )
 
 _CLIP = lax.GatherScatterMode.CLIP
@@ -253,7 +255,7 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
             reduced=reduced,
             linear=() if applies else linear_sets(eqn, *linear),
             emit=emit,
-            flops=0.0,
+            flops=work_per_point(math.prod(updates.shape), factors),
         )
 
     return build

@@ -1,0 +1,176 @@
+"""Which kernels read and write what; against XLA's own fusion where its compiler for GPUs is there."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import math
+import pathlib
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from autopar.ir.graph import Value
+from autopar.passes.rules.fusion import last_reads, memory_traffic, moved_values
+from autopar.passes.rules.table import rule_of
+from autopar.trace import trace
+from benchmarks.models import gpt, moe, wide_resnet
+
+N = 64
+SQUARE = jax.ShapeDtypeStruct((N, N), jnp.float32)
+BYTES = 4 * N * N
+
+
+def moved(function: Callable[..., Any], *args: Any) -> tuple[float, float]:
+    """Bytes through memory, and the kernels that move them."""
+    graph = trace(function, args, {}, name="function")
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
+    nbytes = launches = 0.0
+    for eqn in graph.equations:
+        rule = rules[eqn.id]
+        if rule.kernels:
+            nbytes += sum(n for kernel in rule.kernels for n, _ in kernel.traffic)
+            launches += sum(kernel.times for kernel in rule.kernels)
+        else:
+            nbytes += sum(n for _, n in moved_values(eqn, rule, traffic[eqn.id]))
+            launches += traffic[eqn.id].launches
+    return nbytes, launches
+
+
+def adam_of_one(p: Any, m: Any, v: Any, g: Any) -> Any:
+    m = 0.9 * m + 0.1 * g
+    v = 0.99 * v + 0.01 * g * g
+    return p - 0.1 * m / (jnp.sqrt(v) + 1e-8), m, v
+
+
+def layer_norm(x: Any) -> Any:
+    centred = x - jnp.mean(x, -1, keepdims=True)
+    return centred * jax.lax.rsqrt(jnp.mean(centred**2, -1, keepdims=True) + 1e-5)
+
+
+# Reads and writes of (N, N) arrays, and kernels; statistics of rows are small.
+CHAINS: dict[str, tuple[Callable[..., Any], int, int, int]] = {
+    "a chain is one kernel": (lambda x: jnp.tanh(x) * 2 + 1, 1, 2, 1),
+    "what is read twice is read once": (lambda x: jnp.tanh(x) + jnp.exp(x), 1, 2, 1),
+    "adam": (adam_of_one, 4, 7, 1),
+    "a product, then a chain": (lambda x: jnp.tanh(x @ x), 1, 4, 2),
+    "a softmax reads three times": (lambda x: jax.nn.softmax(x), 1, 4, 3),
+    "a layer norm, too": (layer_norm, 1, 4, 3),
+    "sums of one array": (lambda x: (jnp.sum(x, -1), jnp.sum(jnp.exp(x), -1)), 1, 1, 1),
+    "a sum of a sum waits": (lambda x: jnp.sum(x - jnp.sum(x, -1)[:, None], -1), 1, 2, 2),
+    "a transpose is a view": (lambda x: jnp.tanh(x.T @ x), 1, 5, 2),
+    "a view of a result": (lambda x: (x @ x).T.reshape(-1), 1, 2, 1),
+    "a running sum is a kernel": (lambda x: jnp.tanh(jnp.cumsum(x, 0)), 1, 4, 2),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains(name: str) -> None:
+    function, arguments, arrays, kernels = CHAINS[name]
+    nbytes, launches = moved(function, *[SQUARE] * arguments)
+    assert nbytes == pytest.approx(arrays * BYTES, rel=12 / N)
+    assert launches == kernels
+
+
+def test_only_what_is_needed_is_read_of_a_table() -> None:
+    table, rows = jax.ShapeDtypeStruct((1000, N), jnp.float32), jax.ShapeDtypeStruct((10,), jnp.int32)
+    nbytes, _ = moved(lambda table, rows: jnp.tanh(table[rows]), table, rows)
+    assert 2 * 40 * N <= nbytes < 4 * 40 * N
+    nbytes, _ = moved(lambda table: table[5:15] * 2, table)
+    assert nbytes == 2 * 40 * N
+
+
+def test_a_body_moves_as_much_every_round() -> None:
+    once, launches = moved(lambda x: jnp.tanh(x @ x), SQUARE)
+    often, rounds = moved(lambda x: jax.lax.fori_loop(0, 7, lambda i, x: jnp.tanh(x @ x), x), SQUARE)
+    assert often == pytest.approx(7 * once)
+    assert rounds == 7 * launches
+
+
+def test_lives_last_as_long_as_what_is_computed_from_them() -> None:
+    def function(x: Any) -> Any:
+        y = x @ x
+        late = jnp.tanh(y).T  # fused into the last product's operand
+        z = jnp.cos(x @ x.T)
+        return z @ late
+
+    graph = trace(function, (SQUARE,), {}, name="function")
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
+    last = last_reads(graph.equations, rules, traffic, outputs)
+    names = [eqn.primitive.name for eqn in graph.equations]
+    first_product = graph.equations[names.index("dot_general")].outputs[0]
+    assert last[first_product] == names.index("tanh")
+    tanh = graph.equations[names.index("tanh")].outputs[0]
+    assert last[tanh] == len(names) - 1
+    assert last[outputs[0]] == len(names)
+
+
+def _gpt() -> tuple[Any, Any, Any, int]:
+    config = gpt.GPTConfig(2048, 256, 2, 512, 8, 0.0, jnp.bfloat16)
+    return gpt, config, optax.adamw(1e-3), 8
+
+
+STEPS: dict[str, Callable[[], tuple[Any, Any, Any, int]]] = {
+    "gpt": _gpt,
+    "moe": lambda: (
+        moe,
+        moe.MoEConfig(2048, 256, 2, 512, 8, 8, 512, dropout=0.0, dtype=jnp.bfloat16, remat=True),
+        optax.adam(1e-3),
+        8,
+    ),
+    "wide_resnet": lambda: (wide_resnet, wide_resnet.WideResNetConfig((2, 1), 160, 2), optax.sgd(0.1), 8),
+}
+HAS_CUDA_COMPILER = any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
+
+
+@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs jax's CUDA plugin (no GPU): pip install jax[cuda12]")
+@pytest.mark.parametrize("name", STEPS)
+def test_traffic_is_that_of_xlas_kernels_for_h100(name: str) -> None:
+    from jax.experimental import topologies
+
+    target = (pathlib.Path(__file__).parents[2] / "data" / "h100.txtpb").read_text()
+    with contextlib.redirect_stderr(io.StringIO()):
+        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
+    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    model, config, optimizer, batch_size = STEPS[name]()
+    step = model.make_train_step(config, optimizer)
+    state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
+    batch = model.abstract_batch(config, batch_size)
+    there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), (state, batch))
+    compiled = jax.jit(step, donate_argnums=0).lower(*there).compile()
+    nbytes, launches = moved(step, state, batch)
+    wanted, kernels = moved_in_hlo(compiled.as_text() or "")
+    assert nbytes == pytest.approx(wanted, rel=0.25)
+    assert launches == pytest.approx(kernels, rel=0.4)
+
+
+ITEMSIZES = {"f32": 4, "bf16": 2, "s32": 4, "u32": 4, "pred": 1, "f16": 2}
+
+
+def moved_in_hlo(text: str) -> tuple[float, int]:
+    """Bytes of the operands and results of the kernels of a program without loops, and their number."""
+    sizes: dict[str, int] = {}
+    nbytes = kernels = 0
+    for line in text[text.index("\nENTRY") :].splitlines()[2:]:
+        found = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\(([^)]*)\)", line)
+        if found is None:
+            continue
+        name, type_, opcode, operands = found.groups()
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", type_)  # without a workspace, which has 8-bit integers
+        sizes[name] = sum(
+            ITEMSIZES.get(dtype, 0) * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in shapes
+        )
+        if opcode not in ("parameter", "constant", "get-tuple-element", "tuple", "bitcast"):
+            nbytes += sizes[name] + sum(sizes.get(n, 0) for n in re.findall(r"%([\w.\-]+)", operands))
+            kernels += 1
+    return nbytes, kernels
