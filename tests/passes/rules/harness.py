@@ -308,7 +308,10 @@ def check_narrow_addends(fun: Callable[..., Any], args: Sequence[Any], narrow: A
     def cast(dtype: Any) -> list[Any]:
         return [x.astype(narrow).astype(dtype) if x.dtype == jnp.float32 else x for x in args]
 
-    equation = equations_of(fun, *cast(narrow))[-1]
+    equations = equations_of(fun, *cast(narrow))
+    if not equations:  # a conversion to what it is already
+        return 0
+    equation = equations[-1]
     rule = rule_of(equation)
     if equation.outputs[0].dtype != narrow or rule.kernels or rule.separable:
         return 0

@@ -71,8 +71,8 @@ def test_no_addends_in_16_bits_are_rounded() -> None:
     for fun, args in {**EXACT, **CLOSE}.values():
         if any(x.dtype == jnp.float32 for x in args):
             try:
-                jax.eval_shape(fun, *(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args))
-            except (KeyError, TypeError, ValueError):
+                jax.jit(fun).lower(*(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args))
+            except (KeyError, NotImplementedError, TypeError, ValueError):
                 continue  # not defined in bfloat16
             count += check_narrow_addends(fun, args)
     assert count > 80
