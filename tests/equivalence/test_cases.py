@@ -112,10 +112,13 @@ def test_the_limits_leave_room_for_another_order_of_summation(expected: compare.
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
-    def run(optimizer: Any, data: list[Batch]) -> tuple[Any, Any, float]:
-        state = jax.jit(GPT.model.make_init(CONFIG, optimizer), out_shardings=everywhere)(jax.random.key(0))
+    step = jax.jit(GPT.model.make_train_step(CONFIG, compare.either(False)), in_shardings=(everywhere, cut))
+
+    def run(by_sgd: bool, data: list[Batch]) -> tuple[Any, Any, float]:
+        state = jax.jit(GPT.model.make_init(CONFIG, compare.either(by_sgd)), out_shardings=everywhere)(
+            jax.random.key(0)
+        )
         before = compare.compared(state)
-        step = jax.jit(GPT.model.make_train_step(CONFIG, optimizer), in_shardings=(everywhere, cut))
         for batch in data:
             state, metrics = step(state, batch)
         return before, compare.compared(state), float(metrics["loss"])
@@ -127,7 +130,7 @@ def test_the_limits_leave_room_for_another_order_of_summation(expected: compare.
 
 def test_the_reference_learns(expected: compare.Reference) -> None:
     data = compare.batches(GPT, CONFIG, 1, 8)
-    before, _, first = compare.run_on_one_device(GPT, CONFIG, compare.adamw(), data)
+    before, _, first = compare.on_one_device(GPT, CONFIG)(False, data)
     assert compare.norm(before) > 0
     assert expected.adamw_loss < first
 
