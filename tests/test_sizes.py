@@ -88,6 +88,7 @@ def attend(params: Params, batch: Any) -> Any:
 RECIPES = [recipes.data_parallel(), recipes.zero(3), recipes.megatron(2, 4, 1, 1), "auto"]
 
 
+@pytest.mark.filterwarnings("ignore::autopar.errors.UnsplitWarning")  # what it costs is test_unsplit.py's matter
 @pytest.mark.parametrize("method", [slow(RECIPES[0]), slow(RECIPES[1]), RECIPES[2], slow(RECIPES[3])])
 def test_what_does_not_divide_stays_whole(method: Any) -> None:
     tokens = np.arange(32).reshape(8, 4)

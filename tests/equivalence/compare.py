@@ -154,7 +154,7 @@ def deviation(measured: Reference, expected: Reference, stages: int, reductions:
 
 def count_reductions(texts: Iterable[str]) -> int:
     """All-reduces and reduce-scatters of arrays in compiled HLO; a gradient's norm or a loss says nothing."""
-    types = (re.findall(r"= (\([^=]*?\)|\S+) (?:all-reduce|reduce-scatter)(?:-start)?\(", text) for text in texts)
+    types = (re.findall(r"= (\(.*?\)|\S+) (?:all-reduce|reduce-scatter)(?:-start)?\(", text) for text in texts)
     return sum(re.search(r"\[\d", type_) is not None for found in types for type_ in found)
 
 
