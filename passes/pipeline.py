@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -132,7 +133,8 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
         for v in eqn.values:
             users[v].append(eqn)
 
-    def first_loop_stage(value: Value, seen: frozenset[Value] = frozenset()) -> int | None:
+    @functools.cache
+    def first_loop_stage(value: Value) -> int | None:
         """The first stage whose loop uses a value, through copied equations too."""
         found = []
         for eqn in users[value]:
@@ -166,7 +168,9 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
             where.update(dict.fromkeys(eqn.outputs, stages[eqn.id]))
 
     update = [e for e in todo if e.phase is Phase.UPDATE]
-    for _ in range(3):  # forwards from gradients, backwards to what they meet, forwards again
+    for turn in range(3):  # forwards from gradients, backwards to what they meet, forwards again
+        if turn and all(eqn.id in stages for eqn in update):
+            break
         for eqn in update:
             _vote(eqn, eqn.values, stages, where)
             for v in eqn.outputs:
@@ -293,6 +297,8 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
 
 def _updated_early(equations: tuple[Equation, ...]) -> tuple[Equation, ...]:
     """With the updates as soon as what they need is there: gradients that are used need no memory any more."""
+    if len({eqn.phase.in_loop for eqn in equations}) < 2:
+        return equations
     ready: dict[Value, int] = {}
     when = []
     for position, eqn in enumerate(equations):

@@ -102,7 +102,7 @@ class Equation:
             return str(self.outputs[0].dtype)
         return str(max((x.dtype for x in self.inputs[:2]), key=lambda dtype: int(dtype.itemsize)))
 
-    @property
+    @functools.cached_property
     def values(self) -> tuple[Value, ...]:
         """The operands that are not literals."""
         return tuple(v for v in self.inputs if isinstance(v, Value))
