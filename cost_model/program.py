@@ -9,7 +9,8 @@ from collections.abc import Collection
 from autopar.cost_model.compute import compute_time
 from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.ir.graph import Value
-from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalProgram, Port, Reshard
+from autopar.ir.liveness import Step, last_reads
+from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
@@ -61,12 +62,11 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
             nbytes = 3 * local_bytes(op.total, op.sharding, mesh)
             compute += compute_time(kind, flops=0.0, bytes_moved=nbytes, dtype=str(op.total.dtype), matmul=False)
         else:
-            itemsize = op.value.nbytes // max(1, math.prod(op.value.shape))
             at = op.source
             for step in op.steps:
                 axes = step_axes(step, mesh)
                 if axes:
-                    payload = step_payload(step, op.value.shape, itemsize, at, mesh)
+                    payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh)
                     communication += price(step.kind, axes, payload)
                     if payload and step.kind not in ("slice", "mask"):
                         collectives.append(Collective(step.kind, axes, payload))
@@ -87,47 +87,32 @@ def _sent(local: LocalProgram) -> set[_Held]:
 
 
 def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
-    """Bytes that go through one device's memory; an equation that can be fused needs no more than it makes."""
+    """Bytes that go through one device's memory."""
     results = [*zip(op.equation.outputs, op.results, strict=True)]
-    most = max((math.prod(v.shape) / math.prod(s.tiles(mesh)) for v, s in results), default=0.0)
+    made = max((math.prod(v.shape) / math.prod(s.tiles(mesh)) for v, s in results), default=0.0)
     moved = 0.0
-    for v, sharding, times in zip(op.equation.inputs, op.operands, op.traffic.reads, strict=True):
-        if times and isinstance(v, Value) and sharding is not None:
-            nbytes = local_bytes(v, sharding, mesh)
-            needed = most * v.nbytes / max(1, math.prod(v.shape))
-            moved += times * (min(nbytes, needed) if op.fusible else nbytes)
+    for position, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
+        if isinstance(v, Value) and sharding is not None:
+            moved += op.traffic.read_bytes(position, v, local_bytes(v, sharding, mesh), made)
     written = (local_bytes(*k, mesh) for k, w in zip(results, op.traffic.writes, strict=True) if w or k in sent)
     return moved + sum(written)
 
 
-def _last_reads(local: LocalProgram) -> dict[_Held, int]:
-    """The position in which each value is read for the last time; what is fused is read where its kernels are."""
-    found: dict[_Held, int] = {}
-
-    def read(key: _Held, position: int) -> None:
-        found[key] = max(found.get(key, position), position)
-
-    for port in local.outputs:
-        read((port.value, port.sharding), len(local.ops))
-    for position in reversed(range(len(local.ops))):
-        op = local.ops[position]
-        if isinstance(op, Reshard):
-            read((op.value, op.source), position)
-        elif isinstance(op, Accumulate):
-            read((op.addend, op.sharding), position)
-        else:
-            ends = [found.get(key, position) for key in zip(op.equation.outputs, op.results, strict=True)]
-            latest = position if any(op.traffic.writes) else max(ends, default=position)
-            for k, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
-                if isinstance(v, Value) and sharding is not None:
-                    read((v, sharding), ends[k] if op.fence else latest)
-    return found
+def _step(op: LocalOp) -> Step[_Held]:
+    if isinstance(op, Reshard):
+        return Step([(op.value, op.source)], [(op.value, op.target)], here=True)
+    if isinstance(op, Accumulate):
+        return Step([(op.addend, op.sharding)], [], here=True)
+    operands = zip(op.equation.inputs, op.operands, strict=True)
+    reads = [(v, s) if isinstance(v, Value) and s is not None else None for v, s in operands]
+    makes = [*zip(op.equation.outputs, op.results, strict=True)]
+    return Step(reads, makes, any(op.traffic.writes), op.fence)
 
 
 def temporaries(local: LocalProgram) -> int:
     """Most bytes of values live at once that are neither inputs nor outputs."""
     mesh = local.mesh
-    dies = _last_reads(local)
+    dies = last_reads([_step(op) for op in local.ops], [(p.value, p.sharding) for p in local.outputs])
     sent = _sent(local)
     count = len(local.ops)
     born: dict[_Held, int] = {}

@@ -40,7 +40,7 @@ from autopar.passes.intra_op.strategies import (
     temporaries,
 )
 from autopar.passes.merge import merge_equal_ops
-from autopar.passes.rules.base import Local, Rule, emit_piece, is_fusible
+from autopar.passes.rules.base import Local, Rule, emit_piece
 from autopar.passes.rules.fusion import memory_traffic
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
@@ -105,9 +105,8 @@ def assemble(
             if source == program.stage or value in arrivals[program.stage]:
                 continue
             held = layout_at_source(value, source)
-            itemsize = value.nbytes // max(1, math.prod(value.shape))
             plan = plan_transfer(
-                value.shape, itemsize, held, shardings[source].mesh, layouts[program.stage][value],
+                value.shape, value.itemsize, held, shardings[source].mesh, layouts[program.stage][value],
                 shardings[program.stage].mesh, resharders[source], resharders[program.stage], link,
             )  # fmt: skip
             crossings.append(Crossing(value, source, program.stage, plan))
@@ -148,14 +147,13 @@ def assemble(
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
-        due: dict[int | None, list[Value]] = defaultdict(list)  # addends are added as soon as nothing else reads them
+        due: dict[int, list[Value]] = defaultdict(list)  # addends are added as soon as nothing else reads them
         for value in program.outputs:
             if value in step.accumulate:
-                due[last_use.get(value)].append(value)
-        for eqn in (None, *program.equations):
-            if eqn is not None:
-                writer.compute(eqn)
-            for value in due[eqn.id if eqn is not None else None]:
+                due[last_use[value]].append(value)
+        for eqn in program.equations:
+            writer.compute(eqn)
+            for value in due[eqn.id]:
                 total = step.accumulate[value]
                 writer.accumulate(value, total, layouts[stage][total])
         for value in program.outputs:
@@ -232,17 +230,16 @@ class _Writer:
             have = self.have[value]
             if goal in have or target in have:
                 continue
-            itemsize = value.nbytes // max(1, math.prod(value.shape))
 
-            def effort(source: Sharding, goal: Sharding = goal, itemsize: int = itemsize) -> tuple[bool, int, float]:
-                seconds = self.resharder.time(value.shape, itemsize, source, goal)
+            def effort(source: Sharding, goal: Sharding = goal) -> tuple[bool, int, float]:
+                seconds = self.resharder.time(value.shape, value.itemsize, source, goal)
                 return math.isinf(seconds), len(set(source.partial) - set(goal.partial)), seconds
 
             # What has been summed is not summed again in another way: readers would see different rounding, and the
             # gradient of a maximum, which looks for the elements that equal it, might find none.
             source = min(have, key=effort)
             # Step by step, so that what lies between serves other goals too and nothing is sent twice.
-            for step in self.resharder.plan(value.shape, itemsize, source, goal):
+            for step in self.resharder.plan(value.shape, value.itemsize, source, goal):
                 reached = step_result(step, source)
                 if reached not in have:
                     self.ops.append(Reshard(value, source, reached, (step,)))
@@ -278,7 +275,6 @@ class _Writer:
                 results,
                 rule.work(cut),
                 rule.unit,
-                is_fusible(rule),
                 self.traffic[eqn.id],
                 rule.separable,
                 tuple(

@@ -22,8 +22,7 @@ from autopar.ir.method import Method
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, Lane
-from autopar.passes.intra_op.limits import batch_factors, method_limits
-from autopar.passes.intra_op.shard import Limits
+from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
 from autopar.passes.intra_op.strategies import pieces, splittable
 from autopar.passes.lower import LoweredStep
 

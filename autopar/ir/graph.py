@@ -41,9 +41,14 @@ class Value:
         return not isinstance(self.dtype, np.dtype)
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element; a PRNG key counts 8 (threefry)."""
+        return 8 if self.is_key else int(self.dtype.itemsize)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of the whole value; a PRNG key counts 8 (threefry)."""
-        return math.prod(self.shape) * (8 if self.is_key else self.dtype.itemsize)
+        """Bytes of the whole value."""
+        return math.prod(self.shape) * self.itemsize
 
     @property
     def sum_nbytes(self) -> int:

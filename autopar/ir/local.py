@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
@@ -39,6 +41,11 @@ class Traffic:
     reads: tuple[int, ...]  # by operand: kernels that read it from memory and have it first here
     writes: tuple[bool, ...]  # by result: whether it goes to a place of its own in memory
     launches: int  # kernels that begin here
+    elementwise: bool  # each element of a result needs but one of each operand
+
+    def read_bytes(self, position: int, operand: Value, nbytes: Any, made: Any) -> Any:
+        """Bytes read of an operand, or a piece of it, that has so many, to make so many elements."""
+        return self.reads[position] * (np.minimum(nbytes, operand.itemsize * made) if self.elementwise else nbytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +58,6 @@ class Compute:
     results: tuple[Sharding, ...]
     flops: float  # on one device
     unit: Literal["matmul", "vector", "none"]
-    fusible: bool  # each element of a result needs but one of each operand
     traffic: Traffic
     fence: bool  # hands on the buffers that it takes
     kernels: tuple[LocalKernel, ...]  # of an equation with a body, instead of itself

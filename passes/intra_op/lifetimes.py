@@ -16,7 +16,7 @@ from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import Program
 from autopar.passes.rules.base import Kernel, Rule
-from autopar.passes.rules.fusion import last_reads, memory_traffic, moved_values
+from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
 
 _MEMORY_TIMES_PER_PROGRAM = 6
 
@@ -27,10 +27,10 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
     total = 0.0
     for eqn in program.equations:
         rule = rules[eqn.id]
-        moved = sum(nbytes for _, nbytes in moved_values(eqn, rule, traffic[eqn.id]))
         if rule.kernels:
             total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
             continue
+        moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic[eqn.id]))
         flops = rule.flops * rule.points() / num_devices
         matmul = rule.unit == "matmul"
         dtype = eqn.kernel_dtype(matmul)
@@ -44,7 +44,7 @@ def _least_of_kernel(kernel: Kernel, kind: DeviceKind, num_devices: int) -> floa
     seconds = compute_time(
         kind, flops=kernel.flops / num_devices, bytes_moved=moved, dtype=kernel.dtype, matmul=kernel.matmul
     )
-    return seconds + (kind.launch_overhead * kernel.times if moved else 0.0)
+    return seconds + kind.launch_overhead * kernel.times
 
 
 def lifetimes(
@@ -54,7 +54,7 @@ def lifetimes(
 
     `addends` are added to their sums as soon as nothing else reads them.
     """
-    dies = last_reads(program.equations, rules, traffic, set(program.outputs) - set(addends))
+    dies = live_until(program.equations, rules, traffic, set(program.outputs) - set(addends))
     return {
         v: (position, dies.get(v, position))
         for position, eqn in enumerate(program.equations)

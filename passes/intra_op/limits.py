@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,10 +16,18 @@ from autopar.ir.method import Method
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.intra_op.shard import Limits
 from autopar.passes.intra_op.strategies import splittable
 from autopar.passes.rules.base import DimMap, Rule
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a recipe or a user forbids; the planner itself forbids nothing."""
+
+    allow_lane: Callable[[Program, Equation, Rule, Lane], bool] = lambda program, equation, rule, lane: True
+    allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
+    pinned: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)  # graph inputs that lie somewhere
 
 
 def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, frozenset[int]]:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.cost_model.compute import compute_time
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import StageSharding
@@ -28,16 +27,15 @@ from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import lifetimes, peak_positions
+from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.problem import Problem, Solution, Usage
+from autopar.passes.intra_op.seconds import StrategySeconds
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
     OptionsCache,
     Shardings,
     can_sum,
-    combined_axes,
     enumerate_lane,
-    exchanges,
-    inner_collectives,
     lane_operands,
     lane_rules,
     operand_shardings,
@@ -45,21 +43,12 @@ from autopar.passes.intra_op.strategies import (
     result_shardings,
     temporaries,
 )
-from autopar.passes.rules.base import Rule, is_fusible
+from autopar.passes.rules.base import Rule
 from autopar.passes.rules.fusion import memory_traffic
 
 Slot = tuple[int | None, Value]
 _MAX_LAYOUTS = 48
 _LARGE_COPY = 0.01  # of a device's memory
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What a recipe or a user forbids; the planner itself forbids nothing."""
-
-    allow_lane: Callable[[Program, Equation, Rule, Lane], bool] = lambda program, equation, rule, lane: True
-    allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
-    pinned: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)  # graph inputs that lie somewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +119,7 @@ class StageProblem:
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
         self.readers: dict[Slot, list[_End]] = defaultdict(list)
-        self._peaks: dict[tuple[str, bool], float] = {}
+        self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
         self._layout_lists: dict[tuple[Sharding, ...], Shardings] = {}
         self._matrices: dict[Any, np.ndarray[Any, Any] | None] = {}  # None: all free
         self._addends = self._find_addends()
@@ -270,11 +259,7 @@ class StageProblem:
                 positions = lane_operands(eqn, rule, index)
                 addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in self._addends)
                 outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
-                reads = tuple((i, n) for i, p in enumerate(positions) if (n := traffic[eqn.id].reads[p]))
-                written = [traffic[eqn.id].writes[index]] if rule.separable else traffic[eqn.id].writes
-                writes = tuple(place for place, w in enumerate(written) if w)
-                launches = traffic[eqn.id].launches
-                key = (self._alike.get((program.index, eqn.id)), index, addends, reads, writes, launches)
+                key = (self._alike.get((program.index, eqn.id)), index, addends, traffic[eqn.id])
                 if key in self._equations:
                     node, options, seconds = self._equations[key]
                     self.costs[node] = self.costs[node] + seconds
@@ -284,20 +269,7 @@ class StageProblem:
                                if setting.limits.allow_lane(program, eqn, rule, lane)]  # fmt: skip
                     if len(allowed) < len(options.lanes):
                         options = options.only(allowed or [0])  # replicated is always possible
-                    moved = np.zeros(len(options.lanes))
-                    for place, times in reads:
-                        v = eqn.inputs[positions[place]]
-                        if not isinstance(v, Value):
-                            continue
-                        nbytes = options.operands[place].nbytes(v)
-                        if is_fusible(rule):  # one element at most for each that is made
-                            made = [math.prod(w.shape) * options.results[k].share for k, w in enumerate(outputs)]
-                            element = v.nbytes / max(1, math.prod(v.shape))
-                            nbytes = np.minimum(nbytes, element * np.max(made, axis=0))
-                        moved += times * nbytes
-                    for place in writes:
-                        moved += options.results[place].nbytes(outputs[place])
-                    seconds = self._equation_seconds(eqn, lane_rule, options, moved, outputs, launches)
+                    seconds = self._seconds.of(eqn, rule, index, options, traffic[eqn.id])
                     node = self._node(seconds, program.in_loop)
                     if key[0] is not None:
                         self._equations[key] = (node, options, self.costs[node])
@@ -313,55 +285,6 @@ class StageProblem:
                     shardings = options.results[place]
                     end = _End(node, shardings, program.in_loop, _is_finer(shardings, by_round))
                     self.makers[self._slot(program, v)] = end
-
-    def _equation_seconds(
-        self, eqn: Equation, lane_rule: Rule, options: LaneOptions, moved: Any, outputs: Sequence[Value], launches: int
-    ) -> Any:
-        """Local compute and the collectives that belong to it, of every strategy."""
-        setting, rule = self.setting, self.setting.rules[eqn.id]
-        work = rule.flops * rule.points() * options.share
-        if rule.kernels:
-            seconds = self._body_seconds(rule, options.lanes)
-        else:
-            matmul = rule.unit == "matmul"
-            seconds = self._seconds(matmul, work, moved, eqn.kernel_dtype(matmul), launches)
-        if lane_rule.reduced:
-            for i, lane in enumerate(options.lanes):
-                for axes in combined_axes(lane_rule, lane, setting.mesh).values():
-                    payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
-                    seconds[i] += setting.price("all_reduce", axes, int(payload))
-        if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
-            for i, lane in enumerate(options.lanes):
-                inner = [*inner_collectives(lane_rule, lane, setting.mesh)]
-                inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, setting.mesh)]
-                for c, times in inner:
-                    seconds[i] += times * setting.price(c.kind, c.axes, c.payload)
-        return seconds
-
-    def _body_seconds(self, rule: Rule, lanes: Sequence[Lane]) -> Any:
-        """Every kernel of a body, in all rounds."""
-        cut = [pieces(rule, lane, self.setting.mesh) for lane in lanes]
-        shares: dict[frozenset[int], Any] = {}
-
-        def share(held: frozenset[int]) -> Any:
-            if held not in shares:
-                shares[held] = np.array([1 / math.prod(split.get(f, 1) for f in held) for split in cut])
-            return shares[held]
-
-        total = np.zeros(len(lanes))
-        for k in rule.kernels:
-            moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(lanes)))
-            total += self._seconds(k.matmul, k.flops * share(k.held), moved, k.dtype, k.times)
-        return total
-
-    def _seconds(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float) -> Any:
-        """`compute_time` of every strategy at once, with the launches."""
-        kind = self.setting.kind
-        key = (dtype, matmul)
-        if key not in self._peaks:
-            self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=key[1])
-        traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
-        return np.maximum(work * self._peaks[key], traffic) + kind.launch_overhead * launches
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""
@@ -499,8 +422,9 @@ class StageProblem:
         stacked = tuple(None if end.stacked is None else end.stacked.tobytes() for end in (source, target))
         key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings), target.in_loop, stacked)
         if key not in self._matrices:
-            itemsize = value.nbytes // max(1, math.prod(value.shape))
-            matrix = self.setting.resharder.matrix(value.shape, itemsize, source.shardings.each, target.shardings.each)
+            matrix = self.setting.resharder.matrix(
+                value.shape, value.itemsize, source.shardings.each, target.shardings.each
+            )
             matrix = self._without_copies(value, matrix, source, target)
             self._matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
         found = self._matrices[key]

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Value
+from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible
 
@@ -107,6 +108,7 @@ def memory_traffic(
             tuple(reads[eqn.id, position] for position in range(len(eqn.inputs))),
             writes.get(eqn.id, (False,) * len(eqn.outputs)),
             launches.get(eqn.id, 0),
+            is_fusible(rules[eqn.id]),
         )
         for eqn in equations
     }
@@ -137,37 +139,24 @@ def _partner(
     return None
 
 
-def last_reads(
+def live_until(
     equations: Sequence[Equation], rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], leaving: Collection[Value]
 ) -> dict[Value, int]:
-    """The position in which each value is read for the last time; what leaves is read after all equations.
-
-    What is fused is read where its kernels are, a view's operand where the view is.
-    """
-    found: dict[Value, int] = dict.fromkeys(leaving, len(equations))
-    for position in reversed(range(len(equations))):
-        eqn = equations[position]
-        ends = [found.get(v, position) for v in eqn.outputs]
-        latest = position if any(traffic[eqn.id].writes) else max(ends, default=position)
-        for k, v in enumerate(eqn.inputs):
-            if isinstance(v, Value):
-                found[v] = max(found.get(v, position), ends[k] if rules[eqn.id].separable else latest)
-    return found
+    """The position in which each value is read for the last time; see `last_reads`."""
+    steps = [
+        Step([v if isinstance(v, Value) else None for v in eqn.inputs], eqn.outputs,
+             any(traffic[eqn.id].writes), rules[eqn.id].separable)
+        for eqn in equations
+    ]  # fmt: skip
+    return last_reads(steps, leaving)
 
 
-def moved_values(eqn: Equation, rule: Rule, traffic: Traffic) -> list[tuple[Value, int]]:
-    """What goes through memory, with bytes, of whole arrays.
-
-    An equation that can be fused needs at most one element of an operand for each element of a result.
-    """
-    largest = max(eqn.outputs, key=lambda v: math.prod(v.shape)) if eqn.outputs and is_fusible(rule) else None
+def moved_values(eqn: Equation, traffic: Traffic) -> list[tuple[Value, int]]:
+    """What goes through memory, with bytes, of whole arrays."""
     moved = [(v, v.nbytes) for v, written in zip(eqn.outputs, traffic.writes, strict=True) if written]
-    for v, times in zip(eqn.inputs, traffic.reads, strict=True):
-        if times and isinstance(v, Value):
-            needed = v.nbytes if largest is None else _bytes_for(v, largest)
-            moved.append((v, times * v.nbytes) if needed >= v.nbytes else (largest or v, times * needed))
+    largest = max(eqn.outputs, key=lambda v: math.prod(v.shape), default=None)
+    for position, v in enumerate(eqn.inputs):
+        if traffic.reads[position] and isinstance(v, Value) and largest is not None:
+            nbytes = int(traffic.read_bytes(position, v, v.nbytes, math.prod(largest.shape)))
+            moved.append((v if nbytes >= v.nbytes else largest, nbytes))
     return moved
-
-
-def _bytes_for(operand: Value, result: Value) -> int:
-    return operand.nbytes // max(1, math.prod(operand.shape)) * math.prod(result.shape)

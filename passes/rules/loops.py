@@ -34,7 +34,7 @@ from autopar.passes.rules.base import (
 )
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.fusion import last_reads, memory_traffic, moved_values
+from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
@@ -362,7 +362,7 @@ def _moments(
     }
     kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
     traffic = memory_traffic(body.equations, body.rules, body.inputs, kept)
-    dies = last_reads(body.equations, body.rules, traffic, ())
+    dies = live_until(body.equations, body.rules, traffic, ())
     dies.update(dict.fromkeys(kept, count - 1))
     born = dict.fromkeys((body.inputs[i] for i in layout.stacked_in), 0)
     inner: dict[int, list[Moment]] = {}
@@ -423,7 +423,7 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         if rule.kernels:
             found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
             continue
-        moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, rule, traffic[e.id]))
+        moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
         matmul = rule.unit == "matmul"
         dtype, flops, held = e.kernel_dtype(matmul), times * body.flops(e), frozenset(splits)
         if moved or matmul:

@@ -17,7 +17,7 @@ import optax
 import pytest
 
 from autopar.ir.graph import Value
-from autopar.passes.rules.fusion import last_reads, memory_traffic, moved_values
+from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
 from autopar.passes.rules.table import rule_of
 from autopar.trace import trace
 from benchmarks.models import gpt, moe, wide_resnet
@@ -40,7 +40,7 @@ def moved(function: Callable[..., Any], *args: Any) -> tuple[float, float]:
             nbytes += sum(n for kernel in rule.kernels for n, _ in kernel.traffic)
             launches += sum(kernel.times for kernel in rule.kernels)
         else:
-            nbytes += sum(n for _, n in moved_values(eqn, rule, traffic[eqn.id]))
+            nbytes += sum(n for _, n in moved_values(eqn, traffic[eqn.id]))
             launches += traffic[eqn.id].launches
     return nbytes, launches
 
@@ -106,7 +106,7 @@ def test_lives_last_as_long_as_what_is_computed_from_them() -> None:
     rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
     traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
-    last = last_reads(graph.equations, rules, traffic, outputs)
+    last = live_until(graph.equations, rules, traffic, outputs)
     names = [eqn.primitive.name for eqn in graph.equations]
     first_product = graph.equations[names.index("dot_general")].outputs[0]
     assert last[first_product] == names.index("tanh")

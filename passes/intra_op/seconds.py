@@ -1,0 +1,98 @@
+"""Seconds of every strategy of an equation on a mesh: local compute, and the collectives that belong to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.cost_model.compute import compute_time
+from autopar.cost_model.reshard import StepPrice
+from autopar.ir.graph import Equation, Value
+from autopar.ir.local import Traffic
+from autopar.ir.mesh import DeviceKind, Mesh
+from autopar.ir.strategy import Lane
+from autopar.passes.intra_op.strategies import (
+    LaneOptions,
+    combined_axes,
+    exchanges,
+    inner_collectives,
+    lane_operands,
+    lane_rules,
+    pieces,
+)
+from autopar.passes.rules.base import Rule
+
+
+class StrategySeconds:
+    """What strategies cost on one mesh; arrays are by strategy."""
+
+    def __init__(self, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> None:
+        self.mesh, self.kind, self.price = mesh, kind, price
+        self._peaks: dict[tuple[str, bool], float] = {}
+
+    def of(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
+        """One run of a lane of an equation."""
+        lane_rule = lane_rules(rule)[lane_index]
+        outputs = [eqn.outputs[lane_index]] if rule.separable else eqn.outputs
+        if rule.kernels:
+            seconds = self._body(rule, options.lanes)
+        else:
+            moved = self._moved(eqn, rule, lane_index, options, traffic)
+            matmul = rule.unit == "matmul"
+            work = rule.flops * rule.points() * options.share
+            seconds = self._kernel(matmul, work, moved, eqn.kernel_dtype(matmul), traffic.launches)
+        if lane_rule.reduced:
+            for i, lane in enumerate(options.lanes):
+                for axes in combined_axes(lane_rule, lane, self.mesh).values():
+                    payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
+                    seconds[i] += self.price("all_reduce", axes, int(payload))
+        if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
+            for i, lane in enumerate(options.lanes):
+                inner = [*inner_collectives(lane_rule, lane, self.mesh)]
+                inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, self.mesh)]
+                for c, times in inner:
+                    seconds[i] += times * self.price(c.kind, c.axes, c.payload)
+        return seconds
+
+    def _moved(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
+        """Bytes through one device's memory."""
+        moved = np.zeros(len(options.lanes))
+        if rule.separable:  # hands on the buffers that it takes
+            return moved
+        made = [math.prod(v.shape) * options.results[k].share for k, v in enumerate(eqn.outputs)]
+        for place, position in enumerate(lane_operands(eqn, rule, lane_index)):
+            v = eqn.inputs[position]
+            if traffic.reads[position] and isinstance(v, Value):
+                moved += traffic.read_bytes(position, v, options.operands[place].nbytes(v), np.max(made, axis=0))
+        for k, written in enumerate(traffic.writes):
+            if written:
+                moved += options.results[k].nbytes(eqn.outputs[k])
+        return moved
+
+    def _body(self, rule: Rule, lanes: Sequence[Lane]) -> Any:
+        """Every kernel of a body, in all rounds."""
+        cut = [pieces(rule, lane, self.mesh) for lane in lanes]
+        shares: dict[frozenset[int], Any] = {}
+
+        def share(held: frozenset[int]) -> Any:
+            if held not in shares:
+                shares[held] = np.array([1 / math.prod(split.get(f, 1) for f in held) for split in cut])
+            return shares[held]
+
+        total = np.zeros(len(lanes))
+        for k in rule.kernels:
+            moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(lanes)))
+            total += self._kernel(k.matmul, k.flops * share(k.held), moved, k.dtype, k.times)
+        return total
+
+    def _kernel(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float) -> Any:
+        """`compute_time` of every strategy at once, with the launches."""
+        kind = self.kind
+        key = (dtype, matmul)
+        if key not in self._peaks:
+            self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=matmul)
+        traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
+        return np.maximum(work * self._peaks[key], traffic) + kind.launch_overhead * launches
