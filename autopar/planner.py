@@ -112,6 +112,10 @@ class Planner:
         self._priced: dict[Any, PricedStage] = {}
         self._placed: dict[Any, PlacedStep] = {}
         self._signatures: dict[Any, str] = {}
+        # Of this planner, which they must not outlive: a decorated method would keep it for ever.
+        self.layered = functools.cache(self._layered)
+        self._state_bytes = functools.cache(self._bytes_of_state)
+        self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
 
     # The search.
 
@@ -277,8 +281,7 @@ class Planner:
             return ()
         return (Mesh(meshes[0].devices, shape, ("x", "y", "z")[: len(shape)]),)
 
-    @functools.cache  # noqa: B019 - a planner lives as long as one call
-    def layered(self, m: int, pipelined: bool) -> Layered:
+    def _layered(self, m: int, pipelined: bool) -> Layered:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
         self.analysis.check(m)
         analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
@@ -305,8 +308,7 @@ class Planner:
         layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
         return Layered(analysis, step, rules, forward, layers, number)
 
-    @functools.cache  # noqa: B019 - once for each planner
-    def _warn_of_whole_loops(self) -> None:
+    def _warn_of_loops(self) -> None:
         """Say why loops over layers are not cut between stages."""
         couplings = self._finest.couplings
         reason = f": {couplings[0].reason} at {couplings[0].equation.source or 'an unknown line'}" if couplings else ""
@@ -378,8 +380,7 @@ class Planner:
             )
         return self._least[key]
 
-    @functools.cache  # noqa: B019 - a planner lives as long as one call
-    def _state_bytes(self, placed: PlacedStep, stage: int) -> int:
+    def _bytes_of_state(self, placed: PlacedStep, stage: int) -> int:
         """Bytes of the state that a stage must hold on its devices together."""
         graph = placed.step.graph
         return sum(graph.inputs[i].nbytes for i in graph.carried.values() if placed.home[graph.inputs[i]] == stage)

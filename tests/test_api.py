@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import gc
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from autopar import recipes
 from autopar.errors import BatchAxisError
 from autopar.ir.graph import Graph
 from autopar.ir.instructions import Run
+from autopar.planner import Planner
 
 VOCABULARY, WIDTH, BATCH, TIME = 16, 8, 8, 4
 OPTIMIZER = optax.adam(1e-2)
@@ -477,3 +479,17 @@ def test_gradients_that_look_like_the_next_state() -> None:
     found, _ = executable(p, batch)
     expected = step(p, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), autopar.gather(found), expected)
+
+
+def test_a_planner_does_not_outlive_its_plan() -> None:
+    @autopar.parallelize
+    def step(state: Any, batch: Any) -> Any:
+        return state - jax.grad(lambda w: jnp.mean(jnp.tanh(batch @ w)))(state)
+
+    def planners() -> int:
+        gc.collect()
+        return sum(isinstance(thing, Planner) for thing in gc.get_objects())
+
+    before = planners()
+    step.plan(jnp.zeros((8, 8)), jnp.zeros((16, 8)))
+    assert planners() == before
