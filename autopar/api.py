@@ -175,6 +175,7 @@ class Parallelized:
         self._donate_argnums = donate_argnums
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
+        self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
 
     # Ahead-of-time stages.
 
@@ -202,7 +203,9 @@ class Parallelized:
         if cluster is None and method is None:
             if call.key in self._executables:
                 return self._executables[call.key].plan
-            return self._planned(call, analysis)[0]
+            found = self._planned(call, analysis)
+            self._shown = (call.key, found)
+            return found[0]
         chosen = self._method if method is None else _method(method)
         if isinstance(chosen, Plan) and cluster is None:
             cluster = chosen.cluster
@@ -385,7 +388,8 @@ class Parallelized:
         leader = self._leader()
         devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
         check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
-        plan, lowered = self._planned(call, analysis)
+        shown, self._shown = self._shown, None  # state may lie otherwise afterwards
+        plan, lowered = shown[1] if shown is not None and shown[0] == call.key else self._planned(call, analysis)
         step = lowered.placed.step
         donated = frozenset(k for i in self._donated(call, analysis.graph) for k in step.graph.inputs_of[i])
         runtime = build(lowered, plan.schedule, devices, donated)

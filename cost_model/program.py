@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection
 
-from autopar.cost_model.compute import compute_time
+from autopar.cost_model.compute import compute_time, product_share
 from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.ir.graph import Value
 from autopar.ir.liveness import Step, last_reads
@@ -49,12 +49,13 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
     for op in local.ops:
         if isinstance(op, Compute):
             moved = _moved_bytes(op, mesh, sent)
-            matmul = op.unit == "matmul"
-            dtype = "" if op.kernels else op.equation.kernel_dtype(matmul)
-            kernels = op.kernels or (LocalKernel(op.flops, moved, matmul, dtype, op.traffic.launches),)
+            dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
+            kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches),)
             for k in kernels:
-                compute += compute_time(kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype, matmul=k.matmul)
-                compute += kind.launch_overhead * k.times
+                compute += compute_time(
+                    kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
+                    matmul=k.product is not None, share=product_share(kind, k.product),
+                ) + kind.launch_overhead * k.times  # fmt: skip
             flops += op.flops
             collectives += op.combined
             communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)

@@ -40,7 +40,7 @@ from autopar.passes.intra_op.strategies import (
     temporaries,
 )
 from autopar.passes.merge import merge_equal_ops
-from autopar.passes.rules.base import Local, Rule, emit_piece
+from autopar.passes.rules.base import Local, Rule, emit_piece, product_sizes
 from autopar.passes.rules.fusion import memory_traffic
 
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
@@ -274,14 +274,14 @@ class _Writer:
                 tuple(operands),
                 results,
                 rule.work(cut),
-                rule.unit,
+                product_sizes(rule.product, cut),
                 self.traffic[eqn.id],
                 rule.separable,
                 tuple(
                     LocalKernel(
                         k.flops / math.prod(cut.get(f, 1) for f in k.held),
                         sum(nbytes / math.prod(cut.get(f, 1) for f in held) for nbytes, held in k.traffic),
-                        k.matmul,
+                        product_sizes(k.product, cut),
                         k.dtype,
                         k.times,
                     )

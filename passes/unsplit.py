@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, Lane
 from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
-from autopar.passes.intra_op.strategies import pieces, splittable
+from autopar.passes.intra_op.strategies import pieces
 from autopar.passes.lower import LoweredStep
 
 _LEAST_SHARE = 0.05  # of a step's time or of the state on a device: what is less is not worth a note
@@ -204,8 +204,8 @@ class _Stage:
         if any(axis in s.partial for s in op.results):
             nbytes = sum(local_bytes(v, s, self.mesh) for v, s in zip(op.equation.outputs, op.results, strict=True))
             return self.price("all_reduce", (axis,), nbytes)
-        matmul = op.unit == "matmul"
-        kernels = [(k.flops, k.dtype, k.matmul) for k in op.kernels]
+        matmul = op.product is not None
+        kernels = [(k.flops, k.dtype, k.product is not None) for k in op.kernels]
         kernels = kernels or [(op.flops, op.equation.kernel_dtype(matmul), matmul)]
         seconds = sum(
             compute_time(self.kind, flops=flops, bytes_moved=0.0, dtype=dtype, matmul=is_product)
@@ -228,7 +228,7 @@ class _Stage:
         held = {f for dims in rule.outputs for dim in dims for f in dim}
         undivided: list[tuple[Cause, int]] = []
         instead: list[int] = []
-        for f in splittable(rule):
+        for f in rule.splittable:
             unit = cut.get(f, 1) * devices
             wanted: Lane = (*lane[:place], f, *lane[place + 1 :])
             if (summed and f not in held) or not self.limits.allow_lane(program, eqn, rule, wanted):

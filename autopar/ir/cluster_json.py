@@ -107,11 +107,12 @@ _DEVICE: Mapping[str, Reader] = {
     "launch_overhead": number("seconds, 0 or more", least=0),
     "dispatch_overhead": number("seconds, 0 or more", least=0),
     "memory_reserve": whole("a whole number of bytes, 0 or more", least=0),
+    "multiprocessors": whole("a whole number, 0 or more", least=0),
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
 _read_link = record(_LINK)
-_read_device = record(_DEVICE, {"memory_reserve": 0})
+_read_device = record(_DEVICE, {"memory_reserve": 0, "multiprocessors": 0})
 _read_group = record(
     {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": _read_device, "link": _read_link}, {"num_hosts": 1}
 )

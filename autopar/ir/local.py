@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,13 +23,22 @@ class Port:
     sharding: Sharding
 
 
+class ProductSizes(NamedTuple):
+    """`batch` products of (rows x depth) and (depth x columns) matrices."""
+
+    batch: float
+    rows: float
+    columns: float
+    depth: float
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalKernel:
     """One equation of a body on local pieces, in all rounds."""
 
     flops: float
     nbytes: float  # read from memory and written to it
-    matmul: bool
+    product: ProductSizes | None  # of one round
     dtype: str
     times: float
 
@@ -57,7 +66,7 @@ class Compute:
     operands: tuple[Sharding | None, ...]  # None for a literal
     results: tuple[Sharding, ...]
     flops: float  # on one device
-    unit: Literal["matmul", "vector", "none"]
+    product: ProductSizes | None
     traffic: Traffic
     fence: bool  # hands on the buffers that it takes
     kernels: tuple[LocalKernel, ...]  # of an equation with a body, instead of itself

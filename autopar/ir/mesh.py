@@ -35,6 +35,7 @@ class DeviceKind:
     launch_overhead: float  # seconds on the device for the smallest kernel
     dispatch_overhead: float  # seconds on the host to start one program
     memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
+    multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory))

@@ -16,7 +16,6 @@ from autopar.ir.method import Method
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.intra_op.strategies import splittable
 from autopar.passes.rules.base import DimMap, Rule
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
@@ -110,7 +109,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
             if size == 1:
                 continue
             factor = rule.factor_of(choice) if choice >= 0 else choice
-            can = [f for f in splittable(rule) if rule.factors[f] % size == 0]
+            can = [f for f in rule.splittable if rule.factors[f] % size == 0]
             if axis in method.data_axes:
                 if factor not in factors and any(f in can for f in factors):
                     return False  # examples are split wherever they can be

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.compute import compute_time
+from autopar.cost_model.compute import compute_time, product_share
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind, Mesh
-from autopar.ir.strategy import Lane
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
     combined_axes,
@@ -23,7 +22,7 @@ from autopar.passes.intra_op.strategies import (
     lane_rules,
     pieces,
 )
-from autopar.passes.rules.base import Rule
+from autopar.passes.rules.base import Rule, Sides, product_sizes
 
 
 class StrategySeconds:
@@ -37,13 +36,15 @@ class StrategySeconds:
         """One run of a lane of an equation."""
         lane_rule = lane_rules(rule)[lane_index]
         outputs = [eqn.outputs[lane_index]] if rule.separable else eqn.outputs
+        cut = [] if rule.separable else [pieces(rule, lane, self.mesh) for lane in options.lanes]
         if rule.kernels:
-            seconds = self._body(rule, options.lanes)
+            seconds = self._body(rule, cut)
         else:
             moved = self._moved(eqn, rule, lane_index, options, traffic)
             matmul = rule.unit == "matmul"
             work = rule.flops * rule.points() * options.share
-            seconds = self._kernel(matmul, work, moved, eqn.kernel_dtype(matmul), traffic.launches)
+            share = self._share(rule.product, cut)
+            seconds = self._kernel(matmul, work / share, moved, eqn.kernel_dtype(matmul), traffic.launches)
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, self.mesh).values():
@@ -72,9 +73,14 @@ class StrategySeconds:
                 moved += options.results[k].nbytes(eqn.outputs[k])
         return moved
 
-    def _body(self, rule: Rule, lanes: Sequence[Lane]) -> Any:
+    def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]]) -> Any:
+        """Of the speed of large products."""
+        if sides is None:
+            return 1.0
+        return np.array([product_share(self.kind, product_sizes(sides, split)) for split in cut])
+
+    def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]]) -> Any:
         """Every kernel of a body, in all rounds."""
-        cut = [pieces(rule, lane, self.mesh) for lane in lanes]
         shares: dict[frozenset[int], Any] = {}
 
         def share(held: frozenset[int]) -> Any:
@@ -82,10 +88,11 @@ class StrategySeconds:
                 shares[held] = np.array([1 / math.prod(split.get(f, 1) for f in held) for split in cut])
             return shares[held]
 
-        total = np.zeros(len(lanes))
+        total = np.zeros(len(cut))
         for k in rule.kernels:
-            moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(lanes)))
-            total += self._kernel(k.matmul, k.flops * share(k.held), moved, k.dtype, k.times)
+            moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
+            work = k.flops * share(k.held) / self._share(k.product, cut)
+            total += self._kernel(k.product is not None, work, moved, k.dtype, k.times)
         return total
 
     def _kernel(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float) -> Any:

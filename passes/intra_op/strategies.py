@@ -72,27 +72,9 @@ def lane_rules(rule: Rule) -> tuple[Rule, ...]:
     )
 
 
-def splittable(rule: Rule) -> Iterator[int]:
-    """Factors that mesh axes may split: contiguous pieces in every operand and result."""
-    maps = (*rule.inputs, *rule.outputs)
-    present = {f for dims in maps for dim in dims for f in dim}
-    for factor, size in enumerate(rule.factors):
-        if size <= 1 or factor in rule.whole or factor not in present:
-            continue
-        major = all(
-            factor not in dim or math.prod(rule.factors[f] for f in dim[: dim.index(factor)]) == 1
-            for dims in maps
-            for dim in dims
-        )
-        once = all(sum(factor in dim for dim in dims) <= 1 for dims in maps)
-        held = any(factor in dim for dims in rule.outputs for dim in dims)
-        if major and once and (held or factor in rule.reduced or factor in rule.unaffected):
-            yield factor
-
-
 def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lane, ...]:
     """All strategies of one lane, the fully replicated one first; `addends` are the operands that can be partial."""
-    factors = list(splittable(rule))
+    factors = rule.splittable
     options: list[AxisChoice] = [WHOLE, *factors]
     options += [len(rule.factors) + k for k, way in enumerate(rule.gatherings) if way.factor in factors]
     options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & addends]
@@ -109,7 +91,7 @@ def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lan
 
 def can_sum(rule: Rule) -> bool:
     """Whether splitting the equation can leave addends."""
-    return "sum" in rule.reduced.values() and any(rule.reduced.get(factor) == "sum" for factor in splittable(rule))
+    return "sum" in rule.reduced.values() and any(rule.reduced.get(factor) == "sum" for factor in rule.splittable)
 
 
 def pieces(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, int]:

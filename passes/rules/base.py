@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Operand, Value, sum_dtype
+from autopar.ir.local import ProductSizes
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
 Unit = Literal["matmul", "vector", "none"]
@@ -138,6 +139,17 @@ class Gathering:
 Moment = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the factors that cut them
 
 
+Side = tuple[float, frozenset[int]]  # a size, and the factors that cut it
+Sides = tuple[Side, Side, Side, Side]  # of `ProductSizes`
+
+
+def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes | None:
+    """The sizes of one piece of a product, with some factors cut in so many pieces; None if it is no product."""
+    if sides is None:
+        return None
+    return ProductSizes(*(size / math.prod(split.get(f, 1) for f in held) for size, held in sides))
+
+
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """What one equation of a body does in all rounds, on whole arrays."""
@@ -145,7 +157,7 @@ class Kernel:
     flops: float
     held: frozenset[int]  # factors that cut them
     traffic: tuple[tuple[float, frozenset[int]], ...]  # bytes through memory, and the factors that cut them
-    matmul: bool
+    product: Sides | None  # of one round
     dtype: str
     times: float
 
@@ -226,12 +238,47 @@ class Rule:
             default=0.0,
         )
 
+    @functools.cached_property
+    def splittable(self) -> tuple[int, ...]:
+        """Factors that mesh axes may split: contiguous pieces in every operand and result."""
+        maps = (*self.inputs, *self.outputs)
+        present = {f for dims in maps for dim in dims for f in dim}
+        found = []
+        for factor, size in enumerate(self.factors):
+            if size <= 1 or factor in self.whole or factor not in present:
+                continue
+            major = all(
+                factor not in dim or math.prod(self.factors[f] for f in dim[: dim.index(factor)]) == 1
+                for dims in maps
+                for dim in dims
+            )
+            once = all(sum(factor in dim for dim in dims) <= 1 for dims in maps)
+            held = any(factor in dim for dims in self.outputs for dim in dims)
+            if major and once and (held or factor in self.reduced or factor in self.unaffected):
+                found.append(factor)
+        return tuple(found)
+
     @property
     def products(self) -> float:
         """FLOPs in matrix products."""
         if self.kernels:
-            return sum(k.flops for k in self.kernels if k.matmul)
+            return sum(k.flops for k in self.kernels if k.product)
         return self.work({}) if self.unit == "matmul" else 0.0
+
+    @functools.cached_property
+    def product(self) -> Sides | None:
+        """A product's sides: factors of the result that one operand has, or both, and the work that each element is."""
+        if self.unit != "matmul" or self.kernels:
+            return None
+        left, right, result = ({f for dim in dims for f in dim} for dims in (*self.inputs[:2], self.outputs[0]))
+        both, columns = result & left & right, result & right - left
+        outer = [
+            (math.prod(self.factors[f] for f in side), frozenset(side))
+            for side in (both, result - both - columns, columns)
+        ]
+        size = math.prod(size for size, _ in outer)
+        depth = self.work({}) / (2 * size) if size else 0.0
+        return (outer[0], outer[1], outer[2], (depth, frozenset(range(len(self.factors))) - result))
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""

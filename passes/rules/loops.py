@@ -29,6 +29,7 @@ from autopar.passes.rules.base import (
     Moment,
     RoundSlice,
     Rule,
+    Sides,
     Unit,
     bind,
 )
@@ -407,8 +408,15 @@ def _outer(held: frozenset[int], splits: Mapping[int, int]) -> frozenset[int]:
     return frozenset(f for f, inner in splits.items() if inner in held)
 
 
+def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None:
+    if sides is None:
+        return None
+    batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides)
+    return batch, rows, columns, depth
+
+
 def _unit(kernels: Sequence[Kernel]) -> Unit:
-    return "matmul" if any(kernel.matmul for kernel in kernels) else "vector"
+    return "matmul" if any(kernel.product for kernel in kernels) else "vector"
 
 
 def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> tuple[Kernel, ...]:
@@ -424,20 +432,21 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
             found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
             continue
         moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
-        matmul = rule.unit == "matmul"
-        dtype, flops, held = e.kernel_dtype(matmul), times * body.flops(e), frozenset(splits)
-        if moved or matmul:
-            found.append(Kernel(flops, held, moved, matmul, dtype, times * traffic[e.id].launches))
+        product = _outer_sides(rule.product, splits)
+        dtype, flops, held = e.kernel_dtype(product is not None), times * body.flops(e), frozenset(splits)
+        if moved or product:
+            found.append(Kernel(flops, held, moved, product, dtype, times * traffic[e.id].launches))
         else:
             fused[held, dtype] += flops
-    return (*found, *(Kernel(flops, held, (), False, dtype, 0.0) for (held, dtype), flops in fused.items()))
+    return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
 
 
 def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
     """A kernel of a body in a body, in the outer one's factors."""
     traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
+    product = _outer_sides(kernel.product, splits)
     return Kernel(
-        times * kernel.flops, _outer(kernel.held, splits), traffic, kernel.matmul, kernel.dtype, times * kernel.times
+        times * kernel.flops, _outer(kernel.held, splits), traffic, product, kernel.dtype, times * kernel.times
     )
 
 

@@ -1,9 +1,12 @@
 """The roofline, by hand."""
 
+import dataclasses
+
 import pytest
 
-from autopar.cost_model.compute import compute_time, peak_flops
+from autopar.cost_model.compute import compute_time, peak_flops, product_share
 from autopar.cost_model.hardware import load_preset
+from autopar.ir.local import ProductSizes
 from autopar.ir.mesh import DeviceKind
 
 TOY = DeviceKind(
@@ -68,3 +71,28 @@ def test_float64_without_a_figure_is_half_of_float32() -> None:
     assert peak_flops(TOY, "float64", matmul=True) == 5e12
     assert peak_flops(TOY, "float64", matmul=False) == 5e12
     assert peak_flops(TOY, "complex128", matmul=True) == 1.25e12
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share"),
+    [
+        ((1, 2560, 1024, 64), 1.0),  # 10 x 8 tiles of 256 x 128: one full wave
+        ((8, 2560, 128, 64), 1.0),  # the same in a batch
+        ((1, 2560, 1152, 64), 0.85 * 360 / 400),  # 90 of them: the second wave has 10; of 128 x 64 the fifth has 40
+        ((1, 256, 128, 64), 0.65 * 8 / 80),  # smaller tiles are slower, but there are more of them
+        ((1, 256, 128, 1 << 20), 64 / 80),  # a long sum is shared out among a power of two
+        ((1, 1, 1, 64), 0.65 / (64 * 64) / 80),
+    ],
+)
+def test_products_are_computed_in_waves_of_tiles(sizes: tuple[int, int, int, int], share: float) -> None:
+    kind = dataclasses.replace(TOY, multiprocessors=80)
+    assert product_share(kind, ProductSizes(*sizes)) == pytest.approx(share)
+
+
+def test_products_of_any_size_are_as_fast_where_nothing_is_known_of_multiprocessors() -> None:
+    assert product_share(TOY, ProductSizes(1, 1, 1, 1)) == 1.0
+    assert product_share(dataclasses.replace(TOY, multiprocessors=80), None) == 1.0
+
+
+def test_a_small_product_takes_longer() -> None:
+    assert compute_time(TOY, flops=1e12, bytes_moved=0.0, dtype="float32", matmul=True, share=0.5) == pytest.approx(0.4)

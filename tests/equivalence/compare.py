@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -63,11 +63,11 @@ def sgd() -> optax.GradientTransformation:
     return optax.sgd(100.0)
 
 
-def either(by_sgd: bool) -> optax.GradientTransformation:
+def either() -> optax.GradientTransformation:
     """AdamW and SGD in one step, which is planned and compiled once for both: its state says which of them counts."""
 
     def init(params: Any) -> Any:
-        return {"adamw": adamw().init(params), "by_sgd": jnp.bool_(by_sgd)}
+        return {"adamw": adamw().init(params), "by_sgd": jnp.bool_(False)}
 
     def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         by_adamw, adamw_state = adamw().update(gradient, state["adamw"], params)
@@ -78,6 +78,19 @@ def either(by_sgd: bool) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
+def beginning(state: State, by_sgd: bool) -> State:
+    """A copy of the state on the host, for AdamW or for SGD."""
+
+    def copy(leaf: Any) -> Any:
+        if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return np.array(leaf)
+        return jax.random.wrap_key_data(jnp.array(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
+
+    opt_state = {**state["opt_state"], "by_sgd": np.bool_(by_sgd)}
+    return cast(State, jax.tree.map(copy, {**state, "opt_state": opt_state}))
+
+
+@functools.cache
 def batches(subject: Subject, config: Any, count: int, batch_size: int) -> list[Batch]:
     """On the host, as a data loader gives them."""
     keys = jax.random.split(jax.random.key(0), count)
@@ -113,10 +126,11 @@ def measure(run: Run, subject: Subject, config: Any, batch_size: int) -> Referen
 
 def on_one_device(subject: Subject, config: Any) -> Run:
     """Under `jax.jit`."""
-    step = jax.jit(subject.model.make_train_step(config, either(False)), donate_argnums=0)
+    step = jax.jit(subject.model.make_train_step(config, either()), donate_argnums=0)
+    start = jax.jit(subject.model.make_init(config, either()))(jax.random.key(0))
 
     def run(by_sgd: bool, data: list[Batch]) -> tuple[Any, Any, float]:
-        state = jax.jit(subject.model.make_init(config, either(by_sgd)))(jax.random.key(0))
+        state = beginning(start, by_sgd)
         before = compared(state)
         for batch in data:
             state, metrics = step(state, batch)
@@ -216,20 +230,22 @@ def run_case(case: Case) -> Deviation:
     model = subject.model
     key = jax.random.key(0)
     step = autopar.parallelize(
-        model.make_train_step(config, either(False)),
+        model.make_train_step(config, either()),
         cluster=_cluster(case),
         method=_method(case),
         num_microbatches=case.microbatches,
     )
     executable = step.compile(
-        jax.eval_shape(model.make_init(config, either(False)), key), model.abstract_batch(config, case.batch_size)
+        jax.eval_shape(model.make_init(config, either()), key), model.abstract_batch(config, case.batch_size)
     )
     if executable.plan.num_microbatches != case.microbatches:
         raise AssertionError(f"{case}: the plan has {executable.plan.num_microbatches} microbatches")
 
+    start = autopar.gather(step.init(model.make_init(config, either()), key))
+
     def run(by_sgd: bool, data: list[Batch]) -> tuple[Any, Any, float]:
-        state = step.init(model.make_init(config, either(by_sgd)), key)
-        before = compared(autopar.gather(state))
+        state = beginning(start, by_sgd)
+        before = compared(state)
         for batch in data:
             state, metrics = step(state, batch)
         return before, compared(autopar.gather(state)), float(metrics["loss"])

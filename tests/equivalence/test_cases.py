@@ -112,12 +112,12 @@ def test_the_limits_leave_room_for_another_order_of_summation(expected: compare.
     mesh = Mesh(np.array(jax.devices()[:8]), ("data",))
     everywhere, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
-    step = jax.jit(GPT.model.make_train_step(CONFIG, compare.either(False)), in_shardings=(everywhere, cut))
+    step = jax.jit(GPT.model.make_train_step(CONFIG, compare.either()), in_shardings=(everywhere, cut))
+
+    start = jax.jit(GPT.model.make_init(CONFIG, compare.either()))(jax.random.key(0))
 
     def run(by_sgd: bool, data: list[Batch]) -> tuple[Any, Any, float]:
-        state = jax.jit(GPT.model.make_init(CONFIG, compare.either(by_sgd)), out_shardings=everywhere)(
-            jax.random.key(0)
-        )
+        state = compare.beginning(start, by_sgd)
         before = compare.compared(state)
         for batch in data:
             state, metrics = step(state, batch)

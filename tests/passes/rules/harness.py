@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.collectives import Halos
-from autopar.passes.intra_op.strategies import operand_shardings, result_shardings, splittable
+from autopar.passes.intra_op.strategies import operand_shardings, result_shardings
 from autopar.passes.lower import SpaceLocal, partition_spec
 from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.passes.rules.table import find_fault, rule_of
@@ -266,7 +266,7 @@ def check_pieces(application: Application, exact: bool = False) -> int:
     count = 0
     for split in splits(rule):
         if any(map(rule.communicates, split)):
-            split = {f: n for f, n in split.items() if f in splittable(rule)}
+            split = {f: n for f, n in split.items() if f in rule.splittable}
             while math.prod(split.values()) > jax.device_count():
                 split.pop(next(iter(split)))  # the batch is in front, what communicates behind
             results = compute_on_devices(application, rule, split)

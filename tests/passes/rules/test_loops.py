@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, Sharding
-from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings, splittable
+from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings
 from autopar.passes.rules import table
 from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
@@ -339,7 +339,7 @@ def test_pieces_give_the_whole(name: str) -> None:
     for eqn, operands, expected in loops(name):
         rule = rule_of(eqn)
         assert find_fault(eqn, rule) is None
-        by_work = sorted(splittable(rule), key=lambda f: rule.work({f: 2}))
+        by_work = sorted(rule.splittable, key=lambda f: rule.work({f: 2}))
         least = {f: min(n for n in range(2, 9) if rule.factors[f] % n == 0) for f in by_work[:4]}
         splits = [{f: n} for f, n in least.items()]
         pairs = itertools.combinations(by_work[:3], 2)
@@ -357,7 +357,7 @@ def test_a_loop_over_examples_is_cut_by_examples() -> None:
     """`while`: no sum in the loop, though what it adds up leaves it as addends."""
     ((eqn, _, _),) = loops("powers")
     rule = rule_of(eqn)
-    examples = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    examples = [f for f in rule.splittable if rule.factors[f] == BATCH]
     assert len(examples) == 1
     assert not any(s.factor == examples[0] for s in rule.sums)
     assert sum(rule.is_addend(examples[0], k) for k in range(len(rule.outputs))) == 2
@@ -368,7 +368,7 @@ def test_a_loop_of_each_example_is_cut_by_examples() -> None:
     ((eqn, _, (_, rounds)),) = loops("each its own")
     assert len(set(rounds.tolist())) > 2
     rule = rule_of(eqn)
-    (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    (examples,) = [f for f in rule.splittable if rule.factors[f] == BATCH]
     assert all(any(examples in dim for dim in dims) for dims in rule.outputs)
     assert not any(s.factor == examples for s in rule.sums)
 
@@ -377,14 +377,14 @@ def test_whether_all_are_done_is_counted_over_the_pieces() -> None:
     ((eqn, _, (_, done, rounds)),) = loops("until all")
     assert done.all() and 2 < rounds < 9
     rule = rule_of(eqn)
-    (examples,) = [f for f in splittable(rule) if rule.factors[f] == BATCH]
+    (examples,) = [f for f in rule.splittable if rule.factors[f] == BATCH]
     assert [(s.size, s.itemsize) for s in rule.sums if s.factor == examples] == [(1, 4)]
 
 
 def test_operands_that_nothing_reads_are_none() -> None:
     ((eqn, _, _),) = loops("unread")
     assert sorted(v.shape for v in eqn.inputs) == [(), (BATCH, 8), (8, 8)]
-    assert BATCH in [rule_of(eqn).factors[f] for f in splittable(rule_of(eqn))]
+    assert BATCH in [rule_of(eqn).factors[f] for f in rule_of(eqn).splittable]
 
 
 def cuts_of(name: str, which: int = 0) -> Rule:
@@ -395,7 +395,7 @@ def test_heads_and_hidden_units_are_one_factor() -> None:
     """Megatron's cut: queries, keys, values and the output by heads, the perceptron by hidden units; two sums."""
     rule = cuts_of("layers")
     (factor,) = [
-        f for f in splittable(rule)
+        f for f in rule.splittable
         if all(any(f in dim for dim in rule.inputs[i]) for i, n in enumerate(rule.inputs) if len(n) > 1 and i > 0)
         and not any(f in dim for dim in rule.inputs[0])
     ]  # fmt: skip
@@ -406,7 +406,7 @@ def test_heads_and_hidden_units_are_one_factor() -> None:
 
 def test_so_they_are_in_the_backward_loop() -> None:
     rule = cuts_of("layers", 1)
-    adding = [f for f in splittable(rule) if any(s.factor == f for s in rule.sums)]
+    adding = [f for f in rule.splittable if any(s.factor == f for s in rule.sums)]
     least = min(adding, key=lambda f: rule.work({f: 2}))
     assert rule.factors[least] == math.gcd(HEADS, HIDDEN)
     assert rule.work({least: 2}) < 0.6 * rule.work({})
@@ -415,7 +415,7 @@ def test_so_they_are_in_the_backward_loop() -> None:
 def test_gradients_are_addends_over_examples() -> None:
     """Over the batch nothing is summed in the loop: the weights' gradients come out as addends."""
     rule = cuts_of("layers", 1)
-    batch = max(splittable(rule), key=lambda f: sum(any(f in dim for dim in dims) for dims in rule.inputs))
+    batch = max(rule.splittable, key=lambda f: sum(any(f in dim for dim in dims) for dims in rule.inputs))
     assert not any(s.factor == batch for s in rule.sums)
     assert sum(rule.is_addend(batch, k) for k in range(len(rule.outputs))) == len(LAYER_WEIGHTS)
 
@@ -430,7 +430,7 @@ def test_what_is_kept_in_pieces_gives_the_whole(name: str) -> None:
         kept = len(rule.factors)
         application = harness.Application(eqn, tuple(operands), tuple(expected))
         factor = rule.gatherings[0].factor
-        other = min((f for f in splittable(rule) if f != factor), key=lambda f: rule.work({f: 2}))
+        other = min((f for f in rule.splittable if f != factor), key=lambda f: rule.work({f: 2}))
         lanes = [(kept, choice) for choice in (factor, kept, other)]
         assert set(lanes) < set(enumerate_lane(rule, mesh, frozenset()))
         for lane in lanes:
@@ -502,7 +502,7 @@ def test_what_cannot_be_cut_is_replicated() -> None:
     (eqn,) = [e for e in graph.equations if e.primitive.name == "scan"]
     rule = rule_of(eqn)
     assert rule.replicates
-    assert not list(splittable(rule))
+    assert not list(rule.splittable)
 
     def whole(x: Any) -> Any:
         return rule.emit(Together(rule, {}), eqn, [x])[0]
