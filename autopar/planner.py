@@ -8,15 +8,15 @@ programs of that span, solved, and remembered for all spans that look alike.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import gc
 import hashlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from autopar.errors import (
     InfeasiblePlanError,
@@ -26,7 +26,7 @@ from autopar.errors import (
     PlanMismatchError,
     UnsplitWarning,
 )
-from autopar.ir.graph import Equation, LeafCut, Literal, Phase, StepGraph, Value
+from autopar.ir.graph import LeafCut, Literal, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
@@ -35,49 +35,24 @@ from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
-from autopar.passes.batch import BatchAnalysis, analyse_batch
+from autopar.layering import MAX_LAYERS, Layered, Layering
+from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.lifetimes import least_seconds
-from autopar.passes.intra_op.limits import method_limits
+from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible
 from autopar.passes.intra_op.shard import StageProblem, StageSetting
 from autopar.passes.intra_op.solve import solve
 from autopar.passes.intra_op.strategies import OptionsCache
-from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.lower import LoweredStep, assemble
-from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
-from autopar.passes.rules.base import Rule
-from autopar.passes.rules.table import rule_of
-from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
 from autopar.passes.unsplit import find_unsplit
 from autopar.pricing import Prices
 
-_MAX_LAYERS = 16
 # Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
 _SEARCH_SECONDS = 0.3
 _FINAL_SECONDS = 3.0
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Layered:
-    """A step graph with its rules and the layers of its forward pass."""
-
-    analysis: BatchAnalysis
-    step: StepGraph
-    rules: Mapping[int, Rule]  # by equation id
-    forward: tuple[Equation, ...]  # forward equations that are placed, in program order
-    layers: tuple[int, ...]  # by forward equation
-    num_layers: int
-
-    def placed(self, cuts: Sequence[int]) -> PlacedStep:
-        """Programs of the pipeline whose stages begin at the layers 0, *cuts."""
-        stage_of_layer = np.zeros(self.num_layers, int)
-        for cut in cuts:
-            stage_of_layer[cut:] += 1
-        stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
-        return place(self.step, stages, len(cuts) + 1, {})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,21 +76,20 @@ class Planner:
         self.analysis, self.cluster, self.method = analysis, cluster, method
         self.graph = analysis.graph
         self.pinned: dict[Value, tuple[int, Sharding]] = {}  # inputs that lie somewhere already
-        self.num_layers = num_layers
+        self.layering = Layering(analysis, cluster.num_devices, method, num_layers)
         self.nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
         self.nearest_where = ""
         self.prices = Prices(cluster)
         self._best_time = math.inf  # seconds per step of the best plan so far
         self._one_stage_fits = False  # with one microbatch
         self._least: dict[Any, float] = {}
+        self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {}
         self._priced: dict[Any, PricedStage] = {}
         self._placed: dict[Any, PlacedStep] = {}
         self._signatures: dict[Any, str] = {}
-        # Of this planner, which they must not outlive: a decorated method would keep it for ever.
-        self.layered = functools.cache(self._layered)
+        # A decorated method would keep the planner for ever.
         self._state_bytes = functools.cache(self._bytes_of_state)
-        self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
 
     # The search.
 
@@ -125,12 +99,16 @@ class Planner:
         Raises:
           InfeasiblePlanError: nothing fits; says what is missing where.
         """
+        with _uncollected():
+            return self._plan(num_microbatches)
+
+    def _plan(self, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:
         method = self.method
         fixed = num_microbatches if num_microbatches is not None else method.num_microbatches
         best: tuple[Plan, LoweredStep] | None = None
         for m, stages in self._candidates(fixed):
             try:
-                self.layered(m, stages != 1)
+                self.layering.layered(m, stages != 1)
             except MicrobatchError:
                 if fixed is not None:
                     raise
@@ -164,7 +142,7 @@ class Planner:
         if fixed is not None:
             self.analysis.check(fixed)
             hosts = len(self.cluster.hosts)
-            return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= _MAX_LAYERS else [(fixed, stages)]
+            return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= MAX_LAYERS else [(fixed, stages)]
         limit = 1 if self.analysis.couplings else self.analysis.max_microbatches
         devices = self.cluster.num_devices
         divisors = [m for m in range(2, limit + 1) if limit % m == 0]
@@ -174,7 +152,7 @@ class Planner:
         if devices > 1 and stages != 1:
             powers = [m for m in divisors if m & (m - 1) == 0 and m <= 8 * devices] or divisors
             hosts = len(self.cluster.hosts)
-            if stages is None and 1 < hosts <= _MAX_LAYERS:
+            if stages is None and 1 < hosts <= MAX_LAYERS:
                 found += [(m, hosts) for m in powers[-1:]]
             found += [(m, stages) for m in powers[-2:][::-1]]
             if stages is not None:
@@ -197,10 +175,23 @@ class Planner:
         )
 
     def _plan_for(self, m: int, num_stages: int | None) -> tuple[Plan, LoweredStep] | None:
-        layered = self.layered(m, num_stages != 1)
+        layered = self.layering.layered(m, num_stages != 1)
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
+        chosen = self._search(layered, m, num_stages, schedule) if self.method.stages is None else self._fixed_stages()
+        if chosen is None:
+            return None
+        spans = [span for span, _ in chosen]
+        layered = self.layering.joined(layered, [start for start, _ in spans[1:]])
+        placed = layered.placed(range(1, len(spans)))
+        finished = self.finish(layered, placed, [mesh for _, mesh in chosen], schedule)
+        return None if finished is None else (_with_layers(finished[0], spans), finished[1])
+
+    def _search(
+        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
+    ) -> list[tuple[tuple[int, int], Mesh]] | None:
+        """The layers and the mesh of each stage."""
         cost = functools.partial(self._stage_cost, layered, schedule)
         search = functools.partial(plan_stages, layered.num_layers, self.cluster, cost, m, schedule)
         if num_stages == 1 or self.method.mesh_shape is not None:
@@ -217,55 +208,29 @@ class Planner:
                         self._meshes(cluster, start, size) if (start, size) in groups else ()
                     ),
                 )
-        if found is None:
-            return None
-        spans = [choice.span for choice in found.stages]
-        layered = self._joined(layered, [start for start, _ in spans[1:]])
-        placed = layered.placed(range(1, len(spans)))
-        finished = self.finish(layered, placed, [choice.mesh for choice in found.stages], schedule)
-        return None if finished is None else (_with_layers(finished[0], spans), finished[1])
+        return None if found is None else [(choice.span, choice.mesh) for choice in found.stages]
 
-    def _joined(self, layered: Layered, cuts: Sequence[int]) -> Layered:
-        """The step with its stages as layers, its loops cut only where a stage ends."""
-        m = layered.step.num_microbatches
-        stage = np.searchsorted(cuts, layered.layers, side="right")
-        if layered.analysis is self.analysis:
-            return dataclasses.replace(layered, layers=tuple(map(int, stage)), num_layers=len(cuts) + 1)
-        at = list(zip(layered.forward, map(int, stage), strict=True))
-        analysis = self._cut(self.stacks.leaf_cuts(loop_bounds(at, self.stacks)))
-        step, rules, forward = self._in_microbatches(analysis, m)
-        # Pieces in one stage begin with the first of the finer ones.
-        stage_of = {eqn.origin: s for eqn, s in reversed(at)}
-        stages, latest = [], 0
-        for eqn in forward:
-            latest = max(latest, stage_of.get(eqn.origin, latest))
-            stages.append(latest)
-        return Layered(analysis, step, rules, forward, tuple(stages), len(cuts) + 1)
-
-    @functools.cached_property
-    def stacks(self) -> Stacks:
-        """The loops that stages may share."""
-        return find_stacks(self.analysis)
-
-    @functools.cached_property
-    def _finest(self) -> BatchAnalysis:
-        """With loops over layers cut wherever a stage may end."""
-        return self._cut(self.stacks.leaf_cuts(self.stacks.loops))
-
-    def _cut(self, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()) -> BatchAnalysis:
-        """The analysis of the graph with these argument leaves in pieces, others whole."""
-        if not cuts:
-            return self.analysis
-        axes = {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
-        return analyse_batch(cut_leaves(self.analysis, cuts, whole), axes, rule_of)
-
-    def _in_microbatches(
-        self, analysis: BatchAnalysis, m: int
-    ) -> tuple[StepGraph, dict[int, Rule], tuple[Equation, ...]]:
-        """The step in microbatches, the rules of its equations, and its forward equations that are placed."""
-        step = split_batch(analysis, m)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        return step, rules, tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+    def _fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
+        """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
+        found: list[tuple[tuple[int, int], Mesh]] = []
+        layer = device = 0
+        for at, stage in enumerate(self.method.stages or ()):
+            size = math.prod(stage.mesh_shape)
+            meshes = candidate_meshes(self.cluster, device, size)
+            if not meshes:
+                raise PlanError(
+                    f"method {self.method.name!r}: stage {at} of mesh shape {stage.mesh_shape} would have the devices "
+                    f"{device} to {device + size - 1} of cluster {self.cluster.name!r}; a stage must have whole hosts, "
+                    "or lie in one host and have a power of two or a divisor of its devices."
+                )
+            found.append(((layer, layer + stage.num_layers), _mesh(meshes[0].devices, stage.mesh_shape)))
+            layer, device = layer + stage.num_layers, device + size
+        if device != self.cluster.num_devices:
+            raise PlanError(
+                f"method {self.method.name!r}: its stages have {count_text(device, 'device')}, cluster "
+                f"{self.cluster.name!r} has {self.cluster.num_devices}; choose mesh shapes that have them all."
+            )
+        return found
 
     def _flat_meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
         return tuple(mesh for mesh in self._meshes(cluster, start, size) if len(mesh.shape) == 1)
@@ -279,60 +244,7 @@ class Planner:
             shape = (size,)
         if math.prod(shape) != size or not meshes:
             return ()
-        return (Mesh(meshes[0].devices, shape, ("x", "y", "z")[: len(shape)]),)
-
-    def _layered(self, m: int, pipelined: bool) -> Layered:
-        """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
-        self.analysis.check(m)
-        analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
-        if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
-            if analysis is not self.analysis:
-                self._warn_of_whole_loops()
-            analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
-        step, rules, forward = self._in_microbatches(analysis, m)
-
-        def flops(eqn: Equation) -> float:
-            return rules[eqn.id].products
-
-        wanted = self.method.num_stages or 1
-        if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
-            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
-        found = heavy_equations(np.array([flops(e) for e in forward]))
-        heavy = int(found.sum())
-        if wanted > max(1, heavy):
-            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
-        number = self.num_layers or max(wanted, default_num_layers(forward, flops, _MAX_LAYERS))
-        number = min(number, max(1, heavy))
-        if number == 1:
-            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
-        layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
-        return Layered(analysis, step, rules, forward, layers, number)
-
-    def _warn_of_loops(self) -> None:
-        """Say why loops over layers are not cut between stages."""
-        couplings = self._finest.couplings
-        reason = f": {couplings[0].reason} at {couplings[0].equation.source or 'an unknown line'}" if couplings else ""
-        lines = dict.fromkeys(e.source for e in self.graph.equations if e.id in self.stacks.loops)
-        warnings.warn(
-            f"{self.graph.name}: the loop over layers at {', '.join(lines)} is not cut between stages where there are "
-            f"several microbatches{reason}. Its parts would have to hand on a sum over the batch. Let the loop do "
-            "nothing to what it carries of it (an auxiliary loss) but add to it, or return that for each layer and sum "
-            "it after the loop.",
-            UnsplitWarning,
-            stacklevel=4,
-        )
-
-    def _too_many_stages(self, wanted: int, heavy: Sequence[Equation], rules: Mapping[int, Rule]) -> str:
-        lines = dict.fromkeys(f"{e.primitive.name} at {e.source or 'an unknown line'}" for e in heavy)
-        loops = any(rules[e.id].kernels for e in heavy)
-        hint = " A loop is cut between stages only if it is a jax.lax.scan over stacked parameters." if loops else ""
-        few = max(1, len(heavy))
-        return (
-            f"num_stages={wanted}: each stage needs a heavy operation (a product of matrices, a convolution, a part of "
-            f"a loop over layers), of which the forward pass of {self.graph.name} has only {len(heavy)}"
-            + (f" ({', '.join(lines)})" if lines else "")
-            + f". Use at most {count_text(few, 'stage')}, or method='auto'.{hint}"
-        )
+        return (_mesh(meshes[0].devices, shape),)
 
     # Stages.
 
@@ -358,14 +270,15 @@ class Planner:
         priced = self._priced.get(key)
         if priced is None:
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
-            priced = PricedStage(self.stage_problem(layered, placed, stage, mesh, tied=True), most, _SEARCH_SECONDS)
+            problem = self.stage_problem(layered, placed, stage, mesh, tied=True)
+            priced = PricedStage(problem.numbers, most, _SEARCH_SECONDS)
             self._priced[key] = priced
         try:
             solution = priced.solution(in_flight)
         except Infeasible as error:
             self._note_infeasible(error, where)
             return None
-        loop = priced.problem.loop_seconds(solution)
+        loop = priced.numbers.loop_seconds(solution)
         return StageCost(loop / m, max(0.0, solution.cost - loop), solution.peak)
 
     def _least_seconds(self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh) -> float:
@@ -409,7 +322,10 @@ class Planner:
         """The sharding problem of one stage on a mesh."""
         kind = self.prices.kind(mesh)
         resharder, price = self.prices.resharder(mesh)
-        limits = method_limits(self.method, layered.step, layered.rules, mesh)
+        key = (layered, mesh.shape)
+        if key not in self._limits:
+            self._limits[key] = method_limits(self.method, layered.step, layered.rules, mesh)
+        limits = self._limits[key]
         limits = dataclasses.replace(limits, pinned={v: s for v, (at, s) in self.pinned.items() if at == stage})
         setting = StageSetting(
             placed, stage, mesh, kind, resharder, price, self.prices.link_bandwidth(mesh), layered.rules,
@@ -428,7 +344,7 @@ class Planner:
         for stage, mesh in enumerate(meshes):
             try:
                 problem = self.stage_problem(layered, placed, stage, mesh)
-                solution = solve(problem.problem(rows.in_flight(stage)), seconds=_FINAL_SECONDS)
+                solution = solve(problem.numbers.problem(rows.in_flight(stage)), seconds=_FINAL_SECONDS)
             except Infeasible as error:
                 self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return None
@@ -444,13 +360,13 @@ class Planner:
     ) -> tuple[Plan, LoweredStep]:
         """Plan where some argument leaves lie: no stage search, an equation goes where its parameters are."""
         cuts = {i: home.cut for i, home in lies.items() if home.cut is not None}
-        analysis = self._cut(cuts, frozenset(lies) - cuts.keys())
+        analysis = self.layering.cut(cuts, frozenset(lies) - cuts.keys())
         analysis.check(num_microbatches)
         graph = analysis.graph
         self.pinned = {
             graph.inputs[k]: at for i, home in lies.items() for k, at in zip(graph.inputs_of[i], home.at, strict=True)
         }
-        step, rules, _ = self._in_microbatches(analysis, num_microbatches)
+        step, rules, _ = self.layering.in_microbatches(analysis, num_microbatches)
         homes = {v: stage for v, (stage, _) in self.pinned.items()}
         at: dict[Value, int] = dict(homes)
         stages: dict[int, int] = {}
@@ -486,8 +402,8 @@ class Planner:
                     f"the plan for {plan.function!r} cuts leaf {i}, of shape {shape}, along axis {cut.axis} at "
                     f"{cut.bounds}: it was edited inconsistently. Make it again."
                 )
-        analysis = self._cut(plan.leaf_cuts)
-        step, rules, forward = self._in_microbatches(analysis, plan.num_microbatches)
+        analysis = self.layering.cut(plan.leaf_cuts)
+        step, rules, forward = self.layering.in_microbatches(analysis, plan.num_microbatches)
         layers = tuple(
             next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
             for i in range(len(forward))
@@ -521,6 +437,22 @@ class Planner:
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:
         layer_of = {e.id: layer for e, layer in zip(layered.forward, layered.layers, strict=True)}
         return self.prices.price(layered.analysis, self.method.name, lowered, layer_of, schedule, bound, gap)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Planning makes millions of objects and hardly a cycle: looking for cycles took a quarter of its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _mesh(devices: tuple[int, ...], shape: tuple[int, ...]) -> Mesh:
+    return Mesh(devices, shape, ("x", "y", "z")[: len(shape)])
 
 
 def _with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:

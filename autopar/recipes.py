@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.errors import PlanError
-from autopar.ir.method import Method
+from autopar.ir.method import Method, StageMethod
+from autopar.ir.schedule import ScheduleName
 
 
 def data_parallel(num_microbatches: int | None = 1) -> Method:
@@ -32,14 +35,37 @@ def megatron(dp: int, tp: int, pp: int, num_microbatches: int) -> Method:
         if not isinstance(degree, int) or degree < 1:
             raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
     return Method(
-        f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), "1f1b",
+        f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), schedule="1f1b",
         data_axes=("x",), model_axes=("y",), zero=0,
     )  # fmt: skip
 
 
 def gpipe(num_stages: int, num_microbatches: int) -> Method:
     """GPipe (Huang et al. 2019): a pipeline, all forwards before all backwards, data parallel within a stage."""
-    return Method("gpipe", num_stages, num_microbatches, (-1,), "gpipe", data_axes=("x",), zero=0)
+    return Method("gpipe", num_stages, num_microbatches, (-1,), schedule="gpipe", data_axes=("x",), zero=0)
+
+
+def pipeline(
+    stages: Sequence[tuple[int, tuple[int, ...]]], num_microbatches: int | None = None, schedule: ScheduleName = "1f1b"
+) -> Method:
+    """A pipeline whose stages and meshes are fixed; shardings are free.
+
+    Each of `stages` is a number of layers and the shape of a mesh. The forward pass is cut into as many layers of like
+    work as all stages have together, and the cluster's devices are dealt out in order.
+
+    Raises:
+      PlanError: there are no stages, or a number is not a positive integer.
+    """
+    for at, (num_layers, shape) in enumerate(stages):
+        if not shape or any(not isinstance(n, int) or n < 1 for n in (num_layers, *shape)):
+            raise PlanError(
+                f"pipeline(stages): stage {at} is {(num_layers, shape)!r}; it must be a number of layers and the shape "
+                "of a mesh, positive integers, such as (4, (2, 4))."
+            )
+    if not stages:
+        raise PlanError("pipeline(stages=()): there must be at least one stage, such as (4, (2, 4)).")
+    fixed = tuple(StageMethod(num_layers, tuple(shape)) for num_layers, shape in stages)
+    return Method("pipeline", len(fixed), num_microbatches, stages=fixed, schedule=schedule)
 
 
 def intra_op_only() -> Method:

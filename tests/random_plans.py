@@ -41,7 +41,7 @@ def plan_by_lot(
     size = math.prod(shape)
     with mock.patch.object(planner, "solve", lambda problem, seconds: draw(problem, random)):
         search = planner.Planner(analysis, cluster_of(1, size * num_stages), num_layers=num_stages)
-        layered = search.layered(num_microbatches, False)
+        layered = search.layering.layered(num_microbatches, False)
         stages = min(num_stages, layered.num_layers)
         meshes = [
             Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)])

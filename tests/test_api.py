@@ -339,6 +339,35 @@ def test_stages_need_no_arrays_and_no_devices() -> None:
     assert step.plan(*args, cluster=autopar.load_preset("dgx-h100")).num_devices <= 8
 
 
+def test_a_plan_that_was_looked_at_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = autopar.parallelize(sgd, **ONE)
+    args = shapes_of((weights(), rows()))
+    plan = step.plan(*args)
+    monkeypatch.setattr(Planner, "plan", None)
+    assert step.compile(*args).plan is plan
+
+
+def test_fixed_stages() -> None:
+    """Uneven stages on meshes of their own."""
+
+    def step(w: Any, x: jax.Array) -> Any:
+        def loss(w: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"]) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda p, d: p - 0.1 * d, w, g), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = {name: jax.random.normal(key, (8, 8)) for name, key in zip("abc", keys, strict=False)}
+    x = jax.random.normal(keys[3], (16, 8))
+    wanted = jax.jit(step)(w, x)
+    parallel = autopar.parallelize(step, method=recipes.pipeline([(2, (2, 2)), (1, (4, 1))], 2))
+    plan = parallel.compile(w, x).plan
+    assert [(stage.layers, stage.mesh.shape) for stage in plan.stages] == [((0, 2), (2, 2)), ((2, 3), (4, 1))]
+    assert plan.num_microbatches == 2
+    assert_close(parallel(w, x), wanted)
+
+
 def test_plan_of_a_step_that_runs() -> None:
     """The very plan; another cluster or method asked for is planned beside it."""
     step = autopar.parallelize(sgd, **ONE)

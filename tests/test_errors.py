@@ -101,6 +101,28 @@ def test_call_under_a_transformation() -> None:
         jax.jit(step)(params(), examples())
 
 
+# Fixed stages.
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        ([], r"pipeline\(stages=\(\)\): there must be at least one stage"),
+        ([(1, ())], r"stage 0 is \(1, \(\)\); it must be a number of layers and the shape of a mesh"),
+        ([(1, (2,)), (0, (2, 2))], r"stage 1 is \(0, \(2, 2\)\); it must be"),
+        ([(1, (4,)), (1, (2, 2, 2))], r"stage 1 of mesh shape \(2, 2, 2\) would have the devices 4 to 11 of cluster"),
+        (
+            [(1, (4,)), (1, (1, 2))],
+            r"its stages have 6 devices, cluster .* has 8; choose mesh shapes that have them all",
+        ),
+        ([(2, (4,)), (1, (4,))], r"its stages have 3 layers, and each needs a heavy operation, of which .* has only 2"),
+    ],
+)
+def test_fixed_stages_that_cannot_be(stages: Any, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        autopar.parallelize(train_step, method=recipes.pipeline(stages, 1)).plan(params(), examples(16))
+
+
 # What fits nowhere.
 
 

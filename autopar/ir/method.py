@@ -8,6 +8,14 @@ from autopar.ir.schedule import ScheduleName
 
 
 @dataclasses.dataclass(frozen=True)
+class StageMethod:
+    """A stage that is fixed, on the devices that follow those of the stage before."""
+
+    num_layers: int  # of the step's layers, which are as many as all stages have
+    mesh_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Method:
     """Fixes parts of a plan; None leaves a part to the search.
 
@@ -18,6 +26,7 @@ class Method:
     num_stages: int | None = None
     num_microbatches: int | None = None
     mesh_shape: tuple[int, ...] | None = None  # logical shape of every stage's mesh, (-1,) for one axis; x, y
+    stages: tuple[StageMethod, ...] | None = None  # instead of `num_stages` and `mesh_shape`
     schedule: ScheduleName | None = None
     data_axes: tuple[str, ...] = ()  # axes that split examples and nothing else
     model_axes: tuple[str, ...] = ()  # axes that split anything but examples

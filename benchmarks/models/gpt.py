@@ -31,6 +31,7 @@ class GPTConfig:
     dropout: float = 0.1  # probability, on embeddings, attention weights and residual branches
     dtype: Any = jnp.float32  # of activations and matrix products; parameters are always float32
     remat: bool = False  # recompute each block in the backward pass
+    one_hot: bool = False  # look tokens up by a product with one-hot rows
     scan: bool = False  # one `lax.scan` over the blocks, whose parameters have a leading axis of layers
 
     def __post_init__(self) -> None:
@@ -94,7 +95,7 @@ def logits(config: GPTConfig, params: Params, inputs: jax.Array, key: jax.Array 
     """Scores of the next token, float32 (B, T, V); `inputs`: int32 (B, T). Without a key there is no dropout."""
     split = None if key is None else jax.random.split(key, 1 + config.num_layers)
     keys = [None] * (1 + config.num_layers) if split is None else list(split)
-    embedded = params["tokens"][inputs] + params["positions"][: inputs.shape[1]]
+    embedded = shared.look_up(params["tokens"], inputs, config.one_hot) + params["positions"][: inputs.shape[1]]
     x = shared.dropout(embedded.astype(config.dtype), config.dropout, keys[0])
     block: Callable[..., jax.Array] = functools.partial(_block, config)
     if config.remat:

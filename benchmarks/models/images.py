@@ -49,22 +49,26 @@ def batch_norm_statistics(channels: int) -> Params:
     return {"mean": jnp.zeros(channels), "variance": jnp.ones(channels)}
 
 
-def batch_norm(params: Params, statistics: Params, x: jax.Array, training: bool) -> tuple[jax.Array, Params]:
+def batch_norm(
+    params: Params, statistics: Params, x: jax.Array, training: bool, num_groups: int = 1
+) -> tuple[jax.Array, Params]:
     """Over all axes but the last, in float32: by the batch's own statistics in training, else by the running ones.
 
-    Returns the result and the new running statistics. In training it couples the examples of a batch.
+    Returns the result and the new running statistics. In training it couples the examples of a batch, or those of each
+    of several equal groups (Hoffer et al. 2017), which may be microbatches then.
     """
     wide = x.astype(jnp.float32)
     if training:
-        axes = tuple(range(x.ndim - 1))
-        mean = jnp.mean(wide, axes)
-        variance = jnp.mean(jnp.square(wide - mean), axes)
-        met = {"mean": mean, "variance": variance}
+        wide = wide.reshape(num_groups, -1, *x.shape[1:])
+        axes = tuple(range(1, x.ndim))
+        mean = jnp.mean(wide, axes, keepdims=True)
+        variance = jnp.mean(jnp.square(wide - mean), axes, keepdims=True)
+        met = {name: jnp.mean(each, range(x.ndim)) for name, each in (("mean", mean), ("variance", variance))}
         statistics = jax.tree.map(lambda old, new: MOMENTUM * old + (1 - MOMENTUM) * new, statistics, met)
     else:
         mean, variance = statistics["mean"], statistics["variance"]
     result = (wide - mean) * (jax.lax.rsqrt(variance + 1e-5) * params["scale"]) + params["bias"]
-    return result.astype(x.dtype), jax.lax.stop_gradient(statistics)
+    return result.reshape(x.shape).astype(x.dtype), jax.lax.stop_gradient(statistics)
 
 
 def group_norm(params: Params, x: jax.Array, num_groups: int) -> jax.Array:

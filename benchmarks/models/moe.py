@@ -37,6 +37,7 @@ class MoEConfig:
     dropout: float = 0.1  # probability, on embeddings, attention weights and residual branches
     dtype: Any = jnp.float32  # of activations and matrix products; parameters and the gates are always float32
     remat: bool = False  # recompute each block in the backward pass
+    one_hot: bool = False  # look tokens up by a product with one-hot rows
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads:
@@ -173,7 +174,7 @@ def logits(
 ) -> tuple[jax.Array, jax.Array | float]:
     """Scores of the next token, float32 (B, T, V), and the sum of the auxiliary losses; `inputs`: int32 (B, T)."""
     keys = [None] * (1 + config.num_layers) if key is None else list(jax.random.split(key, 1 + config.num_layers))
-    embedded = params["tokens"][inputs] + params["positions"][: inputs.shape[1]]
+    embedded = shared.look_up(params["tokens"], inputs, config.one_hot) + params["positions"][: inputs.shape[1]]
     x = shared.dropout(embedded.astype(config.dtype), config.dropout, keys[0])
     block: Callable[..., tuple[jax.Array, jax.Array | float]] = functools.partial(_block, config)
     if config.remat:

@@ -183,6 +183,12 @@ def cast(params: Params, dtype: Any) -> Params:
     return {name: leaf.astype(dtype) for name, leaf in params.items()}
 
 
+def look_up(table: jax.Array, tokens: jax.Array, one_hot: bool) -> jax.Array:
+    """The rows (B, T, W) of a table (V, W); by a product of matrices, as some systems for want of sharded look-ups."""
+    found: jax.Array = jax.nn.one_hot(tokens, table.shape[0], dtype=table.dtype) @ table if one_hot else table[tokens]
+    return found
+
+
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
     """Zeroes a share `rate` of the elements and scales the others; nothing without a key."""
     if key is None or rate == 0:

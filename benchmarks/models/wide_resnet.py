@@ -29,6 +29,7 @@ class WideResNetConfig:
     image_size: int = 224  # pixels a side
     dtype: Any = jnp.float32  # of activations and convolutions; parameters and statistics are always float32
     remat: bool = False  # recompute each block in the backward pass
+    norm_groups: int = 1  # of examples, by whose own statistics batch norm normalises them
 
     def blocks(self) -> Iterator[tuple[int, int, int, int]]:
         """Channels that enter, of the first convolution, and that leave, and the stride, of each block."""
@@ -94,23 +95,23 @@ def _statistics(params: Params) -> Params:
 
 
 def _convolve_and_normalise(
-    params: Params, statistics: Params, new: Params, name: str, x: jax.Array, stride: int, training: bool
+    params: Params, statistics: Params, new: Params, name: str, x: jax.Array, stride: int, groups: int
 ) -> jax.Array:
-    """One convolution and its batch norm, whose new statistics go to `new`."""
+    """One convolution and its batch norm, whose new statistics go to `new`; 0 groups: by the running statistics."""
     norm = f"{name}_norm"
     x = images.convolve(x, params[name], stride)
-    x, new[norm] = images.batch_norm(params[norm], statistics[norm], x, training)
+    x, new[norm] = images.batch_norm(params[norm], statistics[norm], x, groups > 0, groups)
     return x
 
 
-def _block(params: Params, statistics: Params, x: jax.Array, stride: int, training: bool) -> tuple[jax.Array, Params]:
+def _block(params: Params, statistics: Params, x: jax.Array, stride: int, groups: int) -> tuple[jax.Array, Params]:
     """(B, H, W, C) -> (B, H / stride, W / stride, C'), and the new statistics."""
     new: Params = {}
-    hidden = jax.nn.relu(_convolve_and_normalise(params, statistics, new, "first", x, 1, training))
-    hidden = jax.nn.relu(_convolve_and_normalise(params, statistics, new, "middle", hidden, stride, training))
-    hidden = _convolve_and_normalise(params, statistics, new, "last", hidden, 1, training)
+    hidden = jax.nn.relu(_convolve_and_normalise(params, statistics, new, "first", x, 1, groups))
+    hidden = jax.nn.relu(_convolve_and_normalise(params, statistics, new, "middle", hidden, stride, groups))
+    hidden = _convolve_and_normalise(params, statistics, new, "last", hidden, 1, groups)
     if "shortcut" in params:
-        x = _convolve_and_normalise(params, statistics, new, "shortcut", x, stride, training)
+        x = _convolve_and_normalise(params, statistics, new, "shortcut", x, stride, groups)
     return jax.nn.relu(x + hidden), new
 
 
@@ -119,11 +120,12 @@ def logits(
 ) -> tuple[jax.Array, Any]:
     """Scores of the classes, float32 (B, N), and the new statistics; `inputs`: (B, H, W, 3)."""
     new: Params = {"blocks": []}
-    x = _convolve_and_normalise(params, statistics, new, "stem", inputs.astype(config.dtype), 2, training)
+    groups = config.norm_groups if training else 0
+    x = _convolve_and_normalise(params, statistics, new, "stem", inputs.astype(config.dtype), 2, groups)
     x = images.max_pool(jax.nn.relu(x), 3, 2)
     block = jax.checkpoint(_block, static_argnums=(3, 4)) if config.remat else _block
     for (*_, stride), each, seen in zip(config.blocks(), params["blocks"], statistics["blocks"], strict=True):
-        x, found = block(each, seen, x, stride, training)
+        x, found = block(each, seen, x, stride, groups)
         new["blocks"].append(found)
     x = jnp.mean(x.astype(jnp.float32), (1, 2))
     return x @ params["head"] + params["head_bias"], new

@@ -98,7 +98,8 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     leaves = {step.graph.inputs[i] for i in step.graph.carried.values()}
     totals = set(step.accumulate.values())
     examples = step.batched - step.partial  # sums over examples are none
-    zero = method.zero or 0
+    zero = 3 if method.zero is None else method.zero  # as far as it may go
+    free = method.zero is None
 
     def allow_lane(program: Program, eqn: Equation, rule: Rule, lane: Lane) -> bool:
         factors = batch.get(eqn.id, frozenset())
@@ -114,7 +115,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
                 if factor not in factors and any(f in can for f in factors):
                     return False  # examples are split wherever they can be
                 gathering = any(way.factor == factor for way in rule.gatherings)
-                if gathering and (choice != factor) != (zero == 3):
+                if gathering and not free and (choice != factor) != (zero == 3):
                     return False  # parameters are gathered layer by layer just where they are kept in pieces
                 if factor >= 0 and factor not in factors and (factors or (not varies and zero < least_zero)):
                     return False
@@ -127,6 +128,8 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
         return True
 
     def allow_layout(value: Value, sharding: Sharding) -> bool:
+        if free:
+            return True
         if value in leaves and _is_tensor(value):
             wanted = zero >= 3 if value in in_loop else zero >= 1
         elif value in totals:

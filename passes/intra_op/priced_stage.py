@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 
+from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.problem import Infeasible, Solution
-from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.intra_op.solve import solve
 
 _ALIKE = 0.01  # relative: a solution that costs no more than this over a bound need not be improved
@@ -19,9 +19,9 @@ _ALIKE = 0.01  # relative: a solution that costs no more than this over a bound 
 class PricedStage:
     """Solutions of one stage's problem."""
 
-    def __init__(self, problem: StageProblem, most_in_flight: int, seconds: float) -> None:
+    def __init__(self, numbers: StageNumbers, most_in_flight: int, seconds: float) -> None:
         """`seconds` sets the solver's work limit for each solution."""
-        self.problem = problem
+        self.numbers = numbers
         self.most_in_flight = most_in_flight
         self.seconds = seconds
         self._cheapest: Solution | None = None  # whatever memory it takes
@@ -36,8 +36,8 @@ class PricedStage:
         for number, error in self._refused.items():
             if number <= in_flight:
                 raise error
-        limit = self.problem.setting.memory_limit
-        if limit is not None and (least := self.problem.least_bytes(in_flight)) > limit:
+        limit = self.numbers.memory_limit
+        if limit is not None and (least := self.numbers.least_bytes(in_flight)) > limit:
             raise Infeasible(least, limit, proved=True)
         enough = self._least_cost(in_flight) * (1 + _ALIKE)
         known = self._fitting(in_flight)
@@ -58,16 +58,16 @@ class PricedStage:
         """What no choice that fits is likely to beat: the costs with fewer in flight."""
         if self._cheapest is None:
             self._cheapest = solve(
-                dataclasses.replace(self.problem.problem(in_flight), limit=None), seconds=self.seconds
+                dataclasses.replace(self.numbers.problem(in_flight), limit=None), seconds=self.seconds
             )
         return max([self._cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
 
     def _fitting(self, in_flight: int) -> Solution | None:
         """The cheapest known choice that fits."""
-        limit = self.problem.setting.memory_limit
+        limit = self.numbers.memory_limit
         known = [s for s in (self._cheapest, *self._found.values()) if s is not None]
         for solution in sorted(known, key=lambda s: s.cost):
-            peak = self.problem.peak_bytes(solution.choice, in_flight)
+            peak = self.numbers.peak_bytes(solution.choice, in_flight)
             if limit is None or peak <= limit:
                 return dataclasses.replace(solution, peak=peak)
         return None
@@ -78,7 +78,7 @@ class PricedStage:
         if in_flight in self._found:
             return self._found[in_flight]
         try:
-            self._found[in_flight] = solve(self.problem.problem(in_flight), seconds=self.seconds)
+            self._found[in_flight] = solve(self.numbers.problem(in_flight), seconds=self.seconds)
         except Infeasible as error:
             self._refused[in_flight] = error
             raise

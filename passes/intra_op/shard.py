@@ -13,8 +13,8 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +28,8 @@ from autopar.ir.strategy import Lane
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import lifetimes, peak_positions
 from autopar.passes.intra_op.limits import Limits
-from autopar.passes.intra_op.problem import Problem, Solution, Usage
+from autopar.passes.intra_op.numbers import Held, StageNumbers
+from autopar.passes.intra_op.problem import Solution
 from autopar.passes.intra_op.seconds import StrategySeconds
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
@@ -73,17 +74,6 @@ class StageSetting:
         return self.placed.step.num_microbatches if in_loop else 1
 
 
-class _Held(NamedTuple):
-    """When a node holds bytes: a half-open range of times."""
-
-    start: int
-    end: int
-    per_microbatch: bool  # as often as there are microbatches in flight
-
-    def times(self, in_flight: int) -> int:
-        return in_flight if self.per_microbatch else 1
-
-
 @dataclasses.dataclass
 class _End:
     """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
@@ -96,7 +86,7 @@ class _End:
 
 
 class StageProblem:
-    """Builds the problem and reads its solution."""
+    """Builds the problem, `numbers`, and reads its solution."""
 
     def __init__(self, setting: StageSetting) -> None:
         self.setting = setting
@@ -106,15 +96,11 @@ class StageProblem:
         self.step = placed.step
         self.stored = set(self.step.graph.inputs) | set(self.step.constants)
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
-        self.costs: list[np.ndarray[Any, Any]] = []
-        self.edges: list[tuple[int, int, np.ndarray[Any, Any]]] = []
+        self.numbers = StageNumbers(setting.memory_limit)
         self._edges: dict[tuple[int, int, int], int] = {}  # the index of each in `edges`
         self._edge_counts: list[int] = []
         self._equations: dict[Any, tuple[int, LaneOptions, Any]] = {}  # tied ones: node, options, seconds of each
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
-        self.node_in_loop: list[bool] = []  # what a node or an edge costs, it costs per microbatch
-        self.edge_in_loop: list[bool] = []
-        self.held: list[dict[_Held, np.ndarray[Any, Any]]] = []  # [strategy], whole bytes
         self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
@@ -130,50 +116,15 @@ class StageProblem:
         self._add_memory()
         self._short_of_memory = self._may_be_short()
         self._connect()
-        self.edges = [(u, v, matrix * n if n > 1 else matrix)
-                      for (u, v, matrix), n in zip(self.edges, self._edge_counts, strict=True)]  # fmt: skip
-
-    def problem(self, in_flight: int) -> Problem:
-        """The problem where so many microbatches are held at once.
-
-        It has no limit where even the hungriest choices would stay within it.
-        """
-        usages = tuple(
-            tuple(Usage(when.start, when.end, nbytes * when.times(in_flight)) for when, nbytes in held.items())
-            for held in self.held
-        )
-        limit = self.setting.memory_limit
-        if limit is not None and self.most_bytes(in_flight) <= limit:
-            limit = None
-        return Problem(tuple(self.costs), tuple(self.edges), usages, limit)
-
-    def most_bytes(self, in_flight: int) -> float:
-        """The peak if everything were held in the hungriest way; no choice has a higher one."""
-        return self._peak(in_flight, lambda node, nbytes: float(nbytes.max()))
-
-    def least_bytes(self, in_flight: int) -> float:
-        """The peak if everything were held in the leanest way; no choice has a lower one."""
-        return self._peak(in_flight, lambda node, nbytes: float(nbytes.min()))
-
-    def peak_bytes(self, choice: Sequence[int], in_flight: int) -> float:
-        """The peak of a choice."""
-        return self._peak(in_flight, lambda node, nbytes: float(nbytes[choice[node]]))
-
-    def _peak(self, in_flight: int, size: Callable[[int, np.ndarray[Any, Any]], float]) -> float:
-        changes: dict[int, float] = defaultdict(float)
-        for node, held in enumerate(self.held):
-            for when, nbytes in held.items():
-                amount = size(node, nbytes) * when.times(in_flight)
-                changes[when.start] += amount
-                changes[when.end] -= amount
-        return max(itertools.accumulate(changes[t] for t in sorted(changes)), default=0.0)
+        self.numbers.edges = [(u, v, matrix * n if n > 1 else matrix)
+                      for (u, v, matrix), n in zip(self.numbers.edges, self._edge_counts, strict=True)]  # fmt: skip
 
     def _may_be_short(self) -> bool:
         """Whether the hungriest choices, with whole copies of all stacks that loops read or make, pass the limit."""
         limit = self.setting.memory_limit
         ends = [*self.makers.items(), *((slot, end) for slot, ends in self.readers.items() for end in ends)]
         stacks = {slot[1] for slot, end in ends if end.stacked is not None and end.stacked.any()}
-        most = 0.0 if limit is None else self.most_bytes(self.step.num_microbatches)
+        most = 0.0 if limit is None else self.numbers.most_bytes(self.step.num_microbatches)
         return limit is not None and most + sum(v.nbytes for v in stacks) > limit
 
     def read(self, solution: Solution) -> StageSharding:
@@ -186,21 +137,13 @@ class StageProblem:
             solution.cost, solution.lower_bound,
         )  # fmt: skip
 
-    def loop_seconds(self, solution: Solution) -> float:
-        """Seconds per step that the programs of the microbatches take, of the solution's cost."""
-        choice = solution.choice
-        nodes = sum(cost[k] for cost, k, loop in zip(self.costs, choice, self.node_in_loop, strict=True) if loop)
-        edges = sum(matrix[choice[u], choice[v]]
-                    for (u, v, matrix), loop in zip(self.edges, self.edge_in_loop, strict=True) if loop)  # fmt: skip
-        return float(nodes + edges)
-
     # Nodes.
 
     def _node(self, costs: Any, in_loop: bool) -> int:
-        self.costs.append(np.asarray(costs, np.float64) * self.setting.often(in_loop))
-        self.node_in_loop.append(in_loop)
-        self.held.append({})
-        return len(self.costs) - 1
+        self.numbers.costs.append(np.asarray(costs, np.float64) * self.setting.often(in_loop))
+        self.numbers.node_in_loop.append(in_loop)
+        self.numbers.held.append({})
+        return len(self.numbers.costs) - 1
 
     def _slot(self, program: Program, value: Value) -> Slot:
         return (program.index if value in self.copied else None, value)
@@ -262,7 +205,7 @@ class StageProblem:
                 key = (self._alike.get((program.index, eqn.id)), index, addends, traffic[eqn.id])
                 if key in self._equations:
                     node, options, seconds = self._equations[key]
-                    self.costs[node] = self.costs[node] + seconds
+                    self.numbers.costs[node] = self.numbers.costs[node] + seconds
                 else:
                     options = self._options(lane_rule, addends)
                     allowed = [i for i, lane in enumerate(options.lanes)
@@ -272,7 +215,7 @@ class StageProblem:
                     seconds = self._seconds.of(eqn, rule, index, options, traffic[eqn.id])
                     node = self._node(seconds, program.in_loop)
                     if key[0] is not None:
-                        self._equations[key] = (node, options, self.costs[node])
+                        self._equations[key] = (node, options, self.numbers.costs[node])
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 by_round = _by_round(lane_rule, options)
                 for place, position in enumerate(positions):
@@ -325,7 +268,7 @@ class StageProblem:
             node, choices = self.layouts[slot] = tied
             if source is None and not here:
                 transfer = choices.nbytes(value) / setting.link_bandwidth
-                self.costs[node] = self.costs[node] + transfer * setting.often(value in step.batched)
+                self.numbers.costs[node] = self.numbers.costs[node] + transfer * setting.often(value in step.batched)
         self._sums = sums
 
     def _layout_choices(
@@ -431,14 +374,14 @@ class StageProblem:
         if found is None:
             return
         if source.node == target.node:  # tied: whatever it chooses, both choose
-            self.costs[source.node] = self.costs[source.node] + found.diagonal()
+            self.numbers.costs[source.node] = self.numbers.costs[source.node] + found.diagonal()
             return
         place = (source.node, target.node, id(found))
         if place not in self._edges:
-            self._edges[place] = len(self.edges)
+            self._edges[place] = len(self.numbers.edges)
             self._edge_counts.append(0)
-            self.edges.append((source.node, target.node, found))
-            self.edge_in_loop.append(target.in_loop)
+            self.numbers.edges.append((source.node, target.node, found))
+            self.numbers.edge_in_loop.append(target.in_loop)
         self._edge_counts[self._edges[place]] += 1
 
     def _without_copies(self, value: Value, matrix: Any, source: _End, target: _End) -> Any:
@@ -458,8 +401,8 @@ class StageProblem:
 
     # Memory.
 
-    def _hold(self, node: int, when: _Held, nbytes: Any) -> None:
-        self.held[node][when] = self.held[node].get(when, 0.0) + np.ceil(nbytes)
+    def _hold(self, node: int, when: Held, nbytes: Any) -> None:
+        self.numbers.held[node][when] = self.numbers.held[node].get(when, 0.0) + np.ceil(nbytes)
 
     def _add_memory(self) -> None:
         setting = self.setting
@@ -489,15 +432,15 @@ class StageProblem:
             maker = made_in.get(slot)
             if value in self.stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
-                self._hold(end.node, _Held(start, always[1], False), size)
+                self._hold(end.node, Held(start, always[1], False), size)
                 continue
             users = read_in.get(slot, [])
             if maker is None and users:  # arrives from elsewhere
                 first, last = times[users[0].index][0], times[users[-1].index][1]
-                self._hold(end.node, _Held(first, last, users[0].in_loop), size)
+                self._hold(end.node, Held(first, last, users[0].in_loop), size)
             elif maker is not None and users:  # crosses programs
                 first, last = times[maker.index][0], times[users[-1].index][1]
-                self._hold(end.node, _Held(first, last, maker.in_loop), size)
+                self._hold(end.node, Held(first, last, maker.in_loop), size)
         graph = self.step.graph
         in_place = {
             out for k, i in graph.carried.items()
@@ -511,14 +454,14 @@ class StageProblem:
                 if rule.moments:
                     node, options = self.lanes[program.index, eqn.id, 0]
                     held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
-                    self._hold(node, _Held(t, t + 1, False), held)
+                    self._hold(node, Held(t, t + 1, False), held)
             for value, (born, dies) in lives[program.index].items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in and value not in in_place:
                     end = self._source(slot)
                     size = end.shardings.nbytes(value)
-                    self._hold(end.node, _Held(live[0], live[-1] + 1, False), size)
+                    self._hold(end.node, Held(live[0], live[-1] + 1, False), size)
 
 
 def _by_round(rule: Rule, options: LaneOptions) -> list[int | None]:

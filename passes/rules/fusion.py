@@ -105,7 +105,7 @@ def memory_traffic(
         maker.update(dict.fromkeys(eqn.outputs, kernel))
     return {
         eqn.id: Traffic(
-            tuple(reads[eqn.id, position] for position in range(len(eqn.inputs))),
+            tuple([reads.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]),
             writes.get(eqn.id, (False,) * len(eqn.outputs)),
             launches.get(eqn.id, 0),
             is_fusible(rules[eqn.id]),

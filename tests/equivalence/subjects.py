@@ -64,8 +64,8 @@ def _vit(num_layers: int) -> vit.ViTConfig:
 
 
 def _unet(num_layers: int) -> unet.UNetConfig:
-    """`num_layers`: down and up."""
-    return unet.UNetConfig(8, 8, (1, 2), blocks_per_level=num_layers // 2, attention_sizes=(4,), num_groups=4)
+    """Half of `num_layers` down, half up, and what lies between them."""
+    return unet.UNetConfig(8, 8, (1, 2), blocks_per_level=max(1, num_layers // 4), attention_sizes=(4,), num_groups=4)
 
 
 def _lstm(num_layers: int) -> lstm.LSTMConfig:

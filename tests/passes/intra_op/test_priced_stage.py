@@ -42,7 +42,7 @@ def planner_of_mlp(layers: int) -> Planner:
 
 def stage_problems(planner: Planner, m: int, shape: tuple[int, ...] = (4,)) -> tuple[StageProblem, StageProblem]:
     """All layers as one stage: tied, and not."""
-    layered = planner.layered(m, False)
+    layered = planner.layering.layered(m, False)
     placed = layered.placed([])
     mesh = Mesh(tuple(range(4)), shape, ("x", "y")[: len(shape)])
     tied, free = (planner.stage_problem(layered, placed, 0, mesh, tied=tied) for tied in (True, False))
@@ -63,9 +63,9 @@ def untied(tied: StageProblem, free: StageProblem, choice: tuple[int, ...]) -> l
         assert shardings.each == same.each
         found[node] = choice[other]
         taken.add(other)
-    rest = [n for n in range(len(free.costs)) if n not in found]  # what is sent or returned is not tied
-    found.update(zip(rest, (choice[n] for n in range(len(tied.costs)) if n not in taken), strict=True))
-    return [found[n] for n in range(len(free.costs))]
+    rest = [n for n in range(len(free.numbers.costs)) if n not in found]  # what is sent or returned is not tied
+    found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
+    return [found[n] for n in range(len(free.numbers.costs))]
 
 
 @pytest.mark.parametrize(("scan", "m", "shape"), [(False, 4, (4,)), (True, 1, (2, 2))])
@@ -75,17 +75,17 @@ def test_a_tied_choice_costs_and_holds_what_it_does_equation_by_equation(
     tied, free = stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, scan=scan)), m, shape)
     random = np.random.default_rng(0)
     # Random choices seldom have a finite cost; the solved one does.
-    choices = [tuple(int(random.integers(cost.size)) for cost in tied.costs) for _ in range(2)]
-    choices.append(solve(tied.problem(2), seconds=2.0).choice)
-    assert math.isfinite(evaluate(tied.problem(2), choices[-1])[0])
+    choices = [tuple(int(random.integers(cost.size)) for cost in tied.numbers.costs) for _ in range(2)]
+    choices.append(solve(tied.numbers.problem(2), seconds=2.0).choice)
+    assert math.isfinite(evaluate(tied.numbers.problem(2), choices[-1])[0])
     for choice in choices:
         chosen = untied(tied, free, choice)
-        cost, peak = evaluate(tied.problem(2), choice)
-        other_cost, other_peak = evaluate(free.problem(2), chosen)
+        cost, peak = evaluate(tied.numbers.problem(2), choice)
+        other_cost, other_peak = evaluate(free.numbers.problem(2), chosen)
         if math.isfinite(other_cost):
             assert cost == pytest.approx(other_cost)
-            assert tied.loop_seconds(Solution(choice, cost, cost, peak)) == pytest.approx(
-                free.loop_seconds(Solution(tuple(chosen), cost, cost, peak))
+            assert tied.numbers.loop_seconds(Solution(choice, cost, cost, peak)) == pytest.approx(
+                free.numbers.loop_seconds(Solution(tuple(chosen), cost, cost, peak))
             )
         else:
             assert math.isinf(cost)
@@ -94,27 +94,27 @@ def test_a_tied_choice_costs_and_holds_what_it_does_equation_by_equation(
 
 def test_tied_problems_do_not_grow_with_the_layers() -> None:
     few, many = (stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, num_layers=n)), 2) for n in (4, 8))
-    assert len(many[1].costs) > 1.6 * len(few[1].costs)
-    assert len(many[0].costs) < 1.1 * len(few[0].costs)
+    assert len(many[1].numbers.costs) > 1.6 * len(few[1].numbers.costs)
+    assert len(many[0].numbers.costs) < 1.1 * len(few[0].numbers.costs)
 
 
 @pytest.mark.parametrize("planner", [planner_of_gpt(CONFIG), planner_of_mlp(4)], ids=["gpt", "square mlp"])
 def test_ties_lose_little(planner: Planner) -> None:
     tied, free = stage_problems(planner, 2)
-    best = solve(free.problem(1), seconds=10)
+    best = solve(free.numbers.problem(1), seconds=10)
     assert best.gap < 0.01
-    assert best.cost * 0.99 <= solve(tied.problem(1), seconds=10).cost <= best.cost * 1.02
+    assert best.cost * 0.99 <= solve(tied.numbers.problem(1), seconds=10).cost <= best.cost * 1.02
 
 
 def test_costs_rise_with_the_microbatches_in_flight_and_every_choice_fits() -> None:
     planner = planner_of_gpt(CONFIG)
-    layered = planner.layered(4, True)
+    layered = planner.layering.layered(4, True)
     placed = layered.placed([layered.num_layers // 2])
     roomy = planner.stage_problem(layered, placed, 0, Mesh((0, 1), (2,), ("x",)), tied=True)
-    hungry = solve(dataclasses.replace(roomy.problem(1), limit=None), seconds=5.0)
-    limit = (roomy.least_bytes(4) + roomy.peak_bytes(hungry.choice, 4)) / 2
+    hungry = solve(dataclasses.replace(roomy.numbers.problem(1), limit=None), seconds=5.0)
+    limit = (roomy.numbers.least_bytes(4) + roomy.numbers.peak_bytes(hungry.choice, 4)) / 2
     tied = StageProblem(dataclasses.replace(roomy.setting, memory_limit=limit))
-    priced = PricedStage(tied, 4, 5.0)
+    priced = PricedStage(tied.numbers, 4, 5.0)
     costs: list[float] = []
     for in_flight in (1, 2, 3, 4):
         try:
@@ -122,12 +122,12 @@ def test_costs_rise_with_the_microbatches_in_flight_and_every_choice_fits() -> N
         except Infeasible:
             costs.append(math.inf)
             continue
-        cost, peak = evaluate(tied.problem(in_flight), solution.choice)
+        cost, peak = evaluate(tied.numbers.problem(in_flight), solution.choice)
         assert cost == pytest.approx(solution.cost)
         assert peak == pytest.approx(solution.peak)
         assert peak <= limit
         costs.append(cost)
-        assert cost <= solve(tied.problem(in_flight), seconds=5.0).cost * 1.011
+        assert cost <= solve(tied.numbers.problem(in_flight), seconds=5.0).cost * 1.011
     assert costs == sorted(costs)
     assert math.isfinite(costs[0])
     assert costs[-1] > costs[0], "the memory should matter"
@@ -140,15 +140,15 @@ def test_renewed_leaves_take_the_place_of_the_last(m: int, gradients: int) -> No
     state = jax.eval_shape(lambda: models.adam_state(params))
     analysis = analyse(models.adam(models.mlp_loss), state, {"x": examples, "y": examples})
     planner = Planner(analysis, cluster_of(1, 1))
-    layered = planner.layered(m, False)
+    layered = planner.layering.layered(m, False)
     problem = planner.stage_problem(layered, layered.placed([]), 0, Mesh((0,), (1,), ("x",)), tied=False)
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
-    held = problem.least_bytes(1) / one
+    held = problem.numbers.least_bytes(1) / one
     assert 0 < held - (3 + gradients) < 0.6, "parameters, two moments; a layer or two on the way"
 
 
 def test_what_cannot_fit_is_refused_with_the_least_that_is_needed() -> None:
     tied, _ = stage_problems(planner_of_gpt(CONFIG, memory=1000), 4)
     with pytest.raises(Infeasible) as caught:
-        PricedStage(tied, 4, 1.0).solution(1)
+        PricedStage(tied.numbers, 4, 1.0).solution(1)
     assert caught.value.smallest_peak > 1000

@@ -1,0 +1,159 @@
+"""A step in microbatches, its forward pass in layers, and its loops over layers cut where stages may end."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.errors import PlanError, UnsplitWarning
+from autopar.ir.graph import Equation, LeafCut, Phase, StepGraph
+from autopar.ir.method import Method
+from autopar.ir.program import PlacedStep
+from autopar.ir.units import count_text
+from autopar.passes.batch import BatchAnalysis, analyse_batch
+from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
+from autopar.passes.microbatch import split_batch
+from autopar.passes.pipeline import place
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.table import rule_of
+from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
+
+MAX_LAYERS = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layered:
+    """A step graph with its rules and the layers of its forward pass."""
+
+    analysis: BatchAnalysis
+    step: StepGraph
+    rules: Mapping[int, Rule]  # by equation id
+    forward: tuple[Equation, ...]  # forward equations that are placed, in program order
+    layers: tuple[int, ...]  # by forward equation
+    num_layers: int
+
+    def placed(self, cuts: Sequence[int]) -> PlacedStep:
+        """Programs of the pipeline whose stages begin at the layers 0, *cuts."""
+        stage_of_layer = np.zeros(self.num_layers, int)
+        for cut in cuts:
+            stage_of_layer[cut:] += 1
+        stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
+        return place(self.step, stages, len(cuts) + 1, {})
+
+
+class Layering:
+    """Cuts one traced step into layers, for any number of microbatches."""
+
+    def __init__(self, analysis: BatchAnalysis, num_devices: int, method: Method, num_layers: int | None) -> None:
+        self.analysis, self.num_devices, self.method, self.num_layers = analysis, num_devices, method, num_layers
+        self.graph = analysis.graph
+        # Decorated methods would keep this and its graphs for ever.
+        self.layered = functools.cache(self._layered)
+        self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
+
+    def _layered(self, m: int, pipelined: bool) -> Layered:
+        """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
+        self.analysis.check(m)
+        analysis = self._finest if pipelined and self.num_devices > 1 else self.analysis
+        if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
+            if analysis is not self.analysis:
+                self._warn_of_whole_loops()
+            analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
+        step, rules, forward = self.in_microbatches(analysis, m)
+
+        def flops(eqn: Equation) -> float:
+            return rules[eqn.id].products
+
+        wanted = self.method.num_stages or 1
+        if (wanted == 1 and self.num_devices == 1) or not forward:
+            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
+        found = heavy_equations(np.array([flops(e) for e in forward]))
+        heavy = int(found.sum())
+        if wanted > max(1, heavy):
+            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
+        if self.method.stages is not None:
+            number = sum(stage.num_layers for stage in self.method.stages)
+            if number > max(1, heavy):
+                raise PlanError(
+                    f"method {self.method.name!r}: its stages have {count_text(number, 'layer')}, and each needs a "
+                    f"heavy operation, of which the forward pass of {self.graph.name} has only {heavy}."
+                )
+        else:
+            number = self.num_layers or max(wanted, default_num_layers(forward, flops, MAX_LAYERS))
+            number = min(number, max(1, heavy))
+        if number == 1:
+            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
+        layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
+        return Layered(analysis, step, rules, forward, layers, number)
+
+    def joined(self, layered: Layered, cuts: Sequence[int]) -> Layered:
+        """The step with its stages as layers, its loops cut only where a stage ends."""
+        m = layered.step.num_microbatches
+        stage = np.searchsorted(cuts, layered.layers, side="right")
+        if layered.analysis is self.analysis:
+            return dataclasses.replace(layered, layers=tuple(map(int, stage)), num_layers=len(cuts) + 1)
+        at = list(zip(layered.forward, map(int, stage), strict=True))
+        analysis = self.cut(self.stacks.leaf_cuts(loop_bounds(at, self.stacks)))
+        step, rules, forward = self.in_microbatches(analysis, m)
+        # Pieces in one stage begin with the first of the finer ones.
+        stage_of = {eqn.origin: s for eqn, s in reversed(at)}
+        stages, latest = [], 0
+        for eqn in forward:
+            latest = max(latest, stage_of.get(eqn.origin, latest))
+            stages.append(latest)
+        return Layered(analysis, step, rules, forward, tuple(stages), len(cuts) + 1)
+
+    @functools.cached_property
+    def stacks(self) -> Stacks:
+        """The loops that stages may share."""
+        return find_stacks(self.analysis)
+
+    @functools.cached_property
+    def _finest(self) -> BatchAnalysis:
+        """With loops over layers cut wherever a stage may end."""
+        return self.cut(self.stacks.leaf_cuts(self.stacks.loops))
+
+    def cut(self, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()) -> BatchAnalysis:
+        """The analysis of the graph with these argument leaves in pieces, others whole."""
+        if not cuts:
+            return self.analysis
+        axes = {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
+        return analyse_batch(cut_leaves(self.analysis, cuts, whole), axes, rule_of)
+
+    def in_microbatches(
+        self, analysis: BatchAnalysis, m: int
+    ) -> tuple[StepGraph, dict[int, Rule], tuple[Equation, ...]]:
+        """The step in microbatches, the rules of its equations, and its forward equations that are placed."""
+        step = split_batch(analysis, m)
+        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
+        return step, rules, tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+
+    def _warn_of_loops(self) -> None:
+        """Say why loops over layers are not cut between stages."""
+        couplings = self._finest.couplings
+        reason = f": {couplings[0].reason} at {couplings[0].equation.source or 'an unknown line'}" if couplings else ""
+        lines = dict.fromkeys(e.source for e in self.graph.equations if e.id in self.stacks.loops)
+        warnings.warn(
+            f"{self.graph.name}: the loop over layers at {', '.join(lines)} is not cut between stages where there are "
+            f"several microbatches{reason}. Its parts would have to hand on a sum over the batch. Let the loop do "
+            "nothing to what it carries of it (an auxiliary loss) but add to it, or return that for each layer and sum "
+            "it after the loop.",
+            UnsplitWarning,
+            stacklevel=4,
+        )
+
+    def _too_many_stages(self, wanted: int, heavy: Sequence[Equation], rules: Mapping[int, Rule]) -> str:
+        lines = dict.fromkeys(f"{e.primitive.name} at {e.source or 'an unknown line'}" for e in heavy)
+        loops = any(rules[e.id].kernels for e in heavy)
+        hint = " A loop is cut between stages only if it is a jax.lax.scan over stacked parameters." if loops else ""
+        few = max(1, len(heavy))
+        return (
+            f"num_stages={wanted}: each stage needs a heavy operation (a product of matrices, a convolution, a part of "
+            f"a loop over layers), of which the forward pass of {self.graph.name} has only {len(heavy)}"
+            + (f" ({', '.join(lines)})" if lines else "")
+            + f". Use at most {count_text(few, 'stage')}, or method='auto'.{hint}"
+        )

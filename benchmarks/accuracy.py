@@ -1,0 +1,185 @@
+"""The cost model against published measurements: `python -m benchmarks.accuracy --measured FILE... --json FILE`.
+
+Every row is planned as it was published (stages, meshes, microbatches, what is data parallel, ZeRO) on the preset of
+its machine and priced; one set of constants per device kind and link kind, the presets'. Rows whose plan is not known
+exactly count for the ranking only; suspect and projected ones, and those that no method of ours says, are listed.
+
+Bars: mean absolute error of the step time at most 10 % over the end-to-end rows of each family, 15 % over the ablation
+of sharding within one stage, 10 % of the peak memory; out of memory predicted where it was measured; and of the pairs
+of methods of a case that differ by more than 5 %, at most a tenth in the wrong order.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import pathlib
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import autopar
+from autopar.errors import InfeasiblePlanError, PlanError
+from benchmarks import common, published
+from benchmarks.published import Measurement, Way
+
+DATA = pathlib.Path(__file__).parent / "data"
+DEFAULT = (DATA / "alpa_osdi22_measured.json", DATA / "megatron_sc21_a100.csv")
+UNFIT = ("contradict", "projected")  # doubts that also bar a row from the ranking
+CLEAR = 0.05  # relative: methods that differ by more have an order
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the plan says; no time where it does not fit."""
+
+    seconds: float | None
+    memory: float | None  # bytes, of what arrays take on the device that needs most
+    planning: float  # CPU seconds
+    error: str = ""
+
+
+class Predictor:
+    """Plans each program once: rows of different names may have run the same."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, Prediction] = {}
+
+    def best(self, row: Measurement) -> Prediction | None:
+        """By the best of its ways; None if there is none."""
+        found = [self._one(row, way) for way in row.ways]
+        return min(found, key=lambda p: math.inf if p.seconds is None else p.seconds, default=None)
+
+    def _one(self, row: Measurement, way: Way) -> Prediction:
+        key = (json.dumps(row.spec, sort_keys=True), row.batch_size, row.cluster, way)
+        if key not in self._seen:
+            self._seen[key] = _predict(row, way)
+        return self._seen[key]
+
+
+def _predict(row: Measurement, way: Way) -> Prediction:
+    started = time.process_time()
+    function, state, batch = row.step(way)
+    step = autopar.parallelize(function, cluster=row.cluster, method=way.method, num_microbatches=way.num_microbatches)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            plan = step.plan(state, batch)
+    except (InfeasiblePlanError, PlanError) as error:
+        return Prediction(None, None, time.process_time() - started, f"{type(error).__name__}: {error}")
+    return Prediction(plan.step_time, plan.peak_memory, time.process_time() - started)
+
+
+def pairs(rows: Sequence[tuple[Measurement, Prediction]]) -> tuple[int, list[str]]:
+    """How many pairs of methods of a case have an order, and those that are predicted in the other one."""
+    cases: dict[str, list[tuple[Measurement, Prediction]]] = defaultdict(list)
+    for row, found in rows:
+        if (row.seconds is not None or not row.fits) and not any(text in row.doubt for text in UNFIT):
+            cases[row.case].append((row, found))
+    count, wrong = 0, []
+    for case, members in cases.items():
+        for (a, found_a), (b, found_b) in itertools.combinations(members, 2):
+            measured = [math.inf if row.seconds is None else row.seconds for row in (a, b)]
+            guessed = [math.inf if found.seconds is None else found.seconds for found in (found_a, found_b)]
+            if max(measured) > (1 + CLEAR) * min(measured):
+                count += 1
+                if (measured[0] < measured[1]) != (guessed[0] < guessed[1]):
+                    wrong.append(f"{case}: {a.method} {measured[0]:.4g} s ({guessed[0]:.4g}), "
+                                 f"{b.method} {measured[1]:.4g} s ({guessed[1]:.4g})")  # fmt: skip
+    return count, wrong
+
+
+def error(predicted: float, measured: float) -> float:
+    """Relative."""
+    return predicted / measured - 1
+
+
+def bars(rows: Sequence[tuple[Measurement, Prediction]]) -> dict[str, common.Bar]:
+    """Of the rows with a prediction."""
+    times: dict[str, list[float]] = defaultdict(list)
+    memory: list[float] = []
+    missed = 0
+    for row, found in rows:
+        if row.doubt:
+            continue
+        missed += row.fits != (found.seconds is not None)
+        if row.seconds is not None and found.seconds is not None:
+            name = f"time_ablation_{row.family}" if row.ablation else f"time_{row.family}"
+            times[name].append(abs(error(found.seconds, row.seconds)))
+        if row.memory is not None and found.memory is not None:
+            memory.append(abs(error(found.memory, row.memory)))
+    result = {
+        name: common.Bar(statistics.fmean(errors), 0.15 if "ablation" in name else 0.1)
+        for name, errors in sorted(times.items())
+    }
+    if memory:
+        result["memory"] = common.Bar(statistics.fmean(memory), 0.1)
+    result["wrong_about_fitting"] = common.Bar(missed, 0)
+    count, wrong = pairs(rows)
+    if count:
+        result["pairs_in_the_wrong_order"] = common.Bar(len(wrong) / count, 0.1)
+    return result
+
+
+def _line(row: Measurement, found: Prediction | None) -> str:
+    measured = "out of memory" if not row.fits else "no time" if row.seconds is None else f"{row.seconds:.4g} s"
+    if row.memory is not None:
+        measured += f", {row.memory / 2**30:.2f} GiB"
+    if found is None:
+        return f"{row.case} {row.method}: {measured}; not predicted: {row.doubt}"
+    if found.seconds is None or found.memory is None:
+        guess = f"does not fit ({found.error[:90]})"
+    else:
+        guess = f"{found.seconds:.4g} s, {found.memory / 2**30:.2f} GiB"
+        if row.seconds is not None:
+            guess += f" ({error(found.seconds, row.seconds):+.0%}"
+            guess += f", memory {error(found.memory, row.memory):+.0%})" if row.memory is not None else ")"
+    doubt = f" [not scored: {row.doubt}]" if row.doubt else ""
+    return f"{row.case} {row.method}: {measured}; predicted {guess}; planned in {found.planning:.1f} s{doubt}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.accuracy", description="The cost model against published measurements."
+    )
+    parser.add_argument("--measured", type=pathlib.Path, nargs="+", default=DEFAULT, help="files of measurements")
+    parser.add_argument("--only", help="rows whose case and method contain this text")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
+    arguments = parser.parse_args()
+
+    common.use_virtual_devices(1)
+    predictor = Predictor()
+    rows: list[tuple[Measurement, Prediction]] = []
+    content = []
+    for path in arguments.measured:
+        for row in published.read(path):
+            if arguments.only and arguments.only not in f"{row.case} {row.method}":
+                continue
+            found = predictor.best(row)
+            print(_line(row, found), flush=True)
+            if found is not None:
+                rows.append((row, found))
+            content.append(
+                {
+                    "case": row.case, "method": row.method, "seconds": row.seconds, "memory": row.memory,
+                    "fits": row.fits, "doubt": row.doubt,
+                    **({} if found is None else {f"predicted_{k}": v for k, v in dataclasses.asdict(found).items()}),
+                }
+            )  # fmt: skip
+    found_bars = bars(rows)
+    count, wrong = pairs(rows)
+    print(f"{count} pairs of methods differ by more than {CLEAR:.0%}; in the wrong order:", *wrong, sep="\n  ")
+    for name, bar in found_bars.items():
+        print(f"{name}: {bar}")
+    if arguments.json is not None:
+        common.write_json(arguments.json, common.result(found_bars, content))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Published measurements as programs and methods of ours, to be planned and priced as they ran.
+
+Alpa's rows (`alpa_osdi22_measured.json`) carry model, batch and plan; how single operators were sharded within a stage
+is never recorded: that is left to the solver, under the row's options. What the systems themselves do is said here
+once for all rows: Alpa looks tokens up by a product with one-hot rows, keeps weights in 16 bits beside a copy in
+float32, and takes the statistics of batch norm by microbatch; its figures of memory are GiB.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import autopar
+from autopar import recipes
+from autopar.ir.method import Method
+from benchmarks.models import gpt, moe, wide_resnet
+
+_RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+_DTYPES = {"fp16": jnp.float16, "fp32": jnp.float32, "bf16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """One way in which a measured program may have run."""
+
+    method: Method
+    num_microbatches: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One row: what ran where, and what was seen."""
+
+    case: str  # experiment, model and devices: measurements of one case differ by their method
+    family: str
+    method: str
+    ablation: bool  # of sharding within one stage
+    spec: Mapping[str, Any]
+    batch_size: int
+    cluster: autopar.Cluster
+    ways: tuple[Way, ...]  # the best of which it was; () if no method of ours says it
+    seconds: float | None  # of a step; None: not published
+    memory: float | None  # bytes on a device
+    fits: bool  # else it ran out of memory
+    doubt: str  # why it is not scored; "" if it is
+
+    def step(self, way: Way) -> tuple[Callable[..., Any], Any, Any]:
+        """The train step, and the shapes of its state and batch."""
+        return _step(self.spec, self.batch_size, way)
+
+
+def read(path: pathlib.Path) -> list[Measurement]:
+    """The measurements of a file in either format."""
+    if path.suffix == ".csv":
+        with path.open(newline="") as file:
+            return [_megatron(row) for row in csv.DictReader(file)]
+    return [_alpa(row) for row in json.loads(path.read_text())["rows"]]
+
+
+# Alpa's artifact.
+
+
+def _alpa(row: Mapping[str, Any]) -> Measurement:
+    latencies = [x for x in row.get("latencies") or () if x > 0]
+    failed = not latencies and row["tflops"] <= 0
+    seconds = math.fsum(latencies) / len(latencies) if latencies else None
+    if seconds is None and not failed and row["model"] == "gpt":
+        seconds = _gpt_flops(row["model_spec"], row["batch_size"] or 0) / (row["tflops"] * 1e12 * row["num_gpus"])
+    doubts = {
+        "its plan is not known exactly": row["plan_known"] != "exact",
+        "the sources contradict one another": "suspect" in row,
+        "it was projected": row.get("projected", False),
+        "no time was published": seconds is None and not failed,
+    }
+    ways = tuple(_ways(row))
+    doubts["no method says what ran"] = not ways
+    hosts = row["hosts"]
+    memory = row.get("peak_mem") or 0.0
+    return Measurement(
+        case=f"{row['exp']} {row['model']} {row['num_gpus']}",
+        family=row["model"],
+        method=row["method"],
+        ablation=row["exp"].startswith("intra"),
+        spec={**row["model_spec"], "family": row["model"], "alpa": row["method"].startswith("alpa")},
+        batch_size=row["batch_size"] or 0,
+        cluster=autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts),
+        ways=ways,
+        seconds=seconds,
+        memory=memory * 2**30 if memory > 0 else None,
+        fits=not failed,
+        doubt="; ".join(text for text, holds in doubts.items() if holds),
+    )
+
+
+def _gpt_flops(spec: Mapping[str, Any], batch_size: int) -> float:
+    """Of a step, by the formula by which these TFLOPS are given."""
+    tokens, width = batch_size * spec["seq_len"], spec["hidden_size"]
+    blocks = (96 if spec["remat"] else 72) * tokens * width**2 * spec["num_layers"]
+    return float(blocks * (1 + spec["seq_len"] / (6 * width)) + 6 * tokens * width * spec["vocab_size"])
+
+
+def _ways(row: Mapping[str, Any]) -> Iterator[Way]:
+    plan = row["plan"]
+    numbers = [row["num_micro_batches"]] if row["num_micro_batches"] else plan.get("num_micro_batches_candidates", [])
+    for m in numbers:
+        method = _method(plan, m)
+        if method is not None:
+            yield Way(method, m)
+
+
+def _method(plan: Mapping[str, Any], m: int) -> Method | None:
+    match plan["kind"]:
+        case "dp_tp_pp":
+            return recipes.megatron(plan["dp"], plan["tp"], plan["pp"], m)
+        case "dp_ep_tp_pp" if plan["tp"] == plan["pp"] == 1 and plan["ep"] == plan["dp"]:
+            return Method("expert_parallel", 1, m, (plan["dp"],))
+        case "intra_op" if plan["logical_shape"] and "force_simple_heuristic" not in plan["options"]:
+            return _within_one_stage(plan, m)
+        case "stages":
+            stages = [
+                (len(layers), _trimmed(shape))
+                for layers, shape in zip(plan["forward_stage_layer_ids"], plan["submesh_logical_shapes"], strict=True)
+            ]
+            return dataclasses.replace(
+                recipes.pipeline(stages, m), data_axes=_data_axes(plan["options"], plan["submesh_options"])
+            )
+    return None
+
+
+def _within_one_stage(plan: Mapping[str, Any], m: int) -> Method:
+    stage = plan.get("zero_stage")
+    if stage == 0:
+        return recipes.data_parallel(m)
+    if stage is not None:
+        return recipes.zero(stage, m)
+    options, shape = plan["options"], _trimmed(plan["logical_shape"])
+    return Method("intra_op", 1, m, shape, data_axes=_data_axes(options, []))
+
+
+def _trimmed(shape: Sequence[int]) -> tuple[int, ...]:
+    """(n, 1) as (n,): the first axis is the one over which the examples are split, where they must be."""
+    return (shape[0],) if shape[1] == 1 else tuple(shape)
+
+
+def _data_axes(options: Mapping[str, Any], each: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    merged = [{**options, **own} for own in each] or [dict(options)]
+    return ("x",) if all(o["force_batch_dim_to_mesh_dim"] == 0 for o in merged) else ()
+
+
+# Megatron-LM.
+
+
+def _megatron(row: Mapping[str, str]) -> Measurement:
+    tp, pp, dp, gpus = (int(row[name]) for name in ("TP", "PP", "DP", "gpus"))
+    batch_size, layers, width = int(row["global_batch"]), int(row["layers"]), int(row["hidden"])
+    length, vocabulary = int(row["seq"]), int(row["vocab"])
+    m = batch_size // (dp * int(row["microbatch"]))
+    spec = {
+        "family": "gpt", "alpa": False, "seq_len": length, "hidden_size": width, "num_layers": layers,
+        "num_heads": int(row["heads"]), "vocab_size": vocabulary, "dtype": "fp16", "remat": True, "optimizer": "adam",
+        "master_copy": "fp32",
+    }  # fmt: skip
+    share = 1 + length / (6 * width) + vocabulary / (16 * layers * width)
+    flops = 96 * batch_size * length * layers * width**2 * share
+    interleaved = bool(row["virtual_stage_layers"])
+    return Measurement(
+        case=f"sc21 gpt {gpus}",
+        family="megatron",
+        method=f"megatron {row['params_B']}B",
+        ablation=False,
+        spec=spec,
+        batch_size=batch_size,
+        cluster=autopar.load_preset("dgx-a100", num_hosts=gpus // 8),
+        ways=() if interleaved else (Way(recipes.megatron(dp, tp, pp, m), m),),
+        seconds=flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus),
+        memory=None,
+        fits=True,
+        doubt="the interleaved schedule is not ours" if interleaved else "",
+    )
+
+
+# The programs.
+
+
+def _step(spec: Mapping[str, Any], batch_size: int, way: Way) -> tuple[Callable[..., Any], Any, Any]:
+    dtype = _DTYPES[spec["dtype"]]
+    model: Any
+    config: Any
+    if spec["family"] == "wresnet":
+        model = wide_resnet
+        config = wide_resnet.WideResNetConfig(
+            _RESNET_BLOCKS[spec["num_layers"]], spec["num_channels"], spec["width_factor"], spec["num_classes"],
+            spec["image_size"], dtype, spec["remat"], norm_groups=way.num_microbatches,
+        )  # fmt: skip
+        optimizer = optax.sgd(1e-3, momentum=0.9)
+    else:
+        sizes: dict[str, Any] = {
+            "vocab_size": spec["vocab_size"], "sequence_length": spec["seq_len"], "num_layers": spec["num_layers"],
+            "width": spec["hidden_size"], "num_heads": spec["num_heads"], "dropout": 0.0, "dtype": dtype,
+            "remat": spec["remat"], "one_hot": spec["alpa"],
+        }  # fmt: skip
+        if spec["family"] == "gpt":
+            model, optimizer = gpt, optax.adamw(1e-3)
+            config = gpt.GPTConfig(**sizes, scan=way.method.num_stages == 1 and spec["num_layers"] > 8)
+        else:
+            model, optimizer = moe, optax.adafactor(1e-3)
+            config = moe.MoEConfig(
+                **sizes, num_experts=spec["num_experts"], mlp_factor=spec["mlp_factor"],
+                group_size=spec["expert_group_size"] or 2 * spec["seq_len"],
+            )  # fmt: skip
+    init, narrow = model.make_init(config, optimizer), dtype != jnp.float32 and spec.get("master_copy")
+    if narrow:
+        optimizer = with_master_copy(optimizer)
+        state = jax.eval_shape(lambda key: _narrowed(init(key), optimizer, dtype), jax.random.key(0))
+    else:
+        state = jax.eval_shape(init, jax.random.key(0))
+    return model.make_train_step(config, optimizer), state, model.abstract_batch(config, batch_size)
+
+
+def _narrowed(state: Any, optimizer: optax.GradientTransformation, dtype: Any) -> Any:
+    """With weights in 16 bits."""
+    params = jax.tree.map(lambda leaf: leaf.astype(dtype), state["params"])
+    return {**state, "params": params, "opt_state": optimizer.init(params)}
+
+
+def with_master_copy(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Updates a copy of the parameters in float32, of which they are the rounded values (Micikevicius et al. 2018)."""
+
+    def wide(tree: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf.astype(jnp.float32), tree)
+
+    def init(params: Any) -> Any:
+        return {"master": wide(params), "inner": optimizer.init(wide(params))}
+
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, inner = optimizer.update(wide(gradient), state["inner"], state["master"])
+        master = optax.apply_updates(state["master"], updates)
+        changes = jax.tree.map(lambda new, old: new.astype(old.dtype) - old, master, params)
+        return changes, {"master": master, "inner": inner}
+
+    return optax.GradientTransformation(init, update)
