@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import numba
 import numpy as np
 import numpy.typing as npt
+from numba.core import event
 
 from autopar.passes.intra_op.problem import Array, Integers, Mask
 
@@ -33,6 +34,15 @@ class Flat(NamedTuple):  # a tuple, as Numba takes
     span_at: Integers  # [P] where in `amount` the bytes start, K_node long
     amount: Array  # bytes
     slack: Array  # [T] bytes
+
+
+_compiling: Any = event.TimingListener()  # type: ignore[no-untyped-call]
+event.register("numba:compile", _compiling)  # type: ignore[no-untyped-call]
+
+
+def compile_seconds() -> float:
+    """How long Numba has compiled in this process."""
+    return float(_compiling.duration) if _compiling.done else 0.0
 
 
 def compiled(function: Kernel) -> Kernel:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.passes.intra_op import kernels
 from autopar.passes.intra_op.dual import Cut, Master, climb, priced
 from autopar.passes.intra_op.dual import evaluate as evaluate_prices
 from autopar.passes.intra_op.eliminate import plan_elimination
@@ -104,7 +105,7 @@ class Search:
         self.master = master
         self.integer_program = integer_program
         self.work = seconds * _RATE
-        self.deadline = time.monotonic() + seconds
+        self.deadline = _now() + seconds
         self.seed = seed
         self.random = np.random.default_rng(seed)
         self.best: Solution | None = None
@@ -441,7 +442,7 @@ class Search:
         oracle.work = 0.0
 
     def _spent(self) -> bool:
-        return self.work <= 0 or time.monotonic() > self.deadline
+        return self.work <= 0 or _now() > self.deadline
 
     def _closed(self) -> bool:
         return self.best is not None and self.bound >= self._worth(self.best)
@@ -476,14 +477,15 @@ class Search:
                 pattern.add_edge(u, v, np.where(forbidden, np.inf, 0.0))
         oracle = oracle_for(pattern, self.random)
         limit = self.problem.limit or 0.0
-        weights = np.full(network.slack.size, 1 / network.slack.size)
-        for _ in range(_LIGHT):
+        points = network.slack.size
+        weights = np.full(points, 1 / max(points, 1))
+        for _ in range(_LIGHT if points else 1):
             cut = evaluate_prices(pattern, oracle.evaluate, weights)
             self._spend(oracle)
             self._offer(network, cut.choice)
             if math.isfinite(cut.value) and (improved := moves.improve(cut.choice)):
                 self._offer(network, improved)
-            if self.best is not None or self._spent():
+            if self.best is not None or self._spent() or not points:
                 return
             if cut.value > 1e-9 * limit and self.bound < math.inf:
                 raise Contradiction
@@ -514,7 +516,7 @@ class Search:
         points = np.ones(prices.size, dtype=bool) if prices.size <= _POINTS else prices > 0
         bound = 0.0
         while seconds > 0:
-            wall = max(self.deadline - time.monotonic(), 1e-3)
+            wall = max(self.deadline - _now(), 1e-3)
             outcome = self.integer_program(
                 Task(network, nodes, edges, prices, np.flatnonzero(points), room, hint, self.seed, seconds, wall)
             )
@@ -532,6 +534,11 @@ class Search:
         if math.isinf(bound):
             return base + room if hint else math.inf
         return base + bound
+
+
+def _now() -> float:
+    """Seconds, of which none passes while the loops are compiled: that happens once on a machine."""
+    return time.monotonic() - kernels.compile_seconds()
 
 
 def _split(network: Network, cuts: list[Cut]) -> tuple[int, Mask]:

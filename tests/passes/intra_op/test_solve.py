@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import pathlib
@@ -257,6 +258,20 @@ def test_any_time_limit_gives_a_choice_and_is_kept(seconds: float) -> None:
     assert fits(problem, found.peak) and math.isfinite(found.cost)
     assert found.lower_bound <= found.cost
     assert time.monotonic() - started < seconds + 30  # compilation, on a busy machine
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1])
+def test_wide_problem_without_a_limit_is_solved_in_no_time(seconds: float) -> None:
+    """Pairs are forbidden so that what messages choose at first has an infinite cost; all zeros are allowed."""
+    random = np.random.default_rng(0)
+    edges = []
+    for u, v in itertools.combinations(range(40), 2):
+        if random.random() < 0.3:
+            cost = np.where(random.random((12, 12)) < 0.5, np.inf, random.random((12, 12)))
+            cost[0, 0] = 0.5
+            edges.append((u, v, cost))
+    found = solve(problem_of([random.random(12) for _ in range(40)], edges), seconds=seconds)
+    assert found.lower_bound <= found.cost < math.inf
 
 
 def test_wide_problem_with_binding_memory_keeps_an_honest_bound() -> None:
