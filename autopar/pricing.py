@@ -58,7 +58,7 @@ class Prices:
 
     def link_bandwidth(self, mesh: Mesh) -> float:
         """To the neighbouring stages: the network's where the mesh ends at a host's border."""
-        slowest = self.cluster.hosts[self.cluster.host_of(mesh.devices[0])].link.bandwidth
+        slowest = self.cluster.hosts[self.cluster.host_of(mesh.devices[0])].link.among(2).bandwidth
         first, last = min(mesh.devices), max(mesh.devices)
         for here, there in ((first, first - 1), (last, last + 1)):
             if 0 <= there < self.cluster.num_devices and self.cluster.host_of(here) != self.cluster.host_of(there):

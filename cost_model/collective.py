@@ -52,7 +52,7 @@ def group_links(cluster: Cluster, group: Sequence[int], rings: int = 1) -> Group
     if len(set(group)) != len(group) or not group:
         raise InternalError(f"a collective needs distinct devices, not {tuple(group)}")
     counts = Counter(cluster.host_of(device) for device in group)
-    inside = [cluster.hosts[host].link for host, count in counts.items() if count > 1]
+    inside = [cluster.hosts[host].link.among(count) for host, count in counts.items() if count > 1]
     share = min(1.0, *(cluster.hosts[host].num_devices / rings for host in counts))
     across = dataclasses.replace(cluster.network, bandwidth=cluster.network.bandwidth * share)
     return GroupLinks(

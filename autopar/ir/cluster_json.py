@@ -18,7 +18,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from autopar.errors import ClusterError
-from autopar.ir.json_file import Reader, bad, number, read_path, read_string, read_text, record, versioned, whole
+from autopar.ir.json_file import (
+    Reader,
+    bad,
+    number,
+    optional,
+    read_path,
+    read_string,
+    read_text,
+    record,
+    versioned,
+    whole,
+)
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 
 FORMAT = "autopar-cluster"
@@ -96,6 +107,7 @@ _LINK: Mapping[str, Reader] = {
     "name": read_string,
     "latency": number("seconds, 0 or more", least=0),
     "bandwidth": number("bytes per second above 0", above=0),
+    "pair_bandwidth": optional(number("bytes per second above 0, or null", above=0)),
 }
 _DEVICE: Mapping[str, Reader] = {
     "name": read_string,
@@ -111,7 +123,7 @@ _DEVICE: Mapping[str, Reader] = {
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
-_read_link = record(_LINK)
+_read_link = record(_LINK, {"pair_bandwidth": None})
 _read_device = record(_DEVICE, {"memory_reserve": 0, "multiprocessors": 0})
 _read_group = record(
     {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": _read_device, "link": _read_link}, {"num_hosts": 1}

@@ -17,6 +17,14 @@ class Link:
     name: str
     latency: float  # seconds per message
     bandwidth: float  # bytes per second and direction that one device gets out of it
+    pair_bandwidth: float | None = None  # the part of it that goes to any one other device; None: all, by a switch
+
+    def among(self, count: int) -> Link:
+        """What each of so many devices gets that send to one another only."""
+        if self.pair_bandwidth is None:
+            return self
+        bandwidth = min(self.bandwidth, (count - 1) * self.pair_bandwidth)
+        return dataclasses.replace(self, bandwidth=bandwidth, pair_bandwidth=None)
 
     def __str__(self) -> str:
         return f"{self.name}, {metric_text(self.bandwidth, 'B/s')}, {seconds_text(self.latency)}"

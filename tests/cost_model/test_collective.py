@@ -56,6 +56,15 @@ def test_small_payloads_go_along_a_tree() -> None:
     assert collective_time(wide, range(64), "all_reduce", BIG) == pytest.approx(2 * 63 / 64 * 0.04 + 126e-6)
 
 
+def test_without_a_switch_few_devices_have_few_links() -> None:
+    """1e11 bytes/s to all others together, 3e10 to each: a pair has 3e10, three have 6e10, five have all."""
+    meshed = make_cluster("no switch", 1, 8, KIND, Link("inside", 1e-6, 1e11, pair_bandwidth=3e10), NETWORK)
+    for count, bandwidth in ((2, 3e10), (3, 6e10), (4, 9e10), (5, 1e11), (8, 1e11)):
+        expected = 2 * (count - 1) / count * BIG / bandwidth + 2 * (count - 1) * 1e-6
+        assert collective_time(meshed, range(count), "all_reduce", BIG) == pytest.approx(expected)
+    assert transfer_time(meshed, 0, 5, BIG) == pytest.approx(BIG / 3e10 + 1e-6)
+
+
 def test_one_device_of_each_host() -> None:
     # All hops take the network: 2 devices, 1e9 bytes/s, 10 us; ring all-reduce: 2 hops, 2 * 1/2 of the payload.
     assert collective_time(TWO, (0, 4), "all_reduce", 10**9) == pytest.approx(1.0 + 20e-6)
