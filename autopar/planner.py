@@ -41,7 +41,7 @@ from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
 from autopar.passes.intra_op.lifetimes import least_seconds
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.priced_stage import PricedStage
-from autopar.passes.intra_op.problem import Infeasible
+from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import StageProblem, StageSetting
 from autopar.passes.intra_op.solve import solve
 from autopar.passes.intra_op.strategies import OptionsCache
@@ -343,8 +343,7 @@ class Planner:
         shardings, objective, bound = [], 0.0, 0.0
         for stage, mesh in enumerate(meshes):
             try:
-                problem = self.stage_problem(layered, placed, stage, mesh)
-                solution = solve(problem.numbers.problem(rows.in_flight(stage)), seconds=_FINAL_SECONDS)
+                problem, solution = self._solved(layered, placed, stage, mesh, rows.in_flight(stage))
             except Infeasible as error:
                 self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return None
@@ -354,6 +353,19 @@ class Planner:
         lowered = self.lower(layered, placed, shardings)
         gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
         return self._price(layered, lowered, schedule, bound, gap), lowered
+
+    def _solved(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
+    ) -> tuple[StageProblem, Solution]:
+        """A stage's problem, searched from where layers that are alike choose alike. Raises Infeasible."""
+        tied = self.stage_problem(layered, placed, stage, mesh, tied=True)
+        problem = self.stage_problem(layered, placed, stage, mesh)
+        start = None
+        if len(tied.numbers.costs) < len(problem.numbers.costs):
+            with contextlib.suppress(Infeasible):
+                found = solve(tied.numbers.problem(in_flight), seconds=_FINAL_SECONDS)
+                start = problem.untied(tied, found.choice)
+        return problem, solve(problem.numbers.problem(in_flight), seconds=_FINAL_SECONDS, start=start)
 
     def follow(
         self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]

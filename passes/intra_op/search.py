@@ -452,7 +452,11 @@ class Search:
         return solution.cost - _TOLERANCE * abs(solution.cost)
 
     def _offer(self, network: Network, positions: dict[int, int]) -> None:
-        choice = network.lift(positions, self.problem.num_nodes)
+        self.offer(network.lift(positions, self.problem.num_nodes))
+
+    def offer(self, choice: Sequence[int]) -> None:
+        """Take a choice as the best if it is."""
+        choice = tuple(choice)
         cost, peak = evaluate(self.problem, choice)
         if math.isfinite(cost):
             self.cheapest = self.cheapest or choice

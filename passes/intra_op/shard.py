@@ -127,6 +127,18 @@ class StageProblem:
         most = 0.0 if limit is None else self.numbers.most_bytes(self.step.num_microbatches)
         return limit is not None and most + sum(v.nbytes for v in stacks) > limit
 
+    def untied(self, tied: StageProblem, choice: Sequence[int]) -> list[int]:
+        """A choice of the same stage's problem with ties, in this one, which has none."""
+        found: dict[int, int] = {}
+        for key, (node, _) in self.lanes.items():
+            found[node] = choice[tied.lanes[key][0]]
+        for slot, (node, _) in self.layouts.items():
+            found[node] = choice[tied.layouts[slot][0]]
+        taken = {node for node, _ in (*tied.lanes.values(), *tied.layouts.values())}
+        rest = [n for n in range(len(self.numbers.costs)) if n not in found]  # what is sent or returned is not tied
+        found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
+        return [found[n] for n in range(len(self.numbers.costs))]
+
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
         for (program, eqn_id, _), (node, options) in self.lanes.items():

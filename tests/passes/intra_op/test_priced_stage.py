@@ -49,37 +49,22 @@ def stage_problems(planner: Planner, m: int, shape: tuple[int, ...] = (4,)) -> t
     return tied, free
 
 
-def untied(tied: StageProblem, free: StageProblem, choice: tuple[int, ...]) -> list[int]:
-    """A tied problem's choice in the problem that has a node for each equation."""
-    found: dict[int, int] = {}
-    taken = set()
-    for key, (node, options) in free.lanes.items():
-        other, alike = tied.lanes[key]
-        assert options.lanes == alike.lanes
-        found[node] = choice[other]
-        taken.add(other)
-    for slot, (node, shardings) in free.layouts.items():
-        other, same = tied.layouts[slot]
-        assert shardings.each == same.each
-        found[node] = choice[other]
-        taken.add(other)
-    rest = [n for n in range(len(free.numbers.costs)) if n not in found]  # what is sent or returned is not tied
-    found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
-    return [found[n] for n in range(len(free.numbers.costs))]
-
-
 @pytest.mark.parametrize(("scan", "m", "shape"), [(False, 4, (4,)), (True, 1, (2, 2))])
 def test_a_tied_choice_costs_and_holds_what_it_does_equation_by_equation(
     scan: bool, m: int, shape: tuple[int, ...]
 ) -> None:
     tied, free = stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, scan=scan)), m, shape)
     random = np.random.default_rng(0)
+    for key, (_, options) in free.lanes.items():
+        assert options.lanes == tied.lanes[key][1].lanes
+    for slot, (_, shardings) in free.layouts.items():
+        assert shardings.each == tied.layouts[slot][1].each
     # Random choices seldom have a finite cost; the solved one does.
     choices = [tuple(int(random.integers(cost.size)) for cost in tied.numbers.costs) for _ in range(2)]
     choices.append(solve(tied.numbers.problem(2), seconds=2.0).choice)
     assert math.isfinite(evaluate(tied.numbers.problem(2), choices[-1])[0])
     for choice in choices:
-        chosen = untied(tied, free, choice)
+        chosen = free.untied(tied, choice)
         cost, peak = evaluate(tied.numbers.problem(2), choice)
         other_cost, other_peak = evaluate(free.numbers.problem(2), chosen)
         if math.isfinite(other_cost):

@@ -274,6 +274,16 @@ def test_wide_problem_without_a_limit_is_solved_in_no_time(seconds: float) -> No
     assert found.lower_bound <= found.cost < math.inf
 
 
+def test_nothing_worse_than_the_start_is_returned() -> None:
+    problem = wide_problem(120, 0)
+    good = solve(problem, seconds=3.0)
+    found = solve(problem, seconds=0.0, start=good.choice)
+    assert found.cost <= good.cost
+    assert found.lower_bound <= found.cost
+    hungry = dataclasses.replace(problem, limit=found.peak * 0.99)
+    assert fits(hungry, solve(hungry, seconds=0.0, start=good.choice).peak)
+
+
 def test_wide_problem_with_binding_memory_keeps_an_honest_bound() -> None:
     problem = wide_problem(40, 2)
     found = solve(problem, seconds=4.0)
