@@ -39,7 +39,7 @@ def plan_by_lot(
 ) -> Planned:
     """A plan of at most `num_stages` stages, each on a mesh of this shape, all choices drawn by lot."""
     size = math.prod(shape)
-    with mock.patch.object(planner, "solve", lambda problem, seconds: draw(problem, random)):
+    with mock.patch.object(planner, "solve", lambda problem, **_: draw(problem, random)):
         search = planner.Planner(analysis, cluster_of(1, size * num_stages), num_layers=num_stages)
         layered = search.layering.layered(num_microbatches, False)
         stages = min(num_stages, layered.num_layers)

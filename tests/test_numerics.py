@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar import recipes
 from autopar.compiler import device_mesh
 from autopar.ir.local import Accumulate
@@ -198,3 +199,34 @@ def test_loops_over_layers_keep_addends_in_float32(method: Method, microbatches:
         assert lowered_collectives(source, local) == planned.priced(local)
     outputs = executable(jax.tree.leaves(given))[-len(jax.tree.leaves(expected)) :]
     assert error(jax.tree.unflatten(jax.tree.structure(expected), outputs), exact) <= 1.2 * error(expected, exact)
+
+
+@pytest.mark.parametrize(
+    ("method", "microbatches"), [(recipes.data_parallel(None), 4), (recipes.gpipe(2, 2), 2)], ids=["one stage", "two"]
+)
+def test_a_loop_that_narrows_its_gradients_runs_in_microbatches(method: Method, microbatches: int) -> None:
+    """Parameters of 16 bits, normalised in 32: a layer's gradient is a sum in float32 that is cast in the loop."""
+
+    def loss(params: Any, x: Any) -> Any:
+        def layer(h: Any, of_layer: Any) -> tuple[Any, None]:
+            wide = h.astype(jnp.float32)
+            normed = wide * jax.lax.rsqrt(jnp.mean(wide**2, -1, keepdims=True) + 1e-5) * of_layer["scale"]
+            return h + jnp.tanh(normed.astype(h.dtype) @ of_layer["w"]), None
+
+        return jnp.mean(jax.lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+    def step(params: Any, x: Any) -> tuple[Any, Any]:
+        return params, jax.grad(loss)(params, x)
+
+    random = np.random.default_rng(0)
+    params = {
+        "scale": jnp.asarray(1 + random.random((4, 16)), jnp.bfloat16),
+        "w": jnp.asarray(random.standard_normal((4, 16, 16)) / 4, jnp.bfloat16),
+    }
+    x = jnp.asarray(random.standard_normal((32, 16)), jnp.bfloat16)
+    exact = jax.jit(step)(*jax.tree.map(lambda x: x.astype(jnp.float32), (params, x)))[1]
+    expected = jax.jit(step)(params, x)[1]
+    found = autopar.parallelize(step, method=method, num_microbatches=microbatches, donate_argnums=())(params, x)
+    found = autopar.gather(found)[1]
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
+    assert error(found, exact) <= 1.2 * error(expected, exact)

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from autopar.ir.graph import Equation
 from autopar.passes.rules.base import DimMap, Emit, Local, Rule, emit_cast, emit_same
 from autopar.passes.rules.building import Factors, RuleBuilder, is_inexact, linear_sets
@@ -68,14 +66,10 @@ def _in_first_if_inexact(eqn: Equation) -> Iterable[Iterable[int]]:
     return ({0},) if is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0]) else ()
 
 
-def _in_first_if_wider(eqn: Equation) -> Iterable[Iterable[int]]:
-    """A cast that loses bits is for the sum, not for its addends: sums are made in the wider type."""
-    if not (is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0])):
-        return ()
-    finfo: Callable[[Any], Any] = jnp.finfo
-    old, new = (finfo(x.dtype) for x in (eqn.inputs[0], eqn.outputs[0]))
-    wide = new.bits >= 32 or (new.nmant >= old.nmant and new.maxexp >= old.maxexp)
-    return ({0},) if wide else ()
+def _in_first_if_it_holds_addends(eqn: Equation) -> Iterable[Iterable[int]]:
+    """A cast to 16 bits rounds the sum, not its addends: these are held in 32 (`emit_piece`). float8 holds none."""
+    inexact = is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0])
+    return ({0},) if inexact and eqn.outputs[0].dtype.itemsize > 1 else ()
 
 
 def _in_first_if_power_is_one(eqn: Equation) -> Iterable[Iterable[int]]:
@@ -122,7 +116,7 @@ RULES: dict[str, RuleBuilder] = {
     "bitcast_convert_type": _bitcast,
     "complex": elementwise(_in_all_at_once, 0.0, "none"),
     "conj": elementwise(_in_first, 1.0),
-    "convert_element_type": elementwise(_in_first_if_wider, 1.0, emit=emit_cast),
+    "convert_element_type": elementwise(_in_first_if_it_holds_addends, 1.0, emit=emit_cast),
     "copy": elementwise(_in_first, 0.0, "none"),
     "copy_p": elementwise(_in_first, 0.0, "none"),
     "div": elementwise(_in_first_if_inexact, 1.0),

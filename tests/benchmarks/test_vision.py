@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import autopar
-from autopar.errors import MicrobatchError
+from autopar.errors import BatchAxisError, MicrobatchError
 from benchmarks.models import images, lstm, shared, unet, vit, wide_resnet
 
 TINY = wide_resnet.WideResNetConfig((1, 1), 4, 2, num_classes=4, image_size=16)
@@ -44,6 +45,31 @@ def test_batch_norm_is_the_textbook_formula() -> None:
         evaluated[..., 0], (x[..., 0] - 0.1 * mean[0]) / np.sqrt(new["variance"][0] + 1e-5), 1e-4
     )
     assert same is new or jax.tree.all(jax.tree.map(np.array_equal, same, new))
+
+
+def test_batch_norm_by_groups_is_batch_norm_of_each() -> None:
+    x = jax.random.normal(jax.random.key(0), (6, 4, 4, 2))
+    params, statistics = images.norm_params(2), images.batch_norm_statistics(2)
+    result, new = images.batch_norm(params, statistics, x, True, 3)
+    apart = [images.batch_norm(params, statistics, x[i : i + 2], True) for i in (0, 2, 4)]
+    np.testing.assert_allclose(result, jnp.concatenate([each for each, _ in apart]), atol=1e-6)
+    means = [each["mean"] for _, each in apart]
+    np.testing.assert_allclose(new["mean"], sum(means) / 3, rtol=1e-5)
+
+
+def test_groups_of_batch_norm_may_be_microbatches() -> None:
+    config = wide_resnet.WideResNetConfig((1, 1), 4, 2, num_classes=4, image_size=16, norm_groups=2)
+    optimizer = optax.sgd(0.1)
+    state = wide_resnet.make_init(config, optimizer)(jax.random.key(0))
+    batch = wide_resnet.random_batch(config, 8, jax.random.key(1))
+    step = wide_resnet.make_train_step(config, optimizer)
+    wanted, _ = jax.jit(step)(state, batch)
+    found, _ = autopar.parallelize(step, num_microbatches=2, devices=jax.devices()[:2])(state, batch)
+    found = autopar.gather(found)
+    for a, b in zip(jax.tree.leaves(found["params"]), jax.tree.leaves(wanted["params"]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    with pytest.raises(BatchAxisError, match="in groups of 4 examples"):
+        autopar.parallelize(step, num_microbatches=4).plan(state, batch)
 
 
 def test_group_norm_knows_one_example_only() -> None:

@@ -292,11 +292,13 @@ def check_linear(application: Application, tolerance: float = 1e-4) -> int:
         addends = zip(_compute(application.equation, first), _compute(application.equation, second), strict=True)
         for sum_of_parts, result in zip((a + b for a, b in addends), whole, strict=True):
             what = f"{application.equation!r} is not linear in {set(members)}"
+            finfo: Callable[[Any], Any] = jnp.finfo
+            rounding = float(finfo(result.dtype).eps) if jnp.issubdtype(result.dtype, jnp.inexact) else 0.0
             np.testing.assert_allclose(
                 to_numpy(sum_of_parts).astype(complex),
                 to_numpy(result).astype(complex),
-                rtol=tolerance,
-                atol=tolerance,
+                rtol=max(tolerance, 2 * rounding),
+                atol=max(tolerance, 8 * rounding),
                 err_msg=what,
             )
     return len(rule.linear)

@@ -1,0 +1,88 @@
+"""Published measurements: every row is read, and what is scored is what was asked for."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import recipes
+from benchmarks import accuracy, published
+from benchmarks.accuracy import Prediction
+from benchmarks.published import Measurement, Way
+
+ALPA, MEGATRON = accuracy.DEFAULT
+
+
+def test_every_row_is_read() -> None:
+    rows = published.read(ALPA)
+    assert len(rows) == 105
+    assert sum(not row.fits for row in rows) == 5
+    doubts = [row.doubt for row in rows]
+    assert sum("not known exactly" in doubt for doubt in doubts) == 23
+    assert all(row.ways or row.doubt for row in rows)
+    assert {row.family for row in rows if not row.doubt} == {"gpt", "moe", "wresnet"}
+    assert {row.cluster.num_devices for row in rows} == {1, 2, 4, 8, 16}
+
+
+def test_megatron_table() -> None:
+    first, *_, last = published.read(MEGATRON)
+    assert (first.cluster.num_devices, first.ways) == (32, (Way(recipes.megatron(32, 1, 1, 1), 1),))
+    assert first.seconds == pytest.approx(15.46e15 / (137e12 * 32), rel=0.001)  # by the formula of the table
+    assert "interleaved" in last.doubt
+
+
+def test_times_of_gpt_follow_from_its_operations() -> None:
+    """47.53 TFLOP/s for 128 sequences on one device; Alpa's row of 1024 at 46.2 TFLOP/s took 71 s."""
+    row = next(row for row in published.read(ALPA) if row.method == "megatron")
+    assert row.seconds == pytest.approx(71.1 / 8 * 46.2 / 47.53, rel=0.01)
+
+
+def measurement(case: str, method: str, seconds: float | None, doubt: str = "", memory: float = 1e9) -> Measurement:
+    return Measurement(
+        case, "gpt", method, False, {}, 8, autopar.load_preset("cpu"), (), seconds, memory, seconds is not None, doubt
+    )
+
+
+def test_bars() -> None:
+    rows = [
+        (measurement("a", "x", 1.0), Prediction(1.2, 1.1e9, 0.0)),
+        (measurement("a", "y", 2.0), Prediction(2.0, 1e9, 0.0)),
+        (measurement("a", "z", None), Prediction(1.1, 1e9, 0.0)),  # it ran out of memory
+        (measurement("a", "v", 9.0, "its plan is not known exactly"), Prediction(0.1, 1e9, 0.0)),
+        (measurement("a", "w", 9.0, "it was projected"), Prediction(0.1, 1e9, 0.0)),
+        (measurement("b", "x", 1.0, "no time was published"), Prediction(1.0, 1e9, 0.0)),
+    ]
+    count, wrong = accuracy.pairs(rows)
+    assert count == 6  # of x, y, z, v
+    assert len(wrong) == 4  # z before y; v before x and y, and not before z
+    found = accuracy.bars(rows)
+    assert found["time_gpt"].value == pytest.approx(0.1)
+    assert found["memory"].value == pytest.approx((0.1 + 0 + 0) / 3)
+    assert found["wrong_about_fitting"].value == 1
+    assert found["pairs_in_the_wrong_order"].value == pytest.approx(4 / 6)
+
+
+def test_one_row_is_predicted() -> None:
+    row = next(row for row in published.read(ALPA) if row.case == "intra-op-ablation wresnet 1")
+    predictor = accuracy.Predictor()
+    found = predictor.best(row)
+    assert found is not None and found.seconds is not None
+    assert 0.5 < found.seconds / 0.93 < 1.5
+    assert predictor.best(row) is found
+
+
+def test_a_master_copy_is_what_the_parameters_round() -> None:
+    optimizer = published.with_master_copy(optax.sgd(1e-4))
+    params = {"w": jnp.ones(4, jnp.float16)}
+    state = optimizer.init(params)
+    for _ in range(10):  # each change is below what float16 resolves next to 1
+        updates, state = optimizer.update({"w": jnp.ones(4, jnp.float16)}, state, params)
+        params = optax.apply_updates(params, updates)
+    np.testing.assert_allclose(state["master"]["w"], 1 - 1e-3, rtol=1e-5)
+    assert params["w"].dtype == jnp.float16
+    assert math.isclose(float(params["w"][0]), 1 - 1e-3, rel_tol=1e-3)
