@@ -58,12 +58,19 @@ def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: 
                 made[v] = stage
                 use(v, stage)
     cotangent: dict[Value, int] = {}
-    for eqn in step.equations:
-        if eqn.phase is Phase.BACKWARD and eqn.id not in step.replicable:
-            bounds = [cotangent[v] for v in eqn.values if v in cotangent]
-            bounds += [last_use[v] for v in eqn.values if v in last_use]
-            stages[eqn.id] = stage = min(bounds, default=num_stages - 1)
+    backward = [e for e in step.equations if e.phase is Phase.BACKWARD and e.id not in step.replicable]
+    for eqn in backward:
+        bounds = [cotangent[v] for v in eqn.values if v in cotangent]
+        bounds += [last_use[v] for v in eqn.values if v in last_use]
+        if bounds:
+            stages[eqn.id] = stage = min(bounds)
             cotangent.update(dict.fromkeys(eqn.outputs, stage))
+    wanted: dict[Value, int] = {}  # latest stage of the backward pass that reads a value
+    for eqn in reversed(backward):  # what is made from nothing, such as zeros to add to, is made where it is read
+        if eqn.id not in stages:
+            stages[eqn.id] = max((wanted[v] for v in eqn.outputs if v in wanted), default=num_stages - 1)
+        for v in eqn.values:
+            wanted[v] = max(wanted.get(v, 0), stages[eqn.id])
     return stages
 
 

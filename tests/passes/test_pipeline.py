@@ -120,6 +120,31 @@ def test_the_tied_gradient_is_summed_once_a_step() -> None:
     assert {placed.stage_of(v) for v in sums[0].values} == {0, 1}
 
 
+def test_zeros_to_add_to_are_made_where_they_are_read() -> None:
+    """A look-up's gradient is added to zeros as large as the table: nothing of its size goes from stage to stage."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(params: Any) -> jax.Array:
+            x = params["table"][batch["tokens"]]
+            for w in params["layers"]:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
+
+    params = {"table": jnp.zeros((50, 6), jnp.bfloat16), "layers": [jnp.zeros((6, 6), jnp.bfloat16)] * LAYERS}
+    graph = trace(step, (params, {"tokens": jnp.zeros((8, 3), jnp.int32)}), {}, name="step")
+    split = split_batch(analyse_batch(graph, resolve_batch_axes(graph, "auto"), rule_of), 4)
+    forward = [e for e in split.equations if e.phase is Phase.FORWARD and e.id not in split.replicable]
+    placed = place(split, {e.id: int(i >= len(forward) // 2) for i, e in enumerate(forward)}, 2, {})
+    loop = [p for p in placed.programs if p.in_loop]
+    assert {p.stage for p in loop} == {0, 1}
+    made = {v: p.stage for p in loop for v in p.outputs}
+    sent = [v for p in loop for v in p.inputs if v in made and made[v] != p.stage]
+    assert sent
+    assert all(v.shape != (50, 6) for v in sent)
+
+
 def test_one_stage_with_one_microbatch_is_one_program() -> None:
     assert [p.name for p in _placed(1, 1).programs] == ["step"]
 
