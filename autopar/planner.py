@@ -51,8 +51,11 @@ from autopar.passes.unsplit import find_unsplit
 from autopar.pricing import Prices
 
 # Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
+# A chosen stage is solved once more from a choice with ties if the gap is above the last.
 _SEARCH_SECONDS = 0.3
+_FIRST_SECONDS = 1.0
 _FINAL_SECONDS = 3.0
+_GOOD_GAP = 0.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -357,15 +360,26 @@ class Planner:
     def _solved(
         self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
     ) -> tuple[StageProblem, Solution]:
-        """A stage's problem, searched from where layers that are alike choose alike. Raises Infeasible."""
-        tied = self.stage_problem(layered, placed, stage, mesh, tied=True)
+        """A stage's problem and a choice; raises Infeasible.
+
+        A wide problem that is not solved at once is searched from where layers that are alike choose alike.
+        """
         problem = self.stage_problem(layered, placed, stage, mesh)
-        start = None
+        numbers = problem.numbers.problem(in_flight)
+        first = start = None
+        try:
+            first = solve(numbers, seconds=_FIRST_SECONDS)
+            if first.gap <= _GOOD_GAP:
+                return problem, first
+        except Infeasible as error:
+            if error.proved:
+                raise
+        tied = self.stage_problem(layered, placed, stage, mesh, tied=True)
         if len(tied.numbers.costs) < len(problem.numbers.costs):
             with contextlib.suppress(Infeasible):
-                found = solve(tied.numbers.problem(in_flight), seconds=_FINAL_SECONDS)
-                start = problem.untied(tied, found.choice)
-        return problem, solve(problem.numbers.problem(in_flight), seconds=_FINAL_SECONDS, start=start)
+                start = problem.untied(tied, solve(tied.numbers.problem(in_flight), seconds=_FINAL_SECONDS).choice)
+        found = solve(numbers, seconds=_FINAL_SECONDS, start=start)
+        return problem, first if first is not None and first.cost < found.cost else found
 
     def follow(
         self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.method import Method, StageMethod
@@ -54,18 +55,24 @@ def pipeline(
     work as all stages have together, and the cluster's devices are dealt out in order.
 
     Raises:
-      PlanError: there are no stages, or a number is not a positive integer.
+      PlanError: there are no stages, or one is not a number of layers and the shape of a mesh of up to three
+        dimensions, all positive integers.
     """
-    for at, (num_layers, shape) in enumerate(stages):
-        if not shape or any(not isinstance(n, int) or n < 1 for n in (num_layers, *shape)):
-            raise PlanError(
-                f"pipeline(stages): stage {at} is {(num_layers, shape)!r}; it must be a number of layers and the shape "
-                "of a mesh, positive integers, such as (4, (2, 4))."
-            )
-    if not stages:
+    fixed = tuple(_stage_method(at, stage) for at, stage in enumerate(stages))
+    if not fixed:
         raise PlanError("pipeline(stages=()): there must be at least one stage, such as (4, (2, 4)).")
-    fixed = tuple(StageMethod(num_layers, tuple(shape)) for num_layers, shape in stages)
-    return Method("pipeline", len(fixed), num_microbatches, stages=fixed, schedule=schedule)
+    return Method("pipeline", None, num_microbatches, stages=fixed, schedule=schedule)
+
+
+def _stage_method(at: int, stage: Any) -> StageMethod:
+    match stage:
+        case (num_layers, ([_] | [_, _] | [_, _, _]) as shape):
+            if all(type(n) is int and n > 0 for n in (num_layers, *shape)):
+                return StageMethod(num_layers, tuple(shape))
+    raise PlanError(
+        f"pipeline(stages): stage {at} is {stage!r}; it must be a number of layers and the shape of a mesh of one to "
+        "three dimensions, all positive integers, such as (4, (2, 4))."
+    )
 
 
 def intra_op_only() -> Method:

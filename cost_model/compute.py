@@ -23,7 +23,8 @@ _MATMUL_PEAKS: dict[str, tuple[tuple[str, float], ...]] = {
 # Everything else runs on the vector units: at the float32 peak, for whatever is not listed (integers, booleans and
 # the small floats among them, whose kernels wait for memory anyhow); in 64 bits at half of it.
 _VECTOR_FACTORS = {"float64": 0.5, "complex64": 0.25, "complex128": 0.125}
-# Pieces of a product's result that a thread block computes: rows, columns, and the share of what the largest reaches.
+# Pieces of a product's result that a thread block computes: rows, columns, and the share of what the largest reaches,
+# which is assumed: small tiles read their operands more often.
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
 _LEAST_DEPTH = 256  # a sum of products shorter than two of these is not shared out among thread blocks
 _MOST_WAVES = 4  # nor is it where so many waves are busy anyhow
@@ -56,6 +57,8 @@ def _share_of(multiprocessors: int, sizes: ProductSizes) -> float:
     The best of a few tile sizes is taken, as the libraries choose.
     """
     batch, rows, columns, depth = sizes
+    if not batch * rows * columns:
+        return 1.0
     best = 0.0
     for high, wide, share in _TILES:
         for tile in {(high, wide), (wide, high)}:

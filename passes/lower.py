@@ -274,14 +274,14 @@ class _Writer:
                 tuple(operands),
                 results,
                 rule.work(cut),
-                product_sizes(rule.product, cut),
+                product_sizes(rule.sides, cut),
                 self.traffic[eqn.id],
                 rule.separable,
                 tuple(
                     LocalKernel(
                         k.flops / math.prod(cut.get(f, 1) for f in k.held),
                         sum(nbytes / math.prod(cut.get(f, 1) for f in held) for nbytes, held in k.traffic),
-                        product_sizes(k.product, cut),
+                        product_sizes(k.sides, cut),
                         k.dtype,
                         k.times,
                     )

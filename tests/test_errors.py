@@ -110,6 +110,9 @@ def test_call_under_a_transformation() -> None:
         ([], r"pipeline\(stages=\(\)\): there must be at least one stage"),
         ([(1, ())], r"stage 0 is \(1, \(\)\); it must be a number of layers and the shape of a mesh"),
         ([(1, (2,)), (0, (2, 2))], r"stage 1 is \(0, \(2, 2\)\); it must be"),
+        ([(1, (2,)), (1, (1, 1, 1, 6))], r"stage 1 is \(1, \(1, 1, 1, 6\)\); it must be .* of one to three dimensions"),
+        ([(1, (True, 4)), (1, (4,))], r"stage 0 is \(1, \(True, 4\)\); it must be"),
+        ([4, (2, 4)], r"stage 0 is 4; it must be a number of layers and the shape of a mesh"),
         ([(1, (4,)), (1, (2, 2, 2))], r"stage 1 of mesh shape \(2, 2, 2\) would have the devices 4 to 11 of cluster"),
         (
             [(1, (4,)), (1, (1, 2))],

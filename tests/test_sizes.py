@@ -136,6 +136,13 @@ def with_nothing(params: Params, batch: Any) -> Any:
     return jnp.mean((batch["x"] @ params["weight"] - batch["y"]) ** 2) + nothing
 
 
+def some_with_nothing() -> tuple[Params, Any]:
+    params = {
+        "weight": jnp.eye(16), "rows": jnp.zeros((0, 16)), "columns": jnp.zeros((16, 0)), "neither": jnp.zeros((0, 0)),
+    }  # fmt: skip
+    return params, models.mlp_batch(16, (16, 16))
+
+
 WITH_NOTHING = [
     slow(recipes.data_parallel(), 1), (recipes.zero(2), 2), (recipes.zero(3), 1), slow(recipes.megatron(2, 4, 1, 1), 1),
     slow(Method("by hand", 1, None, (2, 4), data_axes=("x", "y"), zero=3), 1), slow(mesh(2, 4), 1), slow("auto", 2),
@@ -144,11 +151,13 @@ WITH_NOTHING = [
 
 @pytest.mark.parametrize(("method", "m"), WITH_NOTHING)
 def test_arrays_without_elements(method: Any, m: int) -> None:
-    params = {
-        "weight": jnp.eye(16), "rows": jnp.zeros((0, 16)), "columns": jnp.zeros((16, 0)), "neither": jnp.zeros((0, 0)),
-    }  # fmt: skip
-    x, y = models.mlp_batch(16, (16, 16)).values()
-    check(with_nothing, params, {"x": x, "y": y}, method, num_microbatches=m)
+    check(with_nothing, *some_with_nothing(), method, num_microbatches=m)
+
+
+def test_arrays_without_elements_where_products_are_priced_by_their_sizes() -> None:
+    """On a preset that knows its multiprocessors."""
+    step = autopar.parallelize(models.sgd(with_nothing), cluster=autopar.load_preset("dgx-a100"))
+    assert step.plan(*some_with_nothing()).step_time > 0
 
 
 def test_results_without_elements_of_several_microbatches() -> None:

@@ -26,13 +26,17 @@ class Method:
     num_stages: int | None = None
     num_microbatches: int | None = None
     mesh_shape: tuple[int, ...] | None = None  # logical shape of every stage's mesh, (-1,) for one axis; x, y
-    stages: tuple[StageMethod, ...] | None = None  # instead of `num_stages` and `mesh_shape`
+    stages: tuple[StageMethod, ...] | None = None  # each on its own; num_stages is their number, without mesh_shape
     schedule: ScheduleName | None = None
     data_axes: tuple[str, ...] = ()  # axes that split examples and nothing else
     model_axes: tuple[str, ...] = ()  # axes that split anything but examples
     # Over the data axes: 0 replicates all state, 1 shards the optimizer state, 2 also the accumulated gradients,
     # 3 also the parameters (Rajbhandari et al. 2020). None: as the solver finds best.
     zero: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stages is not None:
+            object.__setattr__(self, "num_stages", len(self.stages))
 
 
 AUTO = Method("auto")

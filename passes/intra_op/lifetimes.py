@@ -42,7 +42,7 @@ def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind,
 def _least_of_kernel(kernel: Kernel, kind: DeviceKind, num_devices: int) -> float:
     moved = sum(nbytes for nbytes, _ in kernel.traffic) / num_devices
     seconds = compute_time(
-        kind, flops=kernel.flops / num_devices, bytes_moved=moved, dtype=kernel.dtype, matmul=kernel.product is not None
+        kind, flops=kernel.flops / num_devices, bytes_moved=moved, dtype=kernel.dtype, matmul=kernel.sides is not None
     )
     return seconds + kind.launch_overhead * kernel.times
 

@@ -43,7 +43,7 @@ class StrategySeconds:
             moved = self._moved(eqn, rule, lane_index, options, traffic)
             matmul = rule.unit == "matmul"
             work = rule.flops * rule.points() * options.share
-            share = self._share(rule.product, cut)
+            share = self._share(rule.sides, cut)
             seconds = self._kernel(matmul, work / share, moved, eqn.kernel_dtype(matmul), traffic.launches)
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
@@ -91,8 +91,8 @@ class StrategySeconds:
         total = np.zeros(len(cut))
         for k in rule.kernels:
             moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
-            work = k.flops * share(k.held) / self._share(k.product, cut)
-            total += self._kernel(k.product is not None, work, moved, k.dtype, k.times)
+            work = k.flops * share(k.held) / self._share(k.sides, cut)
+            total += self._kernel(k.sides is not None, work, moved, k.dtype, k.times)
         return total
 
     def _kernel(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float) -> Any:

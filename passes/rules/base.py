@@ -157,7 +157,7 @@ class Kernel:
     flops: float
     held: frozenset[int]  # factors that cut them
     traffic: tuple[tuple[float, frozenset[int]], ...]  # bytes through memory, and the factors that cut them
-    product: Sides | None  # of one round
+    sides: Sides | None  # of a product, in one round
     dtype: str
     times: float
 
@@ -262,12 +262,12 @@ class Rule:
     def products(self) -> float:
         """FLOPs in matrix products."""
         if self.kernels:
-            return sum(k.flops for k in self.kernels if k.product)
+            return sum(k.flops for k in self.kernels if k.sides)
         return self.work({}) if self.unit == "matmul" else 0.0
 
     @functools.cached_property
-    def product(self) -> Sides | None:
-        """A product's sides: factors of the result that one operand has, or both, and the work that each element is."""
+    def sides(self) -> Sides | None:
+        """Of a product: factors of the result that one operand has, or both, and the work that each element is."""
         if self.unit != "matmul" or self.kernels:
             return None
         left, right, result = ({f for dim in dims for f in dim} for dims in (*self.inputs[:2], self.outputs[0]))

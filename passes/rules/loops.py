@@ -416,7 +416,7 @@ def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None
 
 
 def _unit(kernels: Sequence[Kernel]) -> Unit:
-    return "matmul" if any(kernel.product for kernel in kernels) else "vector"
+    return "matmul" if any(kernel.sides for kernel in kernels) else "vector"
 
 
 def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> tuple[Kernel, ...]:
@@ -432,10 +432,10 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
             found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
             continue
         moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
-        product = _outer_sides(rule.product, splits)
-        dtype, flops, held = e.kernel_dtype(product is not None), times * body.flops(e), frozenset(splits)
-        if moved or product:
-            found.append(Kernel(flops, held, moved, product, dtype, times * traffic[e.id].launches))
+        sides = _outer_sides(rule.sides, splits)
+        dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
+        if moved or sides:
+            found.append(Kernel(flops, held, moved, sides, dtype, times * traffic[e.id].launches))
         else:
             fused[held, dtype] += flops
     return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
@@ -444,10 +444,8 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
 def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
     """A kernel of a body in a body, in the outer one's factors."""
     traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
-    product = _outer_sides(kernel.product, splits)
-    return Kernel(
-        times * kernel.flops, _outer(kernel.held, splits), traffic, product, kernel.dtype, times * kernel.times
-    )
+    sides = _outer_sides(kernel.sides, splits)
+    return Kernel(times * kernel.flops, _outer(kernel.held, splits), traffic, sides, kernel.dtype, times * kernel.times)
 
 
 def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[InnerSum, ...]:

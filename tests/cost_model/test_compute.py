@@ -82,6 +82,8 @@ def test_float64_without_a_figure_is_half_of_float32() -> None:
         ((1, 256, 128, 64), 0.65 * 8 / 80),  # smaller tiles are slower, but there are more of them
         ((1, 256, 128, 1 << 20), 64 / 80),  # a long sum is shared out among a power of two
         ((1, 1, 1, 64), 0.65 / (64 * 64) / 80),
+        ((1, 1, 1, 0), 0.65 / (64 * 64) / 80),  # zeros
+        ((1, 0, 128, 64), 1.0),  # nothing
     ],
 )
 def test_products_are_computed_in_waves_of_tiles(sizes: tuple[int, int, int, int], share: float) -> None:

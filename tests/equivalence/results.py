@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import json
 import os
 import pathlib
@@ -23,6 +24,8 @@ from tests.equivalence.compare import Deviation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = ROOT / ".cache" / "equivalence.jsonl"
+# All that a case imports.
+SOURCES = ("autopar", "benchmarks/models", "cost_model", "passes", "runtime", "tests/equivalence")
 
 
 def _git(*arguments: str, environment: dict[str, str] | None = None) -> str:
@@ -32,10 +35,9 @@ def _git(*arguments: str, environment: dict[str, str] | None = None) -> str:
 
 @functools.cache
 def version() -> dict[str, str]:
-    """What a result depends on: git's hash of the working tree, uncommitted changes included, and the versions.
+    """What a result depends on: git's hash of the sources it is made with, uncommitted changes included, and versions.
 
-    Of a clean working tree the hash is that of `git rev-parse HEAD^{tree}`. It is taken with a copy of the index, so
-    that what the user has staged stays as it is.
+    It is taken with a copy of the index, so that what the user has staged stays as it is.
     """
     with tempfile.TemporaryDirectory() as folder:
         index = pathlib.Path(folder) / "index"
@@ -45,7 +47,9 @@ def version() -> dict[str, str]:
         environment = {**os.environ, "GIT_INDEX_FILE": str(index)}
         _git("add", "--all", environment=environment)
         tree = _git("write-tree", environment=environment)
-    return {"tree": tree, "jax": jax.__version__, "python": platform.python_version()}
+    trees = [_git("rev-parse", f"{tree}:{folder}") for folder in SOURCES]
+    sources = hashlib.sha1("\n".join(trees).encode()).hexdigest()
+    return {"sources": sources, "jax": jax.__version__, "python": platform.python_version()}
 
 
 def append(case: Case, deviation: Deviation | None, error: str = "", file: pathlib.Path = FILE) -> None:

@@ -48,7 +48,7 @@ def test_results_are_remembered_for_the_version_that_made_them(
     assert "1 of 80 cases pass, 0 fail, 79 not run" in summary(results.latest(file), cases.full_product())
     results.append(case, found, "AssertionError: later", file=file)
     assert not results.latest(file)[str(case)]["passed"]
-    monkeypatch.setattr(results, "version", lambda: {"tree": "other"})
+    monkeypatch.setattr(results, "version", lambda: {"sources": "other"})
     assert not results.latest(file)
 
 
