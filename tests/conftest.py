@@ -12,8 +12,11 @@ from hypothesis import settings
 jax.config.update("jax_num_cpu_devices", 8)
 # A program from an earlier run's cache would hide what the compiler does now.
 jax.config.update("jax_enable_compilation_cache", False)
-# Tests compile far longer than they run; XLA's passes over the HLO stay, LLVM's are cut short.
+# Tests compile far longer than they run; XLA's passes over the HLO stay, LLVM's are cut short, and kernels are emitted
+# in the older of two ways, which takes a quarter of the time. Newer versions do not have it, and abort on the flag.
 jax.config.update("jax_disable_most_optimizations", True)
+if jax.__version_info__ < (0, 11):
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
 
 # Compiling inside an example takes long without being slow; the same examples on every run.
 settings.register_profile("autopar", deadline=None, derandomize=True)

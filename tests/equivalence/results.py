@@ -24,8 +24,8 @@ from tests.equivalence.compare import Deviation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FILE = ROOT / ".cache" / "equivalence.jsonl"
-# All that a case imports.
-SOURCES = ("autopar", "benchmarks/models", "cost_model", "passes", "runtime", "tests/equivalence")
+# All that a case imports, and how it is compiled.
+SOURCES = ("autopar", "benchmarks/models", "cost_model", "passes", "runtime", "tests/conftest.py", "tests/equivalence")
 
 
 def _git(*arguments: str, environment: dict[str, str] | None = None) -> str:
@@ -47,7 +47,7 @@ def version() -> dict[str, str]:
         environment = {**os.environ, "GIT_INDEX_FILE": str(index)}
         _git("add", "--all", environment=environment)
         tree = _git("write-tree", environment=environment)
-    trees = [_git("rev-parse", f"{tree}:{folder}") for folder in SOURCES]
+    trees = [_git("rev-parse", f"{tree}:{path}") for path in SOURCES]
     sources = hashlib.sha1("\n".join(trees).encode()).hexdigest()
     return {"sources": sources, "jax": jax.__version__, "python": platform.python_version()}
 
