@@ -31,7 +31,6 @@ from benchmarks.published import Measurement, Way
 
 DATA = pathlib.Path(__file__).parent / "data"
 DEFAULT = (DATA / "alpa_osdi22_measured.json", DATA / "megatron_sc21_a100.csv")
-UNFIT = ("contradict", "projected")  # doubts that also bar a row from the ranking
 CLEAR = 0.05  # relative: methods that differ by more have an order
 
 
@@ -79,7 +78,7 @@ def pairs(rows: Sequence[tuple[Measurement, Prediction]]) -> tuple[int, list[str
     """How many pairs of methods of a case have an order, and those that are predicted in the other one."""
     cases: dict[str, list[tuple[Measurement, Prediction]]] = defaultdict(list)
     for row, found in rows:
-        if (row.seconds is not None or not row.fits) and not any(text in row.doubt for text in UNFIT):
+        if row.ranked and (row.seconds is not None or not row.fits):
             cases[row.case].append((row, found))
     count, wrong = 0, []
     for case, members in cases.items():
@@ -172,13 +171,9 @@ def main() -> None:
                     **({} if found is None else {f"predicted_{k}": v for k, v in dataclasses.asdict(found).items()}),
                 }
             )  # fmt: skip
-    found_bars = bars(rows)
     count, wrong = pairs(rows)
     print(f"{count} pairs of methods differ by more than {CLEAR:.0%}; in the wrong order:", *wrong, sep="\n  ")
-    for name, bar in found_bars.items():
-        print(f"{name}: {bar}")
-    if arguments.json is not None:
-        common.write_json(arguments.json, common.result(found_bars, content))
+    common.report(bars(rows), content, arguments.json)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,14 @@ def result(bars: Mapping[str, Bar], rows: Sequence[Mapping[str, Any]]) -> dict[s
     }
 
 
+def report(bars: Mapping[str, Bar], rows: Sequence[Mapping[str, Any]], path: pathlib.Path | None) -> None:
+    """Print the bars; write them and the rows behind them to a JSON file, if there is to be one."""
+    for name, bar in bars.items():
+        print(f"{name}: {bar}")
+    if path is not None:
+        write_json(path, result(bars, rows))
+
+
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
     """Write `content`, the folder made where it is missing; NaN and infinity become null."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -197,11 +197,7 @@ def main() -> None:
             f"{row['limit_seconds']:.0f} s, {row['cpu_seconds']:.0f} s of CPU, {row['peak_gib']:.1f} GiB",
             flush=True,
         )
-    held = bars(rows)
-    for title, bar in held.items():
-        print(f"{title}: {bar}")
-    if arguments.json is not None:
-        common.write_json(arguments.json, common.result(held, rows))
+    common.report(bars(rows), rows, arguments.json)
 
 
 if __name__ == "__main__":

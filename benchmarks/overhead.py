@@ -264,11 +264,9 @@ def main() -> None:
             f"ratio {ratio['value']:.4f} [{ratio['low']:.4f}, {ratio['high']:.4f}], "
             f"A/A {control['value']:.4f} [{control['low']:.4f}, {control['high']:.4f}]; "
             f"{row['host_microseconds_per_instruction']:.1f} µs of host time per instruction; "
-            f"collectives {row['collectives']}, by hand {row['collectives_by_hand']}; "
-            f"upper end {bars[comparison.name]}"
+            f"collectives {row['collectives']}, by hand {row['collectives_by_hand']}"
         )
-    if arguments.json is not None:
-        common.write_json(arguments.json, common.result(bars, rows))
+    common.report(bars, rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ class Measurement:
     memory: float | None  # bytes on a device
     fits: bool  # else it ran out of memory
     doubt: str  # why it is not scored; "" if it is
+    ranked: bool  # whether it counts in the comparison of methods
 
     def step(self, way: Way) -> tuple[Callable[..., Any], Any, Any]:
         """The train step, and the shapes of its state and batch."""
@@ -74,12 +75,13 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
     latencies = [x for x in row.get("latencies") or () if x > 0]
     failed = not latencies and row["tflops"] <= 0
     seconds = math.fsum(latencies) / len(latencies) if latencies else None
-    if seconds is None and not failed and row["model"] == "gpt":
-        seconds = _gpt_flops(row["model_spec"], row["batch_size"] or 0) / (row["tflops"] * 1e12 * row["num_gpus"])
+    if seconds is None and not failed and row["model"] == "gpt" and row["batch_size"]:
+        seconds = _gpt_flops(row["model_spec"], row["batch_size"]) / (row["tflops"] * 1e12 * row["num_gpus"])
+    suspect, projected = "suspect" in row, row.get("projected", False)
     doubts = {
         "its plan is not known exactly": row["plan_known"] != "exact",
-        "the sources contradict one another": "suspect" in row,
-        "it was projected": row.get("projected", False),
+        "the sources contradict one another": suspect,
+        "it was projected": projected,
         "no time was published": seconds is None and not failed,
     }
     ways = tuple(_ways(row))
@@ -99,6 +101,7 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
         memory=memory * 2**30 if memory > 0 else None,
         fits=not failed,
         doubt="; ".join(text for text, holds in doubts.items() if holds),
+        ranked=not suspect and not projected,
     )
 
 
@@ -186,6 +189,7 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         memory=None,
         fits=True,
         doubt="the interleaved schedule is not ours" if interleaved else "",
+        ranked=True,
     )
 
 

@@ -72,10 +72,7 @@ def main() -> None:
     cost = abs(first["step_seconds"] / unrolled["step_seconds"] - 1)
     slower = max(abs(row["planning_seconds"] / first["planning_seconds"] - 1) for row in deeper)
     bars = {"plan_cost": common.Bar(cost, 0.02), "planning_time": common.Bar(slower, 0.2)}
-    for name, bar in bars.items():
-        print(f"{name}: {bar}")
-    if arguments.json is not None:
-        common.write_json(arguments.json, common.result(bars, rows))
+    common.report(bars, rows, arguments.json)
 
 
 if __name__ == "__main__":

@@ -25,10 +25,13 @@ def test_a_bar_holds_up_to_its_limit_and_never_for_nan() -> None:
     assert not common.Bar(math.nan, 1.05).holds
 
 
-def test_the_json_file(tmp_path: pathlib.Path) -> None:
+def test_the_report(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "result.json"
-    content = common.result({"a": common.Bar(math.nan, 2.0)}, [{"name": "a", "times": (1.0, math.inf)}])
-    common.write_json(file, content)
+    bars, rows = {"a": common.Bar(math.nan, 2.0)}, [{"name": "a", "times": (1.0, math.inf)}]
+    common.report(bars, rows, None)
+    assert not file.exists()
+    common.report(bars, rows, file)
+    assert capsys.readouterr().out == 2 * "a: nan <= 2.0: BROKEN\n"
     found = json.loads(file.read_text())
     assert found["bars"] == {"a": {"value": None, "limit": 2.0, "holds": False}}
     assert found["rows"] == [{"name": "a", "times": [1.0, None]}]
