@@ -38,12 +38,12 @@ from autopar.ir.units import count_text
 from autopar.layering import MAX_LAYERS, Layered, Layering
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
-from autopar.passes.intra_op.lifetimes import least_seconds
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible, Solution
-from autopar.passes.intra_op.shard import StageProblem, StageSetting
+from autopar.passes.intra_op.shard import Remembered, StageProblem, StageSetting
 from autopar.passes.intra_op.solve import solve
+from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import OptionsCache
 from autopar.passes.lower import LoweredStep, assemble
 from autopar.passes.pipeline import place
@@ -85,9 +85,10 @@ class Planner:
         self.prices = Prices(cluster)
         self._best_time = math.inf  # seconds per step of the best plan so far
         self._one_stage_fits = False  # with one microbatch
-        self._least: dict[Any, float] = {}
         self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {}
+        self._remembered: dict[Any, Remembered] = {}
+        self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage] = {}
         self._placed: dict[Any, PlacedStep] = {}
         self._signatures: dict[Any, str] = {}
@@ -195,8 +196,10 @@ class Planner:
         self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
     ) -> list[tuple[tuple[int, int], Mesh]] | None:
         """The layers and the mesh of each stage."""
-        cost = functools.partial(self._stage_cost, layered, schedule)
-        search = functools.partial(plan_stages, layered.num_layers, self.cluster, cost, m, schedule)
+        search = functools.partial(
+            plan_stages, layered.num_layers, self.cluster, functools.partial(self._stage_cost, layered, schedule), m,
+            schedule, least_cost=functools.partial(self._least_cost, layered), alike=self._kind_of_mesh,
+        )  # fmt: skip
         if num_stages == 1 or self.method.mesh_shape is not None:
             found = search(num_stages=num_stages, meshes=self._meshes)
         else:
@@ -255,21 +258,9 @@ class Planner:
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
         """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
-        start, stop = span
+        placed, stage = self._span_placed(layered, span)
         m = layered.step.num_microbatches
-        if m > 1 and span == (0, layered.num_layers) and self._one_stage_fits:
-            return None  # one stage that fits with one microbatch gains nothing from several
-        placed = self._span_placed(layered, start, stop)
-        stage = 1 if start > 0 else 0
-        if self._least_seconds(layered, placed, stage, mesh) * m >= self._best_time:
-            return None  # the slowest stage alone would take longer than the best plan
-        where = f"a stage of layers {start} to {stop - 1} of {layered.num_layers} on {mesh.size} devices"
-        state = self._state_bytes(placed, stage) / mesh.size
-        memory = self.prices.memory(mesh)
-        if state > memory:
-            self._note_infeasible(Infeasible(state, memory, proved=True), where)
-            return None
-        key = (self._signature(placed, stage), mesh.shape, self.prices.surroundings(mesh))
+        key = (self._signature(placed, stage), *self._kind_of_mesh(mesh))
         priced = self._priced.get(key)
         if priced is None:
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
@@ -279,22 +270,39 @@ class Planner:
         try:
             solution = priced.solution(in_flight)
         except Infeasible as error:
-            self._note_infeasible(error, where)
+            self._note_infeasible(error, _where(layered, span, mesh))
             return None
         loop = priced.numbers.loop_seconds(solution)
         return StageCost(loop / m, max(0.0, solution.cost - loop), solution.peak)
 
-    def _least_seconds(self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh) -> float:
-        """Seconds per microbatch of a stage that no sharding can beat."""
+    def _least_cost(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
+        """What no sharding of a span of layers can beat."""
+        m = layered.step.num_microbatches
+        if m > 1 and span == (0, layered.num_layers) and self._one_stage_fits:
+            return None  # one stage that fits with one microbatch gains nothing from several
+        placed, stage = self._span_placed(layered, span)
+        state = self._state_bytes(placed, stage) / mesh.size
+        memory = self.prices.memory(mesh)
+        if state > memory:
+            self._note_infeasible(Infeasible(state, memory, proved=True), _where(layered, span, mesh))
+            return None
         kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
-        key = (placed, stage, mesh.size, tuple(kinds))
-        if key not in self._least:
-            self._least[key] = sum(
-                min(least_seconds(program, layered.rules, kind, mesh.size) for kind in kinds.values())
-                for program in placed.programs
-                if program.stage == stage and program.in_loop
-            )
-        return self._least[key]
+        least = [self._stage(layered, placed, stage).least_seconds(kind, mesh.size) for kind in kinds.values()]
+        loop, once = (min(seconds) for seconds in zip(*least, strict=True))
+        if m * loop >= self._best_time:
+            return None  # the slowest stage alone would take longer than the best plan
+        return StageCost(loop, once, state)
+
+    def _kind_of_mesh(self, mesh: Mesh) -> tuple[Any, ...]:
+        """Equal for meshes on which the same stage costs the same."""
+        return mesh.shape, self.prices.surroundings(mesh)
+
+    def _stage(self, layered: Layered, placed: PlacedStep, index: int) -> Stage:
+        key = (placed, index)
+        if key not in self._stages:
+            pinned = {v: s for v, (at, s) in self.pinned.items() if at == index}
+            self._stages[key] = Stage(placed, index, layered.rules, pinned)
+        return self._stages[key]
 
     def _bytes_of_state(self, placed: PlacedStep, stage: int) -> int:
         """Bytes of the state that a stage must hold on its devices together."""
@@ -305,12 +313,12 @@ class Planner:
         if self.nearest is None or error.smallest_peak < self.nearest.smallest_peak:
             self.nearest, self.nearest_where = error, where
 
-    def _span_placed(self, layered: Layered, start: int, stop: int) -> PlacedStep:
-        """The pipeline of what comes before a span, the span, and what comes after it."""
-        key = (layered, start, stop)
+    def _span_placed(self, layered: Layered, span: tuple[int, int]) -> tuple[PlacedStep, int]:
+        """The pipeline of what comes before a span, the span, and what comes after it; and the span's stage."""
+        key = (layered, span)
         if key not in self._placed:
-            self._placed[key] = layered.placed(sorted({start, stop} - {0, layered.num_layers}))
-        return self._placed[key]
+            self._placed[key] = layered.placed(sorted({*span} - {0, layered.num_layers}))
+        return self._placed[key], 1 if span[0] > 0 else 0
 
     def _signature(self, placed: PlacedStep, stage: int) -> str:
         """Equal for stages whose programs are alike: equations, shapes, and what crosses their borders."""
@@ -323,16 +331,17 @@ class Planner:
         self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False
     ) -> StageProblem:
         """The sharding problem of one stage on a mesh."""
-        kind = self.prices.kind(mesh)
         resharder, price = self.prices.resharder(mesh)
+        options = self._options.get((mesh.shape, mesh.axes))
+        if options is None:
+            options = self._options[mesh.shape, mesh.axes] = OptionsCache(mesh)
         key = (layered, mesh.shape)
         if key not in self._limits:
             self._limits[key] = method_limits(self.method, layered.step, layered.rules, mesh)
-        limits = self._limits[key]
-        limits = dataclasses.replace(limits, pinned={v: s for v, (at, s) in self.pinned.items() if at == stage})
+        remembered = self._remembered.setdefault((*key, self.prices.surroundings(mesh)), Remembered(options))
         setting = StageSetting(
-            placed, stage, mesh, kind, resharder, price, self.prices.link_bandwidth(mesh), layered.rules,
-            limits, self.prices.memory(mesh), self._options.setdefault((mesh.shape, mesh.axes), {}), tied,
+            self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
+            self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh), remembered, tied,
         )  # fmt: skip
         return StageProblem(setting)
 
@@ -475,6 +484,10 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _where(layered: Layered, span: tuple[int, int], mesh: Mesh) -> str:
+    return f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
 
 
 def _mesh(devices: tuple[int, ...], shape: tuple[int, ...]) -> Mesh:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -39,6 +39,8 @@ class StageCost:
 
 # (span, logical mesh, microbatches in flight) -> cost, None if it does not fit. No cost may be negative.
 StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
+# (span, logical mesh) -> a cost that none of the above is below; None if it does not fit.
+LeastCostFn = Callable[[Span, Mesh], StageCost | None]
 # (cluster, first device, number of devices) -> the logical meshes that these consecutive devices may form
 MeshesFn = Callable[[Cluster, int, int], tuple[Mesh, ...]]
 
@@ -110,13 +112,20 @@ def plan_stages(
     num_stages: int | None = None,
     max_stages: int | None = None,
     meshes: MeshesFn = candidate_meshes,
+    least_cost: LeastCostFn | None = None,
+    alike: Callable[[Mesh], Hashable] = lambda mesh: mesh,
 ) -> StagePlan | None:
     """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
 
     Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
-    arguments, and only for stages that can stand in a plan better than the best one known so far: those behind which
-    something fits in less time, with as many layers and groups left before it as there are stages. `num_stages` fixes
-    the number of stages, `max_stages` bounds it. `meshes` is asked for groups inside a host and groups of whole hosts.
+    arguments. `num_stages` fixes the number of stages, `max_stages` bounds it. `meshes` is asked for groups inside a
+    host and groups of whole hosts.
+
+    Without `least_cost`, costs are asked for stages that can stand in a plan better than the best one known so far:
+    those behind which something fits in less time, with as many layers and groups left before it as there are stages.
+    With it, costs must rise with the number in flight, and only those of plans are asked for that could be the best if
+    every cost not yet asked for were the least possible (lazy evaluation of edges, as in LazySP; Dellin and Srinivasa
+    2016). A span costs the same on meshes for which `alike` is equal: one of them is asked for.
 
     The time has three criteria: (sum of t, largest t, largest s). A *state* is (first layer, first device) of what is
     still to be placed, a *suffix* a way to place it with r stages.
@@ -140,20 +149,26 @@ def plan_stages(
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
     space = _Space.of(num_layers, cluster, meshes)
-    best = _Best(num_microbatches)
-    steps = _backward(
-        space, stage_cost, schedule, best, min(most, num_stages or max_stages or most), num_stages is not None
-    )
-    if best.stages is None:
-        return None
-    _exact(space, _forward(space, steps, best), best)
-    stages = []
-    tail: _Tail = best.stages
-    while tail is not None:
-        (mesh, start, stop, *cost), tail = tail
-        stages.append(StageChoice((start, stop), space.meshes[mesh], StageCost(*cost)))
-    time = pipeline_time([stage.cost for stage in stages], num_microbatches)
-    return StagePlan(tuple(stages), time, num_microbatches, schedule)
+    costs = _Costs(space, stage_cost, least_cost, alike)
+    most = min(most, num_stages or max_stages or most)
+    found: StagePlan | None = None  # of stages whose costs are known
+    while True:
+        best = _Best(num_microbatches, np.inf if found is None else found.step_time)
+        steps = _backward(space, costs, schedule, best, most, num_stages is not None)
+        if best.stages is None:
+            return found
+        _exact(space, _forward(space, steps, best), best)
+        rows = _unrolled(best.stages)
+        numbers = [in_flight(schedule, num_microbatches, len(rows) - at) for at in range(len(rows))]
+        certain = costs.learn(rows, numbers)
+        chosen = [costs.of(row, number) for row, number in zip(rows, numbers, strict=True)]
+        time = pipeline_time(chosen, num_microbatches) if all(np.isfinite(c.memory) for c in chosen) else np.inf
+        if certain or time < (np.inf if found is None else found.step_time):
+            stages = zip(rows, chosen, strict=True)
+            choices = tuple(StageChoice((i, j), space.meshes[mesh], cost) for (mesh, i, j, *_), cost in stages)
+            found = StagePlan(choices, time, num_microbatches, schedule)
+        if certain:
+            return found
 
 
 # Criteria are arrays (3, n): the sum of seconds per microbatch, the largest of them, the largest seconds per step.
@@ -270,30 +285,84 @@ class _Step:
 
 
 class _Costs:
-    """Asks for stage costs, each once. NaN: not asked yet; inf: does not fit."""
+    """Asks for stage costs, each once."""
 
-    def __init__(self, space: _Space, stage_cost: StageCostFn) -> None:
+    def __init__(
+        self,
+        space: _Space,
+        stage_cost: StageCostFn,
+        least_cost: LeastCostFn | None,
+        alike: Callable[[Mesh], Hashable],
+    ) -> None:
         self.space = space
         self.stage_cost = stage_cost
-        self.in_flight = 0
-        self.table = np.empty(0)
+        self.least_cost = least_cost
+        numbers: dict[Hashable, int] = {}
+        self.kind = np.array([numbers.setdefault(alike(mesh), len(numbers)) for mesh in space.meshes], dtype=np.int64)
+        self.meshes = [space.meshes[int(np.argmax(self.kind == kind))] for kind in range(len(numbers))]
+        layers = space.num_layers
+        self.shape = (len(numbers), layers, layers + 1)
+        # By the number in flight: (3, kinds of mesh, first layer, layer after the last). inf: does not fit.
+        self.tables: dict[int, Floats] = {}  # NaN: not looked at yet; else what is known or the least
+        self.known: dict[int, Bools] = {}
 
-    def ask(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
-        """(3, n): per microbatch, per step, memory of these stages."""
-        if in_flight != self.in_flight:  # the number in flight never returns to an earlier value
-            self.in_flight = in_flight
-            layers = self.space.num_layers
-            self.table = np.full((3, len(self.space.meshes), layers, layers + 1), np.nan)
-        for at in np.flatnonzero(np.isnan(self.table[0, mesh, first, last])):
-            k, i, j = int(mesh[at]), int(first[at]), int(last[at])
-            cost = self.stage_cost((i, j), self.space.meshes[k], in_flight)
-            self.table[:, k, i, j] = np.inf if cost is None else (cost.per_microbatch, cost.per_step, cost.memory)
-        return np.asarray(self.table[:, mesh, first, last])
+    def look(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
+        """(3, n): per microbatch, per step, memory of these stages; the least where it has not been asked for."""
+        if in_flight not in self.tables:
+            fewer = max((number for number in self.tables if number < in_flight), default=0)
+            lazy = self.least_cost is not None and fewer
+            self.tables[in_flight] = self.tables[fewer].copy() if lazy else np.full((3, *self.shape), np.nan)
+            self.known[in_flight] = np.zeros(self.shape, np.bool_)
+        table, kind = self.tables[in_flight], self.kind[mesh]
+        for at in np.flatnonzero(np.isnan(table[0, kind, first, last])):
+            k, i, j = int(kind[at]), int(first[at]), int(last[at])
+            if not np.isnan(table[0, k, i, j]):  # of an alike mesh
+                continue
+            if self.least_cost is None:
+                self._ask(k, i, j, in_flight)
+            else:
+                table[:, k, i, j] = _row(self.least_cost((i, j), self.meshes[k]))
+        return np.asarray(table[:, kind, first, last])
+
+    def _ask(self, kind: int, first: int, last: int, in_flight: int) -> None:
+        cost = _row(self.stage_cost((first, last), self.meshes[kind], in_flight))
+        for number, table in self.tables.items():
+            if number == in_flight:
+                table[:, kind, first, last] = cost
+                self.known[number][kind, first, last] = True
+            elif number > in_flight and self.least_cost is not None and not self.known[number][kind, first, last]:
+                table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
+
+    def learn(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> bool:
+        """Ask for what is not known of these stages with so many in flight; whether all was known."""
+        certain = True
+        for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
+            kind = int(self.kind[mesh])
+            if not self.known[number][kind, first, last]:
+                certain = False
+                self._ask(kind, first, last, number)
+        return certain
+
+    def of(self, row: _StageRow, in_flight: int) -> StageCost:
+        mesh, first, last, *_ = row
+        return StageCost(*(float(x) for x in self.tables[in_flight][:, self.kind[mesh], first, last]))
+
+
+def _row(cost: StageCost | None) -> tuple[float, float, float]:
+    return (np.inf, np.inf, np.inf) if cost is None else (cost.per_microbatch, cost.per_step, cost.memory)
+
+
+def _unrolled(tail: _Tail) -> list[_StageRow]:
+    rows = []
+    while tail is not None:
+        row, tail = tail
+        rows.append(row)
+    return rows
 
 
 def _backward(
     space: _Space,
-    stage_cost: StageCostFn,
+    costs: _Costs,
     schedule: ScheduleName,
     best: _Best,
     most: int,
@@ -303,7 +372,6 @@ def _backward(
 
     Plans have at most, or exactly, `most` stages.
     """
-    costs = _Costs(space, stage_cost)
     suffix = np.full((3, space.num_states), np.inf)
     suffix[:, -1] = 0.0  # all layers and devices are placed
     quickest = suffix  # one real suffix per state: its criteria
@@ -322,7 +390,7 @@ def _backward(
         mesh, first, last = np.nonzero(possible)
         order = np.lexsort((last, mesh, first, space.starts[mesh]))
         mesh, first, last = mesh[order], first[order], last[order]
-        cost = costs.ask(mesh, first, last, in_flight(schedule, best.num_microbatches, remaining))
+        cost = costs.look(mesh, first, last, in_flight(schedule, best.num_microbatches, remaining))
         source = space.starts[mesh] * space.shape[1] + first
         target = space.stops[mesh] * space.shape[1] + last
         stages = _Stages(mesh, np.stack([first, last]), source, target, cost)

@@ -231,7 +231,7 @@ class _Stage:
         for f in rule.splittable:
             unit = cut.get(f, 1) * devices
             wanted: Lane = (*lane[:place], f, *lane[place + 1 :])
-            if (summed and f not in held) or not self.limits.allow_lane(program, eqn, rule, wanted):
+            if (summed and f not in held) or not self.limits.allow_lane(eqn, rule, wanted):
                 continue
             if rule.factors[f] % unit == 0:
                 instead.append(rule.factors[f])

@@ -15,36 +15,31 @@ from autopar.ir.graph import Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import Program
-from autopar.passes.rules.base import Kernel, Rule
-from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.fusion import live_until, moved_values
 
 _MEMORY_TIMES_PER_PROGRAM = 6
 
 
-def least_seconds(program: Program, rules: Mapping[int, Rule], kind: DeviceKind, num_devices: int) -> float:
-    """Seconds of one run that no sharding over so many devices can beat: every equation and array cut evenly."""
-    traffic = memory_traffic(program.equations, rules, program.inputs, program.outputs)
-    total = 0.0
+def least_seconds(
+    program: Program, rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], kind: DeviceKind
+) -> tuple[float, float]:
+    """Seconds of one run that devices share at best, every equation and array cut evenly, and those that all spend."""
+    shared, launches = 0.0, 0.0
     for eqn in program.equations:
         rule = rules[eqn.id]
-        if rule.kernels:
-            total += sum(_least_of_kernel(kernel, kind, num_devices) for kernel in rule.kernels)
-            continue
-        moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic[eqn.id]))
-        flops = rule.flops * rule.points() / num_devices
-        matmul = rule.unit == "matmul"
-        dtype = eqn.kernel_dtype(matmul)
-        total += compute_time(kind, flops=flops, bytes_moved=moved / num_devices, dtype=dtype, matmul=matmul)
-        total += kind.launch_overhead * traffic[eqn.id].launches
-    return total
-
-
-def _least_of_kernel(kernel: Kernel, kind: DeviceKind, num_devices: int) -> float:
-    moved = sum(nbytes for nbytes, _ in kernel.traffic) / num_devices
-    seconds = compute_time(
-        kind, flops=kernel.flops / num_devices, bytes_moved=moved, dtype=kernel.dtype, matmul=kernel.sides is not None
-    )
-    return seconds + kind.launch_overhead * kernel.times
+        for k in rule.kernels:
+            moved = sum(nbytes for nbytes, _ in k.traffic)
+            matmul = k.sides is not None
+            shared += compute_time(kind, flops=k.flops, bytes_moved=moved, dtype=k.dtype, matmul=matmul)
+            launches += k.times
+        if not rule.kernels:
+            moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic[eqn.id]))
+            flops = rule.flops * rule.points()
+            matmul = rule.unit == "matmul"
+            shared += compute_time(kind, flops=flops, bytes_moved=moved, dtype=eqn.kernel_dtype(matmul), matmul=matmul)
+            launches += traffic[eqn.id].launches
+    return shared, kind.launch_overhead * launches
 
 
 def lifetimes(

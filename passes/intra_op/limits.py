@@ -13,7 +13,6 @@ import numpy as np
 from autopar.ir.graph import BatchDim, Equation, Operand, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
-from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.rules.base import DimMap, Rule
@@ -24,9 +23,8 @@ from autopar.passes.rules.split import Unsplittable, batch_to_factor
 class Limits:
     """What a recipe or a user forbids; the planner itself forbids nothing."""
 
-    allow_lane: Callable[[Program, Equation, Rule, Lane], bool] = lambda program, equation, rule, lane: True
+    allow_lane: Callable[[Equation, Rule, Lane], bool] = lambda equation, rule, lane: True
     allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
-    pinned: Mapping[Value, Sharding] = dataclasses.field(default_factory=dict)  # graph inputs that lie somewhere
 
 
 def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, frozenset[int]]:
@@ -101,7 +99,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     zero = 3 if method.zero is None else method.zero  # as far as it may go
     free = method.zero is None
 
-    def allow_lane(program: Program, eqn: Equation, rule: Rule, lane: Lane) -> bool:
+    def allow_lane(eqn: Equation, rule: Rule, lane: Lane) -> bool:
         factors = batch.get(eqn.id, frozenset())
         varies = eqn.phase.in_loop and any(v in examples for v in (*eqn.values, *eqn.outputs))
         least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1  # that may split what holds no examples

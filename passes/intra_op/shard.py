@@ -10,68 +10,68 @@ counted at a few times per program, where most is live.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-import math
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.ir.graph import Equation, Value
-from autopar.ir.local import StageSharding
+from autopar.ir.local import StageSharding, Traffic
 from autopar.ir.mesh import DeviceKind, Mesh
-from autopar.ir.program import PlacedStep, Program
+from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.intra_op.alike import alike_equations
-from autopar.passes.intra_op.lifetimes import lifetimes, peak_positions
 from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.problem import Solution
 from autopar.passes.intra_op.seconds import StrategySeconds
+from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
     OptionsCache,
     Shardings,
-    can_sum,
-    enumerate_lane,
     lane_operands,
     lane_rules,
-    operand_shardings,
-    pieces,
-    result_shardings,
     temporaries,
 )
 from autopar.passes.rules.base import Rule
-from autopar.passes.rules.fusion import memory_traffic
 
 Slot = tuple[int | None, Value]
 _MAX_LAYOUTS = 48
 _LARGE_COPY = 0.01  # of a device's memory
 
 
+class Remembered:
+    """What problems of one step on meshes of one kind have in common."""
+
+    def __init__(self, options: OptionsCache) -> None:
+        self.options = options  # of all meshes of this shape
+        self.equations: dict[Any, tuple[LaneOptions, Any]] = {}  # with the seconds of each strategy
+        self.matrices: dict[Any, Any] = {}  # edges' seconds per step; None: all free
+
+
 @dataclasses.dataclass(frozen=True)
 class StageSetting:
     """A stage on a mesh, as the problem sees it."""
 
-    placed: PlacedStep
-    stage: int
+    stage: Stage
     mesh: Mesh
     kind: DeviceKind
     resharder: Resharder
     price: StepPrice
     link_bandwidth: float  # bytes per second to the neighbouring stages, per device
-    rules: Mapping[int, Rule]  # by equation id
     limits: Limits
     memory_limit: float | None  # bytes per device
-    options: OptionsCache  # shared by all problems on meshes of this shape
+    remembered: Remembered
     tied: bool = False  # alike equations choose alike (`alike.py`)
 
     def often(self, in_loop: bool) -> int:
         """How often something happens per step."""
-        return self.placed.step.num_microbatches if in_loop else 1
+        return self.stage.step.num_microbatches if in_loop else 1
 
 
 @dataclasses.dataclass
@@ -90,28 +90,23 @@ class StageProblem:
 
     def __init__(self, setting: StageSetting) -> None:
         self.setting = setting
-        placed = setting.placed
-        self.programs = [p for p in placed.programs if p.stage == setting.stage]
-        self.traffic = {p.index: memory_traffic(p.equations, setting.rules, p.inputs, p.outputs) for p in self.programs}
-        self.step = placed.step
+        self.stage = stage = setting.stage
+        self.programs, self.traffic, self.copied, self.step = stage.programs, stage.traffic, stage.copied, stage.step
         self.stored = set(self.step.graph.inputs) | set(self.step.constants)
-        self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self.numbers = StageNumbers(setting.memory_limit)
         self._edges: dict[tuple[int, int, int], int] = {}  # the index of each in `edges`
         self._edge_counts: list[int] = []
-        self._equations: dict[Any, tuple[int, LaneOptions, Any]] = {}  # tied ones: node, options, seconds of each
+        self._equations: dict[Any, int] = {}  # the nodes of tied ones
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
         self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
         self.readers: dict[Slot, list[_End]] = defaultdict(list)
         self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
-        self._layout_lists: dict[tuple[Sharding, ...], Shardings] = {}
-        self._matrices: dict[Any, np.ndarray[Any, Any] | None] = {}  # None: all free
-        self._addends = self._find_addends()
-        self._alike = self._find_alike() if setting.tied else {}
+        self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
+        alike = stage.alike if setting.tied else {}
         for program in self.programs:
-            self._add_equations(program)
+            self._add_equations(program, alike)
         self._add_layouts()
         self._add_memory()
         self._short_of_memory = self._may_be_short()
@@ -160,74 +155,35 @@ class StageProblem:
     def _slot(self, program: Program, value: Value) -> Slot:
         return (program.index if value in self.copied else None, value)
 
-    def _find_alike(self) -> Mapping[tuple[int, int], int]:
-        step, setting = self.step, self.setting
-        inputs, outputs = set(step.graph.inputs), {v for v in step.outputs if isinstance(v, Value)}
-
-        def look(program: Program, eqn: Equation) -> Hashable:
-            arrays = tuple((v.shape, v.dtype, v in self._addends) for v in (*eqn.inputs, *eqn.outputs))
-            return (program.index, setting.rules[eqn.id].key, arrays)
-
-        def kind(v: Value) -> Hashable:
-            at_home = setting.placed.home[v] == setting.stage if v in inputs else v in step.constants
-            return (v.shape, v.dtype, v in inputs, at_home, v in outputs, setting.limits.pinned.get(v))
-
-        return alike_equations(self.programs, look, kind, self.copied)
-
-    def _find_addends(self) -> set[Value]:
-        """Values that can be partial sums: a sum over a split factor, or linear in such a value."""
-        found: set[Value] = set()
-        for program in self.programs:
-            for eqn in program.equations:
-                rule = self.setting.rules[eqn.id]
-                for index, lane_rule in enumerate(lane_rules(rule)):
-                    positions = lane_operands(eqn, rule, index)
-                    partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
-                    if can_sum(lane_rule) or any(partial & operands for operands in lane_rule.linear):
-                        found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
-            found.update(w for v, w in self.step.accumulate.items() if v in found)
-            found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
-        return found
-
-    def _options(self, rule: Rule, addends: frozenset[int]) -> LaneOptions:
-        key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
-               rule.linear, tuple(sorted(rule.unaffected.items())), rule.gatherings, addends)  # fmt: skip
-        found = self.setting.options.get(key)
-        if found is None:
-            mesh = self.setting.mesh
-            lanes = list(enumerate_lane(rule, mesh, addends))
-            operands = zip(*(operand_shardings(rule, lane, mesh) for lane in lanes), strict=True)
-            results = zip(*(result_shardings(rule, lane, mesh) for lane in lanes), strict=True)
-            share = np.array([1 / math.prod(pieces(rule, lane, mesh).values()) for lane in lanes])
-            found = LaneOptions(
-                lanes, [Shardings.of(c, mesh) for c in operands], [Shardings.of(c, mesh) for c in results], share
+    def _strategies(self, eqn: Equation, index: int, addends: frozenset[int], traffic: Traffic) -> Any:
+        """The options of a lane of an equation, and the seconds of each."""
+        known = self.setting.remembered.equations
+        key = (eqn.id, index, addends, traffic)
+        if key not in known:
+            rule = self.stage.rules[eqn.id]
+            options = self.setting.remembered.options.of(
+                lane_rules(rule)[index], addends, functools.partial(self.setting.limits.allow_lane, eqn, rule)
             )
-            self.setting.options[key] = found
-        return found
+            known[key] = (options, self._seconds.of(eqn, rule, index, options, traffic))
+        return known[key]
 
-    def _add_equations(self, program: Program) -> None:
-        setting = self.setting
+    def _add_equations(self, program: Program, alike: Mapping[tuple[int, int], int]) -> None:
+        stage, often = self.stage, self.setting.often(program.in_loop)
         traffic = self.traffic[program.index]
         for eqn in program.equations:
-            rule = setting.rules[eqn.id]
+            rule = stage.rules[eqn.id]
             for index, lane_rule in enumerate(lane_rules(rule)):
                 positions = lane_operands(eqn, rule, index)
-                addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in self._addends)
+                addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in stage.addends)
                 outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
-                key = (self._alike.get((program.index, eqn.id)), index, addends, traffic[eqn.id])
-                if key in self._equations:
-                    node, options, seconds = self._equations[key]
-                    self.numbers.costs[node] = self.numbers.costs[node] + seconds
+                options, seconds = self._strategies(eqn, index, addends, traffic[eqn.id])
+                number = alike.get((program.index, eqn.id))
+                key = (number, index, addends, traffic[eqn.id], id(options))
+                if number is not None and key in self._equations:
+                    node = self._equations[key]
+                    self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
                 else:
-                    options = self._options(lane_rule, addends)
-                    allowed = [i for i, lane in enumerate(options.lanes)
-                               if setting.limits.allow_lane(program, eqn, rule, lane)]  # fmt: skip
-                    if len(allowed) < len(options.lanes):
-                        options = options.only(allowed or [0])  # replicated is always possible
-                    seconds = self._seconds.of(eqn, rule, index, options, traffic[eqn.id])
-                    node = self._node(seconds, program.in_loop)
-                    if key[0] is not None:
-                        self._equations[key] = (node, options, self.numbers.costs[node])
+                    node = self._equations[key] = self._node(seconds, program.in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 by_round = _by_round(lane_rule, options)
                 for place, position in enumerate(positions):
@@ -248,7 +204,7 @@ class StageProblem:
         outputs = {v for v in step.outputs if isinstance(v, Value)}
         leaving = {self._slot(p, v) for p in self.programs for v in p.outputs}
         renewed = {step.graph.inputs[i] for k, i in step.graph.carried.items()}
-        stored = [v for v in renewed if setting.placed.home[v] == setting.stage]
+        stored = [v for v in renewed if self.stage.placed.home[v] == self.stage.index]
         for v in sorted(stored, key=lambda v: v.id):
             self.readers.setdefault((None, v), [])
         sums: dict[Slot, _End] = {}  # running sums of this stage's addends
@@ -269,9 +225,9 @@ class StageProblem:
             ends = tuple((end.node, id(end.shardings)) for end in ((source, *readers) if source else readers))
             here = value in step.constants or value in step.feeds or value is step.microbatch
             if value in inputs:
-                here = setting.placed.home[value] == setting.stage
+                here = self.stage.placed.home[value] == self.stage.index
             lies = (source is None, here, value in inputs, value in outputs, slot in sums, value in renewed)
-            key = (ends, lies, value.shape, value.dtype, value in step.batched, setting.limits.pinned.get(value))
+            key = (ends, lies, value.shape, value.dtype, value in step.batched, self.stage.pinned.get(value))
             tied = self._layouts.get(key) if setting.tied else None
             if tied is None:
                 partial = source is not None and (value not in outputs or slot in sums)
@@ -300,21 +256,18 @@ class StageProblem:
         if len(candidates) > _MAX_LAYOUTS:
             candidates = sorted(candidates, key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
             candidates = candidates[:_MAX_LAYOUTS]
-        if value in setting.limits.pinned:
-            candidates = [setting.limits.pinned[value]]
+        if value in self.stage.pinned:
+            candidates = [self.stage.pinned[value]]
         elif value.is_key:
             candidates = [replicated]
         else:
             candidates = [s for s in candidates if setting.limits.allow_layout(value, s)] or [replicated]
-        key = tuple(candidates)
-        if key not in self._layout_lists:
-            self._layout_lists[key] = Shardings.of(candidates, setting.mesh)
-        return self._layout_lists[key]
+        return setting.remembered.options.shardings(candidates)
 
     # Edges.
 
     def _connect(self) -> None:
-        step, setting = self.step, self.setting
+        step, placed, listed = self.step, self.stage.placed, self.setting.remembered.options.shardings
         for slot, (node, shardings) in self.layouts.items():
             maker = self.makers.get(slot) or self._sums.get(slot)
             if maker is not None:
@@ -328,23 +281,23 @@ class StageProblem:
         for value in sent:
             source = self._source((None, value))
             full = [s for s in dict.fromkeys(source.shardings.each) if not s.partial]
-            candidates = Shardings.of(full or [Sharding.replicated(len(value.shape))], setting.mesh)
+            candidates = listed(full or [Sharding.replicated(len(value.shape))])
             varies = value in step.batched
             # The receiver pays for the copy; here the value must only become whole addends.
             node = self._node(np.zeros(len(candidates.each)), varies)
             self._edge(value, source, _End(node, candidates, varies))
         for slot in self._sums.keys() & {(None, v) for v in step.outputs}:  # returned: reduced once, after the loop
             node, held = self.layouts[slot]
-            whole = Shardings.of(dict.fromkeys(Sharding(s.dims) for s in held.each), setting.mesh)
+            whole = listed(dict.fromkeys(Sharding(s.dims) for s in held.each))
             returned = _End(self._node(np.zeros(len(whole.each)), False), whole, False)
             self._edge(slot[1], _End(node, held, False), returned)
         for k, i in step.graph.carried.items():
             leaf, out = step.graph.inputs[i], step.outputs[k]
             if not isinstance(out, Value) or out is leaf or (None, leaf) not in self.layouts:
                 continue
-            if setting.placed.home[leaf] == setting.stage and out in setting.placed.producer:
-                program = setting.placed.programs[setting.placed.producer[out]]
-                if program.stage == setting.stage:
+            if placed.home[leaf] == self.stage.index and out in placed.producer:
+                program = placed.programs[placed.producer[out]]
+                if program.stage == self.stage.index:
                     node, shardings = self.layouts[None, leaf]
                     self._edge(out, self._source(self._slot(program, out)), _End(node, shardings, False))
 
@@ -364,8 +317,8 @@ class StageProblem:
         step_values = {total: v for v, total in self.step.accumulate.items()}
         step_values.update({piece: v for v, pieces_ in self.step.keep.items() for piece in pieces_})
         found: dict[Value, None] = {}
-        for program in self.setting.placed.programs:
-            if program.stage != self.setting.stage:
+        for program in self.stage.placed.programs:
+            if program.stage != self.stage.index:
                 for v in program.inputs:
                     if (v in here and v not in self.copied) or (
                         step_values.get(v) in here and (None, v) in self.layouts
@@ -374,15 +327,20 @@ class StageProblem:
         return list(found)
 
     def _edge(self, value: Value, source: _End, target: _End) -> None:
-        stacked = tuple(None if end.stacked is None else end.stacked.tobytes() for end in (source, target))
-        key = (value.shape, value.nbytes, id(source.shardings), id(target.shardings), target.in_loop, stacked)
-        if key not in self._matrices:
+        key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
+        matrices = self.setting.remembered.matrices
+        large = self._short_of_memory and value.nbytes >= _LARGE_COPY * (self.setting.memory_limit or 0.0)
+        if large and not (source.stacked is None and target.stacked is None):
+            stacked = (None if end.stacked is None else end.stacked.tobytes() for end in (source, target))
+            key, matrices = (*key, *stacked), self._own_matrices
+        if key not in matrices:
             matrix = self.setting.resharder.matrix(
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
             )
-            matrix = self._without_copies(value, matrix, source, target)
-            self._matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
-        found = self._matrices[key]
+            if matrices is self._own_matrices:
+                matrix = _without_copies(matrix, source, target)
+            matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
+        found = matrices[key]
         if found is None:
             return
         if source.node == target.node:  # tied: whatever it chooses, both choose
@@ -396,35 +354,17 @@ class StageProblem:
             self.numbers.edge_in_loop.append(target.in_loop)
         self._edge_counts[self._edges[place]] += 1
 
-    def _without_copies(self, value: Value, matrix: Any, source: _End, target: _End) -> Any:
-        """The seconds of an edge, where it makes no large copy of a stack as a whole that rounds could do without.
-
-        The copy that an edge makes is not counted as memory; all that is saved by it are latencies.
-        """
-        limit = self.setting.memory_limit
-        if limit is None or not self._short_of_memory or value.nbytes < _LARGE_COPY * limit:
-            return matrix
-        before, after = source.shardings.share[:, None], target.shardings.share[None, :]
-        if source.stacked is not None:
-            matrix = np.where(source.stacked[:, None] & (before > after), np.inf, matrix)
-        if target.stacked is not None:
-            matrix = np.where(target.stacked[None, :] & (before < after), np.inf, matrix)
-        return matrix
-
     # Memory.
 
     def _hold(self, node: int, when: Held, nbytes: Any) -> None:
         self.numbers.held[node][when] = self.numbers.held[node].get(when, 0.0) + np.ceil(nbytes)
 
     def _add_memory(self) -> None:
-        setting = self.setting
+        setting, stage = self.setting, self.stage
         times: dict[int, tuple[int, int]] = {}  # program -> its range of times
         positions: list[int] = []  # time -> position in its program
-        addends = self.step.accumulate.keys() - set(self.step.outputs)
-        lives: dict[int, dict[Value, tuple[int, int]]] = {}
         for program in self.programs:
-            lives[program.index] = lifetimes(program, setting.rules, self.traffic[program.index], addends)
-            peaks = peak_positions(program, setting.rules, lives[program.index])
+            peaks = stage.peaks[program.index]
             times[program.index] = (len(positions), len(positions) + len(peaks))
             positions += peaks
         if not positions:
@@ -462,18 +402,31 @@ class StageProblem:
             start, stop = times[program.index]
             for t in range(start, stop):
                 eqn = program.equations[positions[t]]
-                rule = setting.rules[eqn.id]
+                rule = stage.rules[eqn.id]
                 if rule.moments:
                     node, options = self.lanes[program.index, eqn.id, 0]
                     held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
                     self._hold(node, Held(t, t + 1, False), held)
-            for value, (born, dies) in lives[program.index].items():
+            for value, (born, dies) in stage.lives[program.index].items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]
                 slot = self._slot(program, value)
                 if live and slot not in read_in and slot in made_in and value not in in_place:
                     end = self._source(slot)
                     size = end.shardings.nbytes(value)
                     self._hold(end.node, Held(live[0], live[-1] + 1, False), size)
+
+
+def _without_copies(matrix: Any, source: _End, target: _End) -> Any:
+    """The seconds of an edge, where it makes no copy of a stack as a whole that rounds could do without.
+
+    The copy that an edge makes is not counted as memory; all that is saved by it are latencies.
+    """
+    before, after = source.shardings.share[:, None], target.shardings.share[None, :]
+    if source.stacked is not None:
+        matrix = np.where(source.stacked[:, None] & (before > after), np.inf, matrix)
+    if target.stacked is not None:
+        matrix = np.where(target.stacked[None, :] & (before < after), np.inf, matrix)
+    return matrix
 
 
 def _by_round(rule: Rule, options: LaneOptions) -> list[int | None]:

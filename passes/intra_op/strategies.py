@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,15 @@ from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
 class Shardings:
     """Shardings of one value to choose from."""
 
-    each: list[Sharding]
+    each: tuple[Sharding, ...]
     share: np.ndarray[Any, Any]  # the part of the value that one device holds
     partial: np.ndarray[Any, Any]  # whether it is an addend
 
     @staticmethod
     def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
-        found = list(each)
+        found = tuple(each)
         share = np.array([1 / math.prod(s.tiles(mesh)) for s in found])
         return Shardings(found, share, np.array([bool(s.partial) for s in found], bool))
-
-    def only(self, kept: list[int]) -> Shardings:
-        return Shardings([self.each[i] for i in kept], self.share[kept], self.partial[kept])
 
     def nbytes(self, value: Value) -> Any:
         """Bytes of the value that one device holds."""
@@ -45,21 +42,47 @@ class Shardings:
 class LaneOptions:
     """Strategies of one lane with what they imply, by index."""
 
-    lanes: list[Lane]
+    lanes: tuple[Lane, ...]
     operands: list[Shardings]  # [operand of the lane]
     results: list[Shardings]  # [result of the lane]
     share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
 
-    def only(self, kept: list[int]) -> LaneOptions:
-        return LaneOptions(
-            [self.lanes[i] for i in kept],
-            [column.only(kept) for column in self.operands],
-            [column.only(kept) for column in self.results],
-            self.share[kept],
-        )
 
+class OptionsCache:
+    """Options on meshes of one shape, found once; equal lists of shardings are the same object."""
 
-OptionsCache = dict[Any, LaneOptions]
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._lists: dict[tuple[Sharding, ...], Shardings] = {}
+        self._options: dict[Any, LaneOptions] = {}
+
+    def shardings(self, each: Iterable[Sharding]) -> Shardings:
+        key = tuple(each)
+        found = self._lists.get(key)
+        if found is None:
+            found = self._lists[key] = Shardings.of(key, self._mesh)
+        return found
+
+    def of(self, rule: Rule, addends: frozenset[int], allow: Callable[[Lane], bool]) -> LaneOptions:
+        """The strategies of one lane that are allowed; the first, replicated, is always possible."""
+        key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
+               rule.linear, tuple(sorted(rule.unaffected.items())), rule.gatherings, addends)  # fmt: skip
+        every = self._options.get(key)
+        if every is None:
+            every = self._options[key] = self._of_lanes(rule, enumerate_lane(rule, self._mesh, addends))
+        allowed = tuple(lane for lane in every.lanes if allow(lane)) or every.lanes[:1]
+        if len(allowed) == len(every.lanes):
+            return every
+        found = self._options.get((*key, allowed))
+        if found is None:
+            found = self._options[*key, allowed] = self._of_lanes(rule, allowed)
+        return found
+
+    def _of_lanes(self, rule: Rule, lanes: tuple[Lane, ...]) -> LaneOptions:
+        operands = zip(*(operand_shardings(rule, lane, self._mesh) for lane in lanes), strict=True)
+        results = zip(*(result_shardings(rule, lane, self._mesh) for lane in lanes), strict=True)
+        share = np.array([1 / math.prod(pieces(rule, lane, self._mesh).values()) for lane in lanes])
+        return LaneOptions(lanes, [*map(self.shardings, operands)], [*map(self.shardings, results)], share)
 
 
 def lane_rules(rule: Rule) -> tuple[Rule, ...]:

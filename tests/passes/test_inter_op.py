@@ -199,6 +199,62 @@ def test_the_quickest_rest_is_not_always_the_best_rest(shapes: tuple[tuple[int, 
     assert plan.stages[1].mesh.shape == shapes[1]
 
 
+class Rising(Table):
+    """Costs that rise with the number in flight, the same on meshes of one shape; and bounds on them."""
+
+    def look(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
+        alike = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
+        found = [super(Rising, self).look(span, alike, number) for number in range(1, in_flight + 1)]
+        fitting = [cost for cost in found if cost is not None]
+        if len(fitting) < len(found):
+            return None
+        return StageCost(max(c.per_microbatch for c in fitting), max(c.per_step for c in fitting), 1.0)
+
+    def least(self, span: Span, mesh: Mesh) -> StageCost | None:
+        cost = self.look(span, mesh, 1)
+        return cost and StageCost(cost.per_microbatch // 2, cost.per_step // 3, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("hosts", HOSTS, ids=str)
+@pytest.mark.parametrize("seed", range(8))
+def test_with_bounds_too(hosts: tuple[int, ...], schedule: ScheduleName, seed: int) -> None:
+    draw = random.Random(seed)
+    num_layers, m, fixed = draw.randint(1, 5), draw.choice([1, 2, 4, 16]), draw.choice([None, 1, 2, 3])
+    table = Rising(seed)
+    most = min(num_layers, sum(hosts))
+    stages = range(min(fixed, most), min(fixed, most) + 1) if fixed else range(1, most + 1)
+    number = stages[0] if fixed else None
+    plan = plan_stages(
+        num_layers, cluster(*hosts), table, m, schedule, num_stages=number, least_cost=table.least,
+        alike=lambda mesh: mesh.shape,
+    )  # fmt: skip
+    best = min(enumerate_plans(num_layers, hosts, table.look, m, schedule, stages), default=None)
+    assert (plan and plan.step_time) == best
+    if plan is not None:
+        assert plan.step_time == pipeline_time([stage.cost for stage in plan.stages], m)
+    # Once on all meshes of a shape.
+    shapes = Counter((span, mesh.shape, held) for span, mesh, held in table.calls.elements())
+    assert max(shapes.values(), default=0) <= 1
+
+
+def test_what_bounds_exclude_is_not_asked_for() -> None:
+    """Two stages over four layers on two devices: once the balanced cut is known, no other can be better."""
+    asked = []
+
+    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
+        asked.append(span)
+        return StageCost(1.1 * (span[1] - span[0]), 0.0, 0.0)
+
+    def least(span: Span, mesh: Mesh) -> StageCost:
+        return StageCost(float(span[1] - span[0]), 0.0, 0.0)
+
+    plan = plan_stages(4, cluster(2), cost, 8, "1f1b", num_stages=2, least_cost=least)
+    assert plan is not None
+    assert [stage.span for stage in plan.stages] == [(0, 2), (2, 4)]
+    assert sorted(asked) == [(0, 2), (2, 4)]
+
+
 def test_a_slow_host_gets_less_work() -> None:
     """Host 0 needs 3 s a layer and host 1 needs 1 s: with two stages over four layers, 1 + 3 is the balance."""
 

@@ -1,0 +1,83 @@
+"""What of a stage's programs no mesh changes: it is found once for all problems of the stage."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Mapping
+
+from autopar.ir.graph import Equation, Value
+from autopar.ir.mesh import DeviceKind
+from autopar.ir.program import PlacedStep, Program
+from autopar.ir.sharding import Sharding
+from autopar.passes.intra_op.alike import alike_equations
+from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
+from autopar.passes.intra_op.strategies import can_sum, lane_operands, lane_rules
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.fusion import memory_traffic
+
+
+class Stage:
+    """One stage of a placed step."""
+
+    def __init__(
+        self, placed: PlacedStep, index: int, rules: Mapping[int, Rule], pinned: Mapping[Value, Sharding]
+    ) -> None:
+        """`rules` by equation id; `pinned`: inputs of the stage that lie somewhere already."""
+        self.placed, self.index, self.rules, self.pinned = placed, index, rules, pinned
+        self.step = placed.step
+        self.programs = [p for p in placed.programs if p.stage == index]
+        self.traffic = {p.index: memory_traffic(p.equations, rules, p.inputs, p.outputs) for p in self.programs}
+        self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
+        self._least: dict[str, list[tuple[float, float]]] = {}
+
+    @functools.cached_property
+    def lives(self) -> Mapping[int, Mapping[Value, tuple[int, int]]]:
+        """By program: the positions between which each value that it writes to memory is live."""
+        addends = self.step.accumulate.keys() - set(self.step.outputs)
+        return {p.index: lifetimes(p, self.rules, self.traffic[p.index], addends) for p in self.programs}
+
+    @functools.cached_property
+    def peaks(self) -> Mapping[int, list[int]]:
+        """By program: positions where most is live."""
+        return {p.index: peak_positions(p, self.rules, self.lives[p.index]) for p in self.programs}
+
+    @functools.cached_property
+    def addends(self) -> frozenset[Value]:
+        """Values that can be partial sums: a sum over a split factor, or linear in such a value."""
+        found: set[Value] = set()
+        for program in self.programs:
+            for eqn in program.equations:
+                rule = self.rules[eqn.id]
+                for index, lane_rule in enumerate(lane_rules(rule)):
+                    positions = lane_operands(eqn, rule, index)
+                    partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
+                    if can_sum(lane_rule) or any(partial & operands for operands in lane_rule.linear):
+                        found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
+            found.update(w for v, w in self.step.accumulate.items() if v in found)
+            found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
+        return frozenset(found)
+
+    @functools.cached_property
+    def alike(self) -> Mapping[tuple[int, int], int]:
+        """A number per (program, equation id), the same for equations that may be tied."""
+        step = self.step
+        inputs, outputs = set(step.graph.inputs), {v for v in step.outputs if isinstance(v, Value)}
+
+        def look(program: Program, eqn: Equation) -> Hashable:
+            arrays = tuple((v.shape, v.dtype, v in self.addends) for v in (*eqn.inputs, *eqn.outputs))
+            return (program.index, self.rules[eqn.id].key, arrays)
+
+        def kind(v: Value) -> Hashable:
+            at_home = self.placed.home[v] == self.index if v in inputs else v in step.constants
+            return (v.shape, v.dtype, v in inputs, at_home, v in outputs, self.pinned.get(v))
+
+        return alike_equations(self.programs, look, kind, self.copied)
+
+    def least_seconds(self, kind: DeviceKind, num_devices: int) -> tuple[float, float]:
+        """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""
+        if kind.name not in self._least:
+            self._least[kind.name] = [least_seconds(p, self.rules, self.traffic[p.index], kind) for p in self.programs]
+        found = [0.0, 0.0]
+        for program, (shared, fixed) in zip(self.programs, self._least[kind.name], strict=True):
+            found[not program.in_loop] += shared / num_devices + fixed
+        return found[0], found[1]
