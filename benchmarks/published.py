@@ -57,7 +57,8 @@ class Measurement:
 
     def step(self, way: Way) -> tuple[Callable[..., Any], Any, Any]:
         """The train step, and the shapes of its state and batch."""
-        return _step(self.spec, self.batch_size, way)
+        scan = self.spec["family"] == "gpt" and way.method.num_stages == 1 and self.spec["num_layers"] > 8
+        return train_step(self.spec, self.batch_size, way.num_microbatches, scan=scan)
 
 
 def read(path: pathlib.Path) -> list[Measurement]:
@@ -116,12 +117,13 @@ def _ways(row: Mapping[str, Any]) -> Iterator[Way]:
     plan = row["plan"]
     numbers = [row["num_micro_batches"]] if row["num_micro_batches"] else plan.get("num_micro_batches_candidates", [])
     for m in numbers:
-        method = _method(plan, m)
+        method = method_of(plan, m)
         if method is not None:
             yield Way(method, m)
 
 
-def _method(plan: Mapping[str, Any], m: int) -> Method | None:
+def method_of(plan: Mapping[str, Any], m: int) -> Method | None:
+    """A published plan in so many microbatches as a method; None if no method says it."""
     match plan["kind"]:
         case "dp_tp_pp":
             return recipes.megatron(plan["dp"], plan["tp"], plan["pp"], m)
@@ -196,7 +198,10 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
 # The programs.
 
 
-def _step(spec: Mapping[str, Any], batch_size: int, way: Way) -> tuple[Callable[..., Any], Any, Any]:
+def train_step(
+    spec: Mapping[str, Any], batch_size: int, num_microbatches: int, *, scan: bool
+) -> tuple[Callable[..., Any], Any, Any]:
+    """The train step of a specification, and the shapes of its state and batch; `scan`: over GPT's layers."""
     dtype = _DTYPES[spec["dtype"]]
     model: Any
     config: Any
@@ -204,7 +209,7 @@ def _step(spec: Mapping[str, Any], batch_size: int, way: Way) -> tuple[Callable[
         model = wide_resnet
         config = wide_resnet.WideResNetConfig(
             _RESNET_BLOCKS[spec["num_layers"]], spec["num_channels"], spec["width_factor"], spec["num_classes"],
-            spec["image_size"], dtype, spec["remat"], norm_groups=way.num_microbatches,
+            spec["image_size"], dtype, spec["remat"], norm_groups=num_microbatches,
         )  # fmt: skip
         optimizer = optax.sgd(1e-3, momentum=0.9)
     else:
@@ -215,7 +220,7 @@ def _step(spec: Mapping[str, Any], batch_size: int, way: Way) -> tuple[Callable[
         }  # fmt: skip
         if spec["family"] == "gpt":
             model, optimizer = gpt, optax.adamw(1e-3)
-            config = gpt.GPTConfig(**sizes, scan=way.method.num_stages == 1 and spec["num_layers"] > 8)
+            config = gpt.GPTConfig(**sizes, scan=scan)
         else:
             model, optimizer = moe, optax.adafactor(1e-3)
             config = moe.MoEConfig(

@@ -1,0 +1,211 @@
+"""The planner at the scale of the papers: `python -m benchmarks.planner --suite alpa --json FILE`.
+
+Every case of Alpa's weak scaling (OSDI'22) on 1 to 64 V100s: the model is traced with abstract shapes and planned with
+no recipe to fall back to; then the plans that Alpa, Megatron-LM and DeepSpeed published for it, and our recipes, are
+priced in the same cost model, each with the shardings that the solver finds under what it fixes.
+
+Bars: our plan takes no longer than the best of the others, and fits where one of them fits; GPT-39B on 64 devices is
+planned in 60 s and 4 GiB, tracing included, and all cases together in 10 minutes. Planning time is wall time of a fresh
+process, once JAX is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import json
+import math
+import multiprocessing
+import pathlib
+import resource
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import autopar
+from autopar import recipes
+from autopar.errors import InfeasiblePlanError, PlanError
+from autopar.ir.method import AUTO, Method
+from benchmarks import common, published
+
+DATA = pathlib.Path(__file__).parent / "data"
+# What the specifications leave to Alpa's scripts.
+COMMON: Mapping[str, Mapping[str, Any]] = {
+    "gpt": {"dtype": "fp16", "optimizer": "adamw", "master_copy": "fp32", "remat": True},
+    "moe": {"dtype": "fp16", "optimizer": "adafactor", "master_copy": "fp32", "remat": True, "mlp_factor": 8},
+    "wresnet": {"optimizer": "sgd_momentum", "remat": True, "num_classes": 1024},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a cluster, and what others did with it."""
+
+    name: str
+    spec: Mapping[str, Any]
+    batch_size: int
+    cluster: autopar.Cluster
+    num_microbatches: int  # of Alpa's plan, and of recipes that have to be given a number
+    rivals: Mapping[str, Method]
+
+    @property
+    def scan(self) -> bool:
+        """Whether the model is a scan over its layers."""
+        return bool(self.spec["family"] == "gpt")
+
+
+def alpa_cases() -> list[Case]:
+    """The weak scaling of the three families."""
+    data = json.loads((DATA / "alpa_plans.json").read_text())
+    return [
+        _alpa_case(data, family, int(devices), found)
+        for family in COMMON
+        for devices, (found,) in data["found_solutions"][family].items()
+    ]
+
+
+def _alpa_case(data: Mapping[str, Any], family: str, devices: int, found: Mapping[str, Any]) -> Case:
+    sizes = found["model_config"]
+    size = next(name for name, spec in data["model_specs"][family].items() if spec == sizes)
+    m, batch_size = found["num_micro_batches"], found["batch_size"]
+    arguments = found["parallel_args"]
+    plan = {
+        **arguments, "kind": "stages", "options": {"force_batch_dim_to_mesh_dim": None},
+        "submesh_options": arguments["submesh_autosharding_option_dicts"],
+    }  # fmt: skip
+    rivals = {"alpa": published.method_of(plan, m)}
+    best = data["megatron_best_gpt"].get(str(devices)) if family == "gpt" else None
+    if best is not None and best[0] == batch_size and best[1] == size:
+        _, _, dp, tp, pp, number = best
+        rivals["megatron"] = recipes.megatron(dp, tp, pp, number)
+    best = data["deepspeed_best_moe"].get(str(devices)) if family == "moe" else None
+    if best is not None and best[0] == batch_size and best[1] == size:
+        _, _, _, dp, tp, number, experts = best
+        plan = {"kind": "dp_ep_tp_pp", "dp": dp, "ep": experts, "tp": tp, "pp": 1}
+        rivals["deepspeed"] = published.method_of(plan, number)
+    rivals |= {
+        "data parallel": recipes.data_parallel(m),
+        "ZeRO-2": recipes.zero(2, m),
+        "ZeRO-3": recipes.zero(3, m),
+        "within one stage": dataclasses.replace(recipes.intra_op_only(), num_microbatches=m),
+    }
+    hosts = max(1, devices // 8)
+    return Case(
+        name=f"{family} {size} on {devices}",
+        spec={"family": family, "alpa": False, **sizes, **COMMON[family]},
+        batch_size=batch_size,
+        cluster=autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=devices // hosts),
+        num_microbatches=m,
+        rivals={name: method for name, method in rivals.items() if method is not None},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """A plan of a case; no time where nothing fits."""
+
+    seconds: float | None
+    memory: float | None  # bytes on the device that needs most
+    tflops: float | None  # per device, of all that is computed
+    planning: float  # seconds, tracing included
+    peak_rss: float  # bytes of this process so far
+    plan: str  # layers, mesh and microbatches, or why there is none
+
+
+def planned(case: Case, method: Method) -> Outcome:
+    """Trace and plan a case."""
+    started = time.perf_counter()
+    m = method.num_microbatches or case.num_microbatches
+    function, state, batch = published.train_step(case.spec, case.batch_size, m, scan=case.scan)
+    step = autopar.parallelize(function, cluster=case.cluster, method=method)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            plan = step.plan(state, batch)
+    except (InfeasiblePlanError, PlanError) as error:
+        return Outcome(None, None, None, time.perf_counter() - started, _rss(), f"{type(error).__name__}: {error}")
+    seconds = time.perf_counter() - started
+    stages = " + ".join(f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)
+    tflops = plan.flops / plan.step_time / plan.num_devices / 1e12
+    text = f"{plan.num_microbatches} microbatches, layers {stages}"
+    return Outcome(plan.step_time, plan.peak_memory, tflops, seconds, _rss(), text)
+
+
+def _rss() -> float:
+    return float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss) * 1024
+
+
+def outcomes(case: Case) -> dict[str, Outcome]:
+    """Our plan first, then the others."""
+    common.use_virtual_devices(1)
+    return {"ours": planned(case, AUTO), **{name: planned(case, method) for name, method in case.rivals.items()}}
+
+
+def run(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Outcome]]]:
+    """Each case in a process of its own, one after the other."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield from zip(cases, pool.map(outcomes, cases), strict=True)
+
+
+def margin(found: Mapping[str, Outcome]) -> float:
+    """Our seconds over those of the best of the others; 0 where only ours fits, inf where only another does."""
+    times = {name: math.inf if outcome.seconds is None else outcome.seconds for name, outcome in found.items()}
+    ours = times.pop("ours")
+    best = min(times.values(), default=math.inf)
+    if math.isinf(best):
+        return 0.0
+    return ours / best
+
+
+def bars(rows: Sequence[tuple[Case, Mapping[str, Outcome]]]) -> dict[str, common.Bar]:
+    """Of the cases that were run."""
+    ours = {case.name: found["ours"] for case, found in rows}
+    result = {
+        "time_over_the_best_other": common.Bar(max(margin(found) for _, found in rows), 1.0),
+        "planning_seconds": common.Bar(sum(outcome.planning for outcome in ours.values()), 600.0),
+    }
+    largest = ours.get("gpt 39B on 64")
+    if largest is not None:
+        result["planning_seconds_gpt_39B"] = common.Bar(largest.planning, 60.0)
+        result["peak_rss_gpt_39B"] = common.Bar(largest.peak_rss / 2**30, 4.0)
+    return result
+
+
+def _line(name: str, found: Outcome) -> str:
+    if found.seconds is None or found.memory is None or found.tflops is None:
+        return f"  {name}: none in {found.planning:.1f} s: {found.plan[:120]}"
+    return (
+        f"  {name}: {found.seconds:.4g} s a step, {found.tflops:.1f} TFLOP/s a device, {found.memory / 2**30:.2f} GiB; "
+        f"{found.plan}; planned in {found.planning:.1f} s, {found.peak_rss / 2**30:.2f} GiB"
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner", description="The planner at the scale of the papers."
+    )
+    parser.add_argument("--suite", choices=["alpa"], required=True, help="which cases")
+    parser.add_argument("--only", help="cases whose name contains this text")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
+    arguments = parser.parse_args()
+
+    cases = [case for case in alpa_cases() if arguments.only is None or arguments.only in case.name]
+    if not cases:
+        parser.error(f"--only {arguments.only!r}: no case has this in its name")
+    rows = []
+    for case, found in run(cases):
+        print(f"{case.name}: {margin(found):.3f} of the best other's time")
+        print(*(_line(name, outcome) for name, outcome in found.items()), sep="\n", flush=True)
+        rows.append((case, found))
+    content = [
+        {"case": case.name, **{name: dataclasses.asdict(outcome) for name, outcome in found.items()}}
+        for case, found in rows
+    ]
+    common.report(bars(rows), content, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
