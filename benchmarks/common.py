@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 
 def use_virtual_devices(count: int) -> None:
@@ -83,7 +84,9 @@ def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null."""
+    """JSON has no NaN or infinity: they become null. NumPy's scalars become Python's."""
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

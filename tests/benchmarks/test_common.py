@@ -27,13 +27,15 @@ def test_a_bar_holds_up_to_its_limit_and_never_for_nan() -> None:
 
 def test_the_report(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "result.json"
-    bars, rows = {"a": common.Bar(math.nan, 2.0)}, [{"name": "a", "times": (1.0, math.inf)}]
+    bars = {"a": common.Bar(math.nan, 2.0), "b": common.Bar(np.float64(1.0), 2.0)}
+    rows = [{"name": "a", "times": (1.0, math.inf)}]
     common.report(bars, rows, None)
     assert not file.exists()
     common.report(bars, rows, file)
-    assert capsys.readouterr().out == 2 * "a: nan <= 2.0: BROKEN\n"
+    assert capsys.readouterr().out == 2 * "a: nan <= 2.0: BROKEN\nb: 1.0000 <= 2.0: holds\n"
     found = json.loads(file.read_text())
-    assert found["bars"] == {"a": {"value": None, "limit": 2.0, "holds": False}}
+    assert found["bars"]["a"] == {"value": None, "limit": 2.0, "holds": False}
+    assert found["bars"]["b"] == {"value": 1.0, "limit": 2.0, "holds": True}
     assert found["rows"] == [{"name": "a", "times": [1.0, None]}]
     assert found["machine"]["jax"] == jax.__version__
     assert found["machine"]["cores"] >= 1
