@@ -96,6 +96,15 @@ def test_a_slice_of_a_slice_that_is_clamped(lots: int) -> None:
     check_program(program, (2,), 1, 1, lots)
 
 
+def test_a_transform_beside_a_gather_of_columns() -> None:
+    """XLA:CPU gave the transform the layout of the gather, and then refused to run it."""
+
+    def function(weights: dict[str, Any], batch: dict[str, Any]) -> Any:
+        return jnp.abs(jnp.fft.fft(batch["x"] * weights["a"]))[:, :4] * weights["a"][:4]
+
+    check_program(found(function, {"a": numbers(8)}, {"x": numbers(8, 8)}), (2, 4), 1, 1, lots=17)
+
+
 def values_of(graph: Graph) -> Any:
     """The function of the inputs that gives every array that the graph makes."""
 

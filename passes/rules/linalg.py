@@ -5,11 +5,15 @@ The right-hand sides of a triangular system are columns (or rows) that are solve
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Rule
+from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.building import Factors, RuleBuilder, linear_sets, work_per_point
 
 
@@ -50,12 +54,25 @@ def _transformed_rank(eqn: Equation) -> int:
     return len(eqn.params["fft_lengths"])
 
 
+def _transformed(eqn: Equation) -> Rule:
+    return dataclasses.replace(_batched(_transformed_rank, {0})(eqn), emit=_emit_transform)
+
+
+def _emit_transform(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """XLA:CPU transforms arrays in row-major layout only, and lets a collective beside a transform choose another."""
+    return [_row_major(x) for x in bind(eqn, [_row_major(x) for x in operands])]
+
+
+def _row_major(x: Any) -> Any:
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
 _MATRIX = """cholesky cholesky_update eig eigh geqp3 geqrf hessenberg householder_product lu ormqr qr schur svd
     symmetric_product tridiagonal"""
 
 RULES: dict[str, RuleBuilder] = {
     **{name: _batched(lambda eqn: 2) for name in _MATRIX.split()},
-    "fft": _batched(_transformed_rank, {0}),
+    "fft": _transformed,
     "lu_pivots_to_permutation": _batched(lambda eqn: 1),
     "triangular_solve": _triangular_solve,
     "tridiagonal_solve": _batched(lambda eqn: 1, {3}),
