@@ -20,6 +20,7 @@ from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import rule_of
+from autopar.passes.spans import Spans
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
 
 MAX_LAYERS = 16
@@ -35,6 +36,11 @@ class Layered:
     forward: tuple[Equation, ...]  # forward equations that are placed, in program order
     layers: tuple[int, ...]  # by forward equation
     num_layers: int
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """The spans of its layers."""
+        return Spans(self.placed(range(1, self.num_layers)))
 
     def placed(self, cuts: Sequence[int]) -> PlacedStep:
         """Programs of the pipeline whose stages begin at the layers 0, *cuts."""

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import hashlib
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +25,7 @@ from autopar.errors import (
     PlanMismatchError,
     UnsplitWarning,
 )
-from autopar.ir.graph import LeafCut, Literal, Phase, Value
+from autopar.ir.graph import LeafCut, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
@@ -37,7 +36,7 @@ from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.layering import MAX_LAYERS, Layered, Layering
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import StageCost, candidate_meshes, plan_stages
+from autopar.passes.inter_op import StageCost, StagePlan, candidate_meshes, plan_stages
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible, Solution
@@ -56,6 +55,9 @@ _SEARCH_SECONDS = 0.3
 _FIRST_SECONDS = 1.0
 _FINAL_SECONDS = 3.0
 _GOOD_GAP = 0.01
+_LEAST_GAIN = 0.01  # of the step time: less is not worth searching on
+_SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
+_MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,16 +86,16 @@ class Planner:
         self.nearest_where = ""
         self.prices = Prices(cluster)
         self._best_time = math.inf  # seconds per step of the best plan so far
+        # As the stage search estimated it with one-dimensional meshes, and with any.
+        self._estimates = {0: math.inf, 1: math.inf}
         self._one_stage_fits = False  # with one microbatch
         self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {}
         self._remembered: dict[Any, Remembered] = {}
         self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage] = {}
+        self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `_overhead`
         self._placed: dict[Any, PlacedStep] = {}
-        self._signatures: dict[Any, str] = {}
-        # A decorated method would keep the planner for ever.
-        self._state_bytes = functools.cache(self._bytes_of_state)
 
     # The search.
 
@@ -107,25 +109,36 @@ class Planner:
             return self._plan(num_microbatches)
 
     def _plan(self, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:
-        method = self.method
-        fixed = num_microbatches if num_microbatches is not None else method.num_microbatches
+        fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
         best: tuple[Plan, LoweredStep] | None = None
         for m, stages in self._candidates(fixed):
-            try:
-                self.layering.layered(m, stages != 1)
-            except MicrobatchError:
-                if fixed is not None:
-                    raise
-                continue
-            found = self._plan_for(m, stages)
-            if found is not None and found[0].step_time < self._best_time:
+            best = self._better(m, stages, fixed) or best
+        if best is None and fixed is None:
+            stages = 1 if self.cluster.num_devices == 1 else self.method.num_stages
+            for m in self._many():
+                found = self._better(m, stages, fixed)
+                if found is None:
+                    break
                 best = found
-                self._best_time = found[0].step_time
-                self._one_stage_fits |= (m, len(found[0].stages)) == (1, 1)
         if best is None:
             raise self._infeasible()
         plan, lowered = best
         return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
+
+    def _better(self, m: int, stages: int | None, fixed: int | None) -> tuple[Plan, LoweredStep] | None:
+        """A plan with so many microbatches and stages that is better than any before."""
+        try:
+            self.layering.layered(m, stages != 1)
+        except MicrobatchError:
+            if fixed is not None:
+                raise
+            return None
+        found = self._plan_for(m, stages)
+        if found is None or found[0].step_time >= self._best_time:
+            return None
+        self._best_time = found[0].step_time
+        self._one_stage_fits |= (m, len(found[0].stages)) == (1, 1)
+        return found
 
     def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
         """What is left whole for want of a divisor; what costs most is a warning, too."""
@@ -147,9 +160,7 @@ class Planner:
             self.analysis.check(fixed)
             hosts = len(self.cluster.hosts)
             return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= MAX_LAYERS else [(fixed, stages)]
-        limit = 1 if self.analysis.couplings else self.analysis.max_microbatches
-        devices = self.cluster.num_devices
-        divisors = [m for m in range(2, limit + 1) if limit % m == 0]
+        devices, divisors = self.cluster.num_devices, self._divisors()
         found: list[tuple[int, int | None]] = []
         if stages in (None, 1):
             found.append((1, 1))
@@ -162,6 +173,17 @@ class Planner:
             if stages is not None:
                 found.append((1, stages))
         return found
+
+    def _divisors(self) -> list[int]:
+        """Numbers of microbatches above 1 that the batch can be cut into."""
+        limit = 1 if self.analysis.couplings else self.analysis.max_microbatches
+        return [m for m in range(2, limit + 1) if limit % m == 0]
+
+    def _many(self) -> list[int]:
+        """Numbers of microbatches where few do not fit, each about half of that before: the least memory first."""
+        divisors = self._divisors()
+        powers = [1 << k for k in range(1, max(divisors, default=0).bit_length())]
+        return sorted({min(m for m in divisors if m >= power) for power in powers}, reverse=True)
 
     def _infeasible(self) -> InfeasiblePlanError:
         if self.nearest is None:
@@ -183,38 +205,48 @@ class Planner:
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
-        chosen = self._search(layered, m, num_stages, schedule) if self.method.stages is None else self._fixed_stages()
-        if chosen is None:
-            return None
+        estimates: tuple[float, ...] = ()
+        if self.method.stages is None:
+            found = self._search(layered, m, num_stages, schedule)
+            if not found:
+                return None
+            chosen = [(choice.span, choice.mesh) for choice in found[-1].stages]
+            estimates = tuple(plan.step_time for plan in found)
+        else:
+            chosen = self._fixed_stages()
         spans = [span for span, _ in chosen]
         layered = self.layering.joined(layered, [start for start, _ in spans[1:]])
         placed = layered.placed(range(1, len(spans)))
         finished = self.finish(layered, placed, [mesh for _, mesh in chosen], schedule)
-        return None if finished is None else (_with_layers(finished[0], spans), finished[1])
+        if finished is None:
+            return None
+        self._estimates.update(enumerate(estimates))
+        return _with_layers(finished[0], spans), finished[1]
 
-    def _search(
-        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
-    ) -> list[tuple[tuple[int, int], Mesh]] | None:
-        """The layers and the mesh of each stage."""
+    def _search(self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName) -> list[StagePlan]:
+        """The best stages with one-dimensional meshes, then with any; none where they are no gain.
+
+        Groups of devices are chosen with one-dimensional meshes, then all logical shapes of those are tried: shapes
+        change a stage's cost far less than the number of its devices does.
+        """
         search = functools.partial(
             plan_stages, layered.num_layers, self.cluster, functools.partial(self._stage_cost, layered, schedule), m,
             schedule, least_cost=functools.partial(self._least_cost, layered), alike=self._kind_of_mesh,
+            overhead=functools.partial(self._overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
-        if num_stages == 1 or self.method.mesh_shape is not None:
-            found = search(num_stages=num_stages, meshes=self._meshes)
-        else:
-            # Groups of devices are chosen with one-dimensional meshes, then all logical shapes of those are tried:
-            # shapes change a stage's cost far less than the number of its devices does.
-            found = search(num_stages=num_stages, meshes=self._flat_meshes)
-            if found is not None:
-                groups = {(c.mesh.devices[0], c.mesh.size) for c in found.stages}
-                found = search(
-                    num_stages=len(found.stages),
-                    meshes=lambda cluster, start, size: (
-                        self._meshes(cluster, start, size) if (start, size) in groups else ()
-                    ),
-                )
-        return None if found is None else [(choice.span, choice.mesh) for choice in found.stages]
+        fixed = num_stages == 1 or self.method.mesh_shape is not None
+        first = search(
+            num_stages=num_stages, meshes=self._meshes if fixed else self._flat_meshes, below=self._estimates[0]
+        )
+        if first is None or fixed:
+            return [first] if first is not None else []
+        groups = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
+        second = search(
+            num_stages=len(first.stages),
+            meshes=lambda cluster, start, size: self._meshes(cluster, start, size) if (start, size) in groups else (),
+            below=min(first.step_time, self._estimates[1]),
+        )
+        return [first] if second is None else [first, second]
 
     def _fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
         """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
@@ -260,7 +292,7 @@ class Planner:
         """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
         placed, stage = self._span_placed(layered, span)
         m = layered.step.num_microbatches
-        key = (self._signature(placed, stage), *self._kind_of_mesh(mesh))
+        key = (placed, *self._kind_of_mesh(mesh))
         priced = self._priced.get(key)
         if priced is None:
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
@@ -272,6 +304,7 @@ class Planner:
         except Infeasible as error:
             self._note_infeasible(error, _where(layered, span, mesh))
             return None
+        self._note_overhead(layered, span, mesh, priced.cheapest.cost)
         loop = priced.numbers.loop_seconds(solution)
         return StageCost(loop / m, max(0.0, solution.cost - loop), solution.peak)
 
@@ -280,18 +313,46 @@ class Planner:
         m = layered.step.num_microbatches
         if m > 1 and span == (0, layered.num_layers) and self._one_stage_fits:
             return None  # one stage that fits with one microbatch gains nothing from several
-        placed, stage = self._span_placed(layered, span)
-        state = self._state_bytes(placed, stage) / mesh.size
+        stage = self._stage(layered, *self._span_placed(layered, span))
+        state = stage.state_bytes / mesh.size
         memory = self.prices.memory(mesh)
         if state > memory:
             self._note_infeasible(Infeasible(state, memory, proved=True), _where(layered, span, mesh))
             return None
-        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
-        least = [self._stage(layered, placed, stage).least_seconds(kind, mesh.size) for kind in kinds.values()]
-        loop, once = (min(seconds) for seconds in zip(*least, strict=True))
+        loop, once = self._least_seconds(layered, span, mesh)
         if m * loop >= self._best_time:
             return None  # the slowest stage alone would take longer than the best plan
         return StageCost(loop, once, state)
+
+    def _least_seconds(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> tuple[float, float]:
+        """Of a span of layers per microbatch and once a step, without any communication."""
+        stage = self._stage(layered, *self._span_placed(layered, span))
+        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
+        least = [stage.least_seconds(kind, mesh.size) for kind in kinds.values()]
+        loop, once = (min(seconds) for seconds in zip(*least, strict=True))
+        return loop, once
+
+    def _note_overhead(self, layered: Layered, span: tuple[int, int], mesh: Mesh, seconds: float) -> None:
+        m = layered.step.num_microbatches
+        loop, once = self._least_seconds(layered, span, mesh)
+        for layer in range(*span):
+            first, _ = layered.spans.first_alike((layer, layer + 1))
+            known = self._overheads.setdefault((self._kind_of_mesh(mesh), layered.num_layers, first), {})
+            known[m] = min(known.get(m, math.inf), seconds / (m * loop + once))
+
+    def _overhead(self, layered: Layered, layer: int, mesh: Mesh) -> float:
+        """How many times the least seconds spans of layers like this take on such a mesh, by those that were priced.
+
+        What is done once for each microbatch is done more often with more of them, and what is done for each example
+        not less often with fewer.
+        """
+        m = layered.step.num_microbatches
+        first, _ = layered.spans.first_alike((layer, layer + 1))
+        known = self._overheads.get((self._kind_of_mesh(mesh), layered.num_layers, first), {})
+        if m in known:
+            return max(1.0, _SLACK * known[m])
+        others = [1 + (ratio - 1) * min(1.0, m / number) for number, ratio in known.items()]
+        return max(1.0, _SLACK * max(others, default=1.0))
 
     def _kind_of_mesh(self, mesh: Mesh) -> tuple[Any, ...]:
         """Equal for meshes on which the same stage costs the same."""
@@ -304,33 +365,25 @@ class Planner:
             self._stages[key] = Stage(placed, index, layered.rules, pinned)
         return self._stages[key]
 
-    def _bytes_of_state(self, placed: PlacedStep, stage: int) -> int:
-        """Bytes of the state that a stage must hold on its devices together."""
-        graph = placed.step.graph
-        return sum(graph.inputs[i].nbytes for i in graph.carried.values() if placed.home[graph.inputs[i]] == stage)
-
     def _note_infeasible(self, error: Infeasible, where: str) -> None:
         if self.nearest is None or error.smallest_peak < self.nearest.smallest_peak:
             self.nearest, self.nearest_where = error, where
 
     def _span_placed(self, layered: Layered, span: tuple[int, int]) -> tuple[PlacedStep, int]:
-        """The pipeline of what comes before a span, the span, and what comes after it; and the span's stage."""
+        """The pipeline of what comes before a span, the span, and what comes after it; and the span's stage.
+
+        Of spans that are alike it is the first.
+        """
+        span = layered.spans.first_alike(span)
         key = (layered, span)
         if key not in self._placed:
             self._placed[key] = layered.placed(sorted({*span} - {0, layered.num_layers}))
         return self._placed[key], 1 if span[0] > 0 else 0
 
-    def _signature(self, placed: PlacedStep, stage: int) -> str:
-        """Equal for stages whose programs are alike: equations, shapes, and what crosses their borders."""
-        key = (placed, stage)
-        if key not in self._signatures:
-            self._signatures[key] = _digest(placed, stage, self.pinned)
-        return self._signatures[key]
-
     def stage_problem(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False, withheld: float = 0.0
     ) -> StageProblem:
-        """The sharding problem of one stage on a mesh."""
+        """The sharding problem of one stage on a mesh, without so many bytes of each device's memory."""
         resharder, price = self.prices.resharder(mesh)
         options = self._options.get((mesh.shape, mesh.axes))
         if options is None:
@@ -341,7 +394,7 @@ class Planner:
         remembered = self._remembered.setdefault((*key, self.prices.surroundings(mesh)), Remembered(options))
         setting = StageSetting(
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
-            self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh), remembered, tied,
+            self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
         )  # fmt: skip
         return StageProblem(setting)
 
@@ -350,30 +403,50 @@ class Planner:
     def finish(
         self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName
     ) -> tuple[Plan, LoweredStep] | None:
-        """Solve the chosen stages as they really are, lower them and price what will run."""
+        """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
+
+        The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less.
+        """
         rows = make_schedule(schedule, placed.num_stages, layered.step.num_microbatches)
-        shardings, objective, bound = [], 0.0, 0.0
-        for stage, mesh in enumerate(meshes):
-            try:
-                problem, solution = self._solved(layered, placed, stage, mesh, rows.in_flight(stage))
-            except Infeasible as error:
-                self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
-                return None
-            shardings.append(problem.read(solution))
-            objective += solution.cost
-            bound += max(0.0, solution.lower_bound)  # no cost is negative
-        lowered = self.lower(layered, placed, shardings)
-        gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
-        return self._price(layered, lowered, schedule, bound, gap), lowered
+        withheld = [0.0] * len(meshes)
+        solved: dict[int, tuple[StageSharding, Solution]] = {}
+        for _ in range(_MOST_ROUNDS):
+            for stage, mesh in enumerate(meshes):
+                if stage not in solved:
+                    try:
+                        problem, solution = self._solved(
+                            layered, placed, stage, mesh, rows.in_flight(stage), withheld[stage]
+                        )
+                    except Infeasible as error:
+                        self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
+                        return None
+                    solved[stage] = problem.read(solution), solution
+            lowered = self.lower(layered, placed, [solved[stage][0] for stage in range(len(meshes))])
+            objective = sum(solution.cost for _, solution in solved.values())
+            bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
+            gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
+            plan = self._price(layered, lowered, schedule, bound, gap)
+            above = {
+                i: stage.memory for i, stage in enumerate(plan.stages) if stage.memory.total > stage.memory.capacity
+            }
+            if not above:
+                return plan, lowered
+            for stage, needed in above.items():
+                uncounted = needed.total - solved.pop(stage)[1].peak
+                withheld[stage] = max(uncounted, withheld[stage] + needed.total - needed.capacity)
+        stage, needed = max(above.items(), key=lambda item: item[1].total)
+        short = Infeasible(needed.total, needed.capacity, proved=False)
+        self._note_infeasible(short, f"stage {stage} of {placed.num_stages}")
+        return None
 
     def _solved(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, withheld: float
     ) -> tuple[StageProblem, Solution]:
-        """A stage's problem and a choice; raises Infeasible.
+        """A stage's problem without so many bytes of each device's memory, and a choice; raises Infeasible.
 
         A wide problem that is not solved at once is searched from where layers that are alike choose alike.
         """
-        problem = self.stage_problem(layered, placed, stage, mesh)
+        problem = self.stage_problem(layered, placed, stage, mesh, withheld=withheld)
         numbers = problem.numbers.problem(in_flight)
         first = start = None
         try:
@@ -383,7 +456,7 @@ class Planner:
         except Infeasible as error:
             if error.proved:
                 raise
-        tied = self.stage_problem(layered, placed, stage, mesh, tied=True)
+        tied = self.stage_problem(layered, placed, stage, mesh, tied=True, withheld=withheld)
         if len(tied.numbers.costs) < len(problem.numbers.costs):
             with contextlib.suppress(Infeasible):
                 start = problem.untied(tied, solve(tied.numbers.problem(in_flight), seconds=_FINAL_SECONDS).choice)
@@ -497,39 +570,6 @@ def _mesh(devices: tuple[int, ...], shape: tuple[int, ...]) -> Mesh:
 def _with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:
     stages = tuple(dataclasses.replace(s, layers=span) for s, span in zip(plan.stages, spans, strict=True))
     return dataclasses.replace(plan, stages=stages)
-
-
-def _digest(placed: PlacedStep, stage: int, pinned: Mapping[Value, Any]) -> str:
-    numbers: dict[Value, int] = {}
-    step = placed.step
-    outputs = {v for v in step.outputs if isinstance(v, Value)}
-    inputs = set(step.graph.inputs)
-
-    def name(v: Value | Literal) -> str:
-        if isinstance(v, Literal):
-            return "literal"
-        if v in numbers:
-            return str(numbers[v])
-        numbers[v] = len(numbers)
-        kind = "input" if v in inputs else ("sum" if v in placed.producer and v not in step.batched else "")
-        if v in inputs and placed.home[v] != stage:
-            kind = "remote input"
-        return f"{numbers[v]}:{v.shape}:{v.dtype}:{kind}:{v in outputs}:{pinned.get(v)}"
-
-    digest = hashlib.sha256(str(step.num_microbatches).encode())
-    for program in placed.programs:
-        if program.stage == stage:
-            digest.update(program.phase.value.encode())
-            for eqn in program.equations:
-                ins, outs = " ".join(map(name, eqn.inputs)), " ".join(map(name, eqn.outputs))
-                params = " ".join(f"{k}={v}" for k, v in eqn.params.items() if not callable(v) and k != "update_jaxpr")
-                digest.update(f"{eqn.primitive.name} {ins} -> {outs} {params}\n".encode())
-            digest.update(" ".join(map(name, program.inputs)).encode())
-            digest.update(" ".join(map(name, program.outputs)).encode())
-            for total_of in program.outputs:
-                if total_of in step.accumulate:
-                    digest.update(name(step.accumulate[total_of]).encode())
-    return digest.hexdigest()
 
 
 def _all_values(placed: PlacedStep) -> list[Value]:

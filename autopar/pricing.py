@@ -164,23 +164,23 @@ class Prices:
         state = {p for p in stored if p.value not in batch}
         gradients: set[Port] = set()
         held: dict[Port, int] = {}
-        temporaries = 0
-        for local, cost in mine:
+        for local, _ in mine:
             copies = in_flight if local.program.in_loop else 1
-            fresh = 0
-            renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
-            in_place = {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
             for port in local.inputs:
                 if port.value in sums:
                     gradients.add(port)
-                elif port.value in inputs and port.value not in step.feeds:
+                elif port.value in step.feeds:  # the whole batch is there when a step begins
+                    held[port] = step.num_microbatches
+                elif port.value in inputs:
                     state.add(port)
                 else:
                     held[port] = max(held.get(port, 0), copies)
-            for port in local.outputs:
-                if port.value in sums or port in held or port.value in in_place:
-                    continue
-                fresh += port_bytes(port, mesh)
+        temporaries = 0
+        renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
+        for local, cost in mine:
+            in_place = {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
+            fresh = sum(port_bytes(port, mesh) for port in local.outputs
+                        if port.value not in sums and port not in held and port.value not in in_place)  # fmt: skip
             temporaries = max(temporaries, cost.temporaries + fresh)
         kind = self.kind(mesh)
         return StageMemory(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
@@ -41,6 +42,8 @@ class StageCost:
 StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
 # (span, logical mesh) -> a cost that none of the above is below; None if it does not fit.
 LeastCostFn = Callable[[Span, Mesh], StageCost | None]
+# (layer, logical mesh) -> how many times the least the costs of what has this layer are at least, by all known so far
+OverheadFn = Callable[[int, Mesh], float]
 # (cluster, first device, number of devices) -> the logical meshes that these consecutive devices may form
 MeshesFn = Callable[[Cluster, int, int], tuple[Mesh, ...]]
 
@@ -114,18 +117,24 @@ def plan_stages(
     meshes: MeshesFn = candidate_meshes,
     least_cost: LeastCostFn | None = None,
     alike: Callable[[Mesh], Hashable] = lambda mesh: mesh,
+    overhead: OverheadFn = lambda layer, mesh: 1.0,
+    below: float = math.inf,
+    gain: float = 0.0,
 ) -> StagePlan | None:
     """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
 
     Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
     arguments. `num_stages` fixes the number of stages, `max_stages` bounds it. `meshes` is asked for groups inside a
-    host and groups of whole hosts.
+    host and groups of whole hosts. `below`: seconds of a plan that there is already; None if nothing is quicker. What
+    could be quicker than a known plan by less than the share `gain` is not looked for.
 
     Without `least_cost`, costs are asked for stages that can stand in a plan better than the best one known so far:
     those behind which something fits in less time, with as many layers and groups left before it as there are stages.
-    With it, costs must rise with the number in flight, and only those of plans are asked for that could be the best if
-    every cost not yet asked for were the least possible (lazy evaluation of edges, as in LazySP; Dellin and Srinivasa
-    2016). A span costs the same on meshes for which `alike` is equal: one of them is asked for.
+    With it, costs must rise with the number in flight, what does not fit must not fit with more layers, and only those
+    costs of plans are asked for that could be the best if every cost not yet asked for were the least possible (lazy
+    evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). A span costs the same on meshes for which `alike` is
+    equal: one of them is asked for. `overhead` is asked again when costs have become known; the least of a span's
+    layers counts, and the search is as exact as that is true.
 
     The time has three criteria: (sum of t, largest t, largest s). A *state* is (first layer, first device) of what is
     still to be placed, a *suffix* a way to place it with r stages.
@@ -149,11 +158,12 @@ def plan_stages(
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
     space = _Space.of(num_layers, cluster, meshes)
-    costs = _Costs(space, stage_cost, least_cost, alike)
+    costs = _Costs(space, stage_cost, least_cost, alike, overhead)
     most = min(most, num_stages or max_stages or most)
     found: StagePlan | None = None  # of stages whose costs are known
     while True:
-        best = _Best(num_microbatches, np.inf if found is None else found.step_time)
+        least = below if found is None else found.step_time
+        best = _Best(num_microbatches, least * (1 - gain))
         steps = _backward(space, costs, schedule, best, most, num_stages is not None)
         if best.stages is None:
             return found
@@ -163,7 +173,7 @@ def plan_stages(
         certain = costs.learn(rows, numbers)
         chosen = [costs.of(row, number) for row, number in zip(rows, numbers, strict=True)]
         time = pipeline_time(chosen, num_microbatches) if all(np.isfinite(c.memory) for c in chosen) else np.inf
-        if certain or time < (np.inf if found is None else found.step_time):
+        if certain or time < least:
             stages = zip(rows, chosen, strict=True)
             choices = tuple(StageChoice((i, j), space.meshes[mesh], cost) for (mesh, i, j, *_), cost in stages)
             found = StagePlan(choices, time, num_microbatches, schedule)
@@ -293,18 +303,30 @@ class _Costs:
         stage_cost: StageCostFn,
         least_cost: LeastCostFn | None,
         alike: Callable[[Mesh], Hashable],
+        overhead: OverheadFn,
     ) -> None:
         self.space = space
         self.stage_cost = stage_cost
         self.least_cost = least_cost
+        self.overhead = overhead
         numbers: dict[Hashable, int] = {}
         self.kind = np.array([numbers.setdefault(alike(mesh), len(numbers)) for mesh in space.meshes], dtype=np.int64)
         self.meshes = [space.meshes[int(np.argmax(self.kind == kind))] for kind in range(len(numbers))]
-        layers = space.num_layers
-        self.shape = (len(numbers), layers, layers + 1)
-        # By the number in flight: (3, kinds of mesh, first layer, layer after the last). inf: does not fit.
-        self.tables: dict[int, Floats] = {}  # NaN: not looked at yet; else what is known or the least
+        self.shape = (len(numbers), space.num_layers, space.num_layers + 1)
+        # (3, kinds of mesh, first layer, layer after the last). inf: does not fit. NaN: not asked for yet.
+        self.least: Floats = np.full((3, *self.shape), np.nan)
+        self.tables: dict[int, Floats] = {}  # by the number in flight: what is known, or a bound by what is
         self.known: dict[int, Bools] = {}
+        self.measure()
+
+    def measure(self) -> None:
+        """Ask how much above the least the costs of each layer on each kind of mesh are."""
+        layers = range(self.space.num_layers)
+        each = np.array([[self.overhead(layer, mesh) for layer in layers] for mesh in self.meshes])
+        each = each.reshape(self.shape[:2])  # where there is no mesh
+        self.factors = np.ones((3, *self.shape))
+        for first in layers:
+            self.factors[:2, :, first, first + 1 :] = np.minimum.accumulate(each[:, first:], axis=1)
 
     def look(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
         """(3, n): per microbatch, per step, memory of these stages; the least where it has not been asked for."""
@@ -313,16 +335,19 @@ class _Costs:
             lazy = self.least_cost is not None and fewer
             self.tables[in_flight] = self.tables[fewer].copy() if lazy else np.full((3, *self.shape), np.nan)
             self.known[in_flight] = np.zeros(self.shape, np.bool_)
-        table, kind = self.tables[in_flight], self.kind[mesh]
-        for at in np.flatnonzero(np.isnan(table[0, kind, first, last])):
+        table, known, kind = self.tables[in_flight], self.known[in_flight], self.kind[mesh]
+        if self.least_cost is None:
+            for at in np.flatnonzero(np.isnan(table[0, kind, first, last])):
+                if not known[kind[at], first[at], last[at]]:  # of an alike mesh
+                    self._ask(int(kind[at]), int(first[at]), int(last[at]), in_flight)
+            return np.asarray(table[:, kind, first, last])
+        for at in np.flatnonzero(np.isnan(self.least[0, kind, first, last])):
             k, i, j = int(kind[at]), int(first[at]), int(last[at])
-            if not np.isnan(table[0, k, i, j]):  # of an alike mesh
-                continue
-            if self.least_cost is None:
-                self._ask(k, i, j, in_flight)
-            else:
-                table[:, k, i, j] = _row(self.least_cost((i, j), self.meshes[k]))
-        return np.asarray(table[:, kind, first, last])
+            if np.isnan(self.least[0, k, i, j]):
+                self.least[:, k, i, j] = _row(self.least_cost((i, j), self.meshes[k]))
+        found = table[:, kind, first, last]
+        bounds = np.fmax(found, self.least[:, kind, first, last] * self.factors[:, kind, first, last])
+        return np.where(known[kind, first, last], found, bounds)
 
     def _ask(self, kind: int, first: int, last: int, in_flight: int) -> None:
         cost = _row(self.stage_cost((first, last), self.meshes[kind], in_flight))
@@ -332,15 +357,19 @@ class _Costs:
                 self.known[number][kind, first, last] = True
             elif number > in_flight and self.least_cost is not None and not self.known[number][kind, first, last]:
                 table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
+            if number >= in_flight and self.least_cost is not None and np.isinf(cost[0]):
+                table[:, kind, : first + 1, last:] = np.inf
 
     def learn(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> bool:
         """Ask for what is not known of these stages with so many in flight; whether all was known."""
         certain = True
         for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
             kind = int(self.kind[mesh])
-            if not self.known[number][kind, first, last]:
+            if not self.known[number][kind, first, last] and not np.isinf(self.tables[number][0, kind, first, last]):
                 certain = False
                 self._ask(kind, first, last, number)
+        if not certain:
+            self.measure()
         return certain
 
     def of(self, row: _StageRow, in_flight: int) -> StageCost:

@@ -35,7 +35,7 @@ from autopar.passes.rules.split import (
 Bounds = tuple[int, ...]  # rounds at which a loop is cut, from 0 to its length
 RuleOf = Callable[[Equation], Rule]
 
-MOST_PARTS = 12  # that the stage search tells apart in one loop
+MOST_PARTS = 16  # that the stage search tells apart in one loop
 
 
 def layer_loops(analysis: BatchAnalysis) -> dict[int, Bounds]:

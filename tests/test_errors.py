@@ -152,6 +152,28 @@ def test_model_that_fits_under_no_plan() -> None:
     assert 4.0 <= float(found[1]) <= 16.0  # half of the weights at the least
 
 
+@pytest.mark.parametrize(("method", "devices"), [("auto", 1), ("auto", 2), (recipes.intra_op_only(), 2)])
+def test_as_many_microbatches_as_memory_asks_for(method: Any, devices: int) -> None:
+    """Of 4096 examples each hidden array has 1 MiB; weights and gradients together a quarter of one."""
+    shapes = {f"w{i}": jax.ShapeDtypeStruct((64, 64), jnp.float32) for i in range(8)}
+
+    def deep(p: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            x = batch["x"]
+            for w in p.values():
+                x = jnp.sin(x @ w)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda a, b: a - 0.1 * b, p, jax.grad(loss)(p))
+
+    step = autopar.parallelize(deep, cluster=small_cluster(2.5, devices), method=method)
+    plan = step.plan(shapes, {"x": jax.ShapeDtypeStruct((4096, 64), jnp.float32)})
+    assert 4 // devices <= plan.num_microbatches <= 64
+    assert plan.peak_memory <= 2.5 * 2**20
+    roomy = autopar.parallelize(deep, cluster=small_cluster(100, devices), method=method)
+    assert roomy.plan(shapes, {"x": jax.ShapeDtypeStruct((4096, 64), jnp.float32)}).num_microbatches == 1
+
+
 def test_recipe_that_does_not_fit_says_so() -> None:
     """Data parallel keeps both weights, 8 MiB, on every device."""
     shapes = {name: jax.ShapeDtypeStruct((1024, 1024), jnp.float32) for name in ("v", "w")}

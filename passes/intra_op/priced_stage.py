@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.solve import solve
 
-_ALIKE = 0.01  # relative: a solution that costs no more than this over a bound need not be improved
+_ALIKE = 0.005  # relative: a solution that costs no more than this over a bound need not be improved
 
 
 class PricedStage:
@@ -24,7 +25,6 @@ class PricedStage:
         self.numbers = numbers
         self.most_in_flight = most_in_flight
         self.seconds = seconds
-        self._cheapest: Solution | None = None  # whatever memory it takes
         self._found: dict[int, Solution] = {}  # by microbatches in flight
         self._refused: dict[int, Infeasible] = {}
 
@@ -54,19 +54,19 @@ class PricedStage:
             raise self._refused[in_flight]
         return found
 
+    @functools.cached_property
+    def cheapest(self) -> Solution:
+        """A choice that costs least, whatever memory it takes."""
+        return solve(dataclasses.replace(self.numbers.problem(1), limit=None), seconds=self.seconds, gap=_ALIKE)
+
     def _least_cost(self, in_flight: int) -> float:
         """What no choice that fits is likely to beat: the costs with fewer in flight."""
-        if self._cheapest is None:
-            self._cheapest = solve(
-                dataclasses.replace(self.numbers.problem(in_flight), limit=None), seconds=self.seconds
-            )
-        return max([self._cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
+        return max([self.cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
 
     def _fitting(self, in_flight: int) -> Solution | None:
         """The cheapest known choice that fits."""
         limit = self.numbers.memory_limit
-        known = [s for s in (self._cheapest, *self._found.values()) if s is not None]
-        for solution in sorted(known, key=lambda s: s.cost):
+        for solution in sorted((self.cheapest, *self._found.values()), key=lambda s: s.cost):
             peak = self.numbers.peak_bytes(solution.choice, in_flight)
             if limit is None or peak <= limit:
                 return dataclasses.replace(solution, peak=peak)
@@ -78,7 +78,7 @@ class PricedStage:
         if in_flight in self._found:
             return self._found[in_flight]
         try:
-            self._found[in_flight] = solve(self.numbers.problem(in_flight), seconds=self.seconds)
+            self._found[in_flight] = solve(self.numbers.problem(in_flight), seconds=self.seconds, gap=_ALIKE)
         except Infeasible as error:
             self._refused[in_flight] = error
             raise

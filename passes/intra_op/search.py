@@ -99,9 +99,16 @@ class Search:
     """The state of one search: the best choice, the best bound, the work that is left."""
 
     def __init__(
-        self, problem: Problem, seconds: float, seed: int, master: Master, integer_program: IntegerProgram
+        self,
+        problem: Problem,
+        seconds: float,
+        seed: int,
+        master: Master,
+        integer_program: IntegerProgram,
+        gap: float = 0.0,
     ) -> None:
         self.problem = problem
+        self.gap = gap
         self.master = master
         self.integer_program = integer_program
         self.work = seconds * _RATE
@@ -121,7 +128,7 @@ class Search:
             network = Network.of(self.problem)
             self._without_memory(network.without_memory())
         except Contradiction:
-            self.bound = self.best.cost if self.best else math.inf
+            self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
         else:
             if not self._closed() and network.slack.size:
                 self._with_memory(network)
@@ -144,7 +151,7 @@ class Search:
             network.reduce(dominated=True)
             self._close(network, relaxed=False)
         except Contradiction:
-            self.bound = self.best.cost if self.best else math.inf
+            self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
             if self.best is None:
                 self._lightest(full)
 
@@ -449,7 +456,7 @@ class Search:
 
     def _worth(self, solution: Solution) -> float:
         """What a choice must cost less than to be looked for."""
-        return solution.cost - _TOLERANCE * abs(solution.cost)
+        return solution.cost - max(self.gap, _TOLERANCE) * abs(solution.cost)
 
     def _offer(self, network: Network, positions: dict[int, int]) -> None:
         self.offer(network.lift(positions, self.problem.num_nodes))

@@ -382,6 +382,9 @@ class StageProblem:
             end = self._source(slot)
             size = end.shardings.nbytes(value)
             maker = made_in.get(slot)
+            if value in self.step.feeds:  # the whole batch is there when a step begins
+                self._hold(end.node, Held(*always, False), size * self.step.num_microbatches)
+                continue
             if value in self.stored or slot in self._sums:
                 start = loop_range[0] if slot in self._sums else 0
                 self._hold(end.node, Held(start, always[1], False), size)

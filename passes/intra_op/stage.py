@@ -31,6 +31,13 @@ class Stage:
         self._least: dict[str, list[tuple[float, float]]] = {}
 
     @functools.cached_property
+    def state_bytes(self) -> int:
+        """Bytes of the state that its devices hold together."""
+        graph = self.step.graph
+        carried = [graph.inputs[i] for i in graph.carried.values()]
+        return sum(v.nbytes for v in carried if self.placed.home[v] == self.index)
+
+    @functools.cached_property
     def lives(self) -> Mapping[int, Mapping[Value, tuple[int, int]]]:
         """By program: the positions between which each value that it writes to memory is live."""
         addends = self.step.accumulate.keys() - set(self.step.outputs)

@@ -200,10 +200,16 @@ def test_the_quickest_rest_is_not_always_the_best_rest(shapes: tuple[tuple[int, 
 
 
 class Rising(Table):
-    """Costs that rise with the number in flight, the same on meshes of one shape; and bounds on them."""
+    """Costs that rise with the number in flight, the same on meshes of one shape; and bounds on them.
+
+    What does not fit does not fit with more layers.
+    """
 
     def look(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
         alike = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
+        parts = [part for part in ((span[0] + 1, span[1]), (span[0], span[1] - 1)) if part[0] < part[1]]
+        if not all(self.look(part, alike, in_flight) for part in parts):
+            return None
         found = [super(Rising, self).look(span, alike, number) for number in range(1, in_flight + 1)]
         fitting = [cost for cost in found if cost is not None]
         if len(fitting) < len(found):
@@ -253,6 +259,38 @@ def test_what_bounds_exclude_is_not_asked_for() -> None:
     assert plan is not None
     assert [stage.span for stage in plan.stages] == [(0, 2), (2, 4)]
     assert sorted(asked) == [(0, 2), (2, 4)]
+
+
+def test_overheads_spare_what_they_exclude() -> None:
+    """Communication makes stages on several devices bad choices: after one of them no other is asked for."""
+    asked: list[int] = []
+
+    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
+        asked.append(mesh.size)
+        return StageCost((span[1] - span[0]) / mesh.size * (5 if mesh.size > 1 else 1.2), 0.0, 0.0)
+
+    def least(span: Span, mesh: Mesh) -> StageCost:
+        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
+
+    def overhead(layer: int, mesh: Mesh) -> float:
+        return 5.0 if mesh.size > 1 and mesh.size in asked else 1.0
+
+    exact = plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least)
+    often = len(asked)
+    asked.clear()
+    assert plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least, overhead=overhead) == exact
+    assert len(asked) < often
+
+
+def test_small_gains_are_not_looked_for() -> None:
+    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
+        return StageCost(float(span[1] - span[0]) / mesh.size, 0.0, 0.0)
+
+    best = plan_stages(4, cluster(2), cost, 8, "1f1b")
+    assert best is not None
+    assert plan_stages(4, cluster(2), cost, 8, "1f1b", below=best.step_time) is None
+    assert plan_stages(4, cluster(2), cost, 8, "1f1b", below=best.step_time * 1.05, gain=0.1) is None
+    assert plan_stages(4, cluster(2), cost, 8, "1f1b", below=best.step_time * 1.2, gain=0.1) == best
 
 
 def test_a_slow_host_gets_less_work() -> None:

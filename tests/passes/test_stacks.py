@@ -190,8 +190,8 @@ def test_what_no_loop_over_layers_is_stays_whole() -> None:
 
 def test_finest_cuts() -> None:
     assert finest(6) == (0, 1, 2, 3, 4, 5, 6)
-    assert finest(96) == tuple(range(0, 97, 8))
-    assert finest(13) == (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13)  # a prime: as even as can be
+    assert finest(96) == tuple(range(0, 97, 6))
+    assert finest(17) == (*range(16), 17)  # a prime: as even as can be
 
 
 @pytest.fixture(scope="module")

@@ -75,6 +75,19 @@ def test_equals_brute_force(seed: int) -> None:
     check_against_brute_force(tiny(seed))
 
 
+@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("most_table", [2, eliminate.MAX_TABLE])
+def test_gap_that_is_good_enough(seed: int, most_table: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eliminate, "MAX_TABLE", most_table)
+    problem = tiny(seed)
+    expected = brute_force(problem)
+    if expected is not None:
+        found = solve(problem, gap=0.3)
+        assert found.cost - 0.3 * abs(found.cost) <= expected.cost + 1e-9
+        assert found.lower_bound <= expected.cost + 1e-9
+        assert (found.cost, found.peak) == evaluate(problem, found.choice)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(150, 1150))
 def test_equals_brute_force_many(seed: int) -> None:
