@@ -56,6 +56,8 @@ _FIRST_SECONDS = 1.0
 _FINAL_SECONDS = 3.0
 _GOOD_GAP = 0.01
 _LEAST_GAIN = 0.01  # of the step time: less is not worth searching on
+_DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
+_TIGHT = 0.8
 _SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
 _MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
@@ -214,10 +216,15 @@ class Planner:
             estimates = tuple(plan.step_time for plan in found)
         else:
             chosen = self._fixed_stages()
-        spans = [span for span, _ in chosen]
-        layered = self.layering.joined(layered, [start for start, _ in spans[1:]])
-        placed = layered.placed(range(1, len(spans)))
-        finished = self.finish(layered, placed, [mesh for _, mesh in chosen], schedule)
+        spans, meshes = zip(*chosen, strict=True)
+        cuts = [start for start, _ in spans[1:]]
+        joined = self.layering.joined(layered, cuts)
+        finished = self.finish(joined, joined.placed(range(1, len(spans))), meshes, schedule)
+        if (finished is None or _is_dear(finished[0], estimates)) and joined.analysis is not layered.analysis:
+            # The gradients of a loop are stacked until its end: in parts they take less memory.
+            parts = self.finish(layered, layered.placed(cuts), meshes, schedule)
+            if finished is None or (parts is not None and parts[0].step_time < finished[0].step_time):
+                finished = parts
         if finished is None:
             return None
         self._estimates.update(enumerate(estimates))
@@ -557,6 +564,12 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _is_dear(plan: Plan, estimates: Sequence[float]) -> bool:
+    """Whether a plan takes longer than the stage search estimated, and memory may be why."""
+    tight = any(stage.memory.total > _TIGHT * stage.memory.capacity for stage in plan.stages)
+    return tight and plan.step_time > (1 + _DEAR) * min(estimates, default=math.inf)
 
 
 def _where(layered: Layered, span: tuple[int, int], mesh: Mesh) -> str:

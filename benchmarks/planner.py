@@ -26,7 +26,7 @@ from typing import Any
 
 import autopar
 from autopar import recipes
-from autopar.errors import InfeasiblePlanError, PlanError
+from autopar.errors import UserError
 from autopar.ir.method import AUTO, Method
 from benchmarks import common, published
 
@@ -123,7 +123,7 @@ def planned(case: Case, method: Method) -> Outcome:
     try:
         with warnings.catch_warnings(action="ignore"):
             plan = step.plan(state, batch)
-    except (InfeasiblePlanError, PlanError) as error:
+    except UserError as error:  # nothing fits, or the batch cannot be cut so
         return Outcome(None, None, None, time.perf_counter() - started, _rss(), f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - started
     stages = " + ".join(f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)

@@ -15,12 +15,15 @@ from jax import lax
 import autopar
 from autopar.errors import PlanError, StateError, UnsplitWarning
 from autopar.ir.graph import Graph, Literal, Operand
+from autopar.ir.program import PlacedStep
+from autopar.layering import Layered
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.rules.base import bind
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.table import rule_of
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, finest
+from autopar.planner import Planner
 from autopar.trace import trace
 
 LAYERS, BATCH, WIDTH = 6, 8, 16
@@ -228,6 +231,43 @@ def test_stages_share_a_loop(pipeline: Any) -> None:
     plan = piped.plan(state, draw(4, BATCH, WIDTH))
     assert list(plan.leaf_cuts.values()) == [stack.cut] * 3
     assert f"state['params']['stack'][{middle}:6]" in plan.to_text(None)
+
+
+def test_a_stage_may_hold_a_loop_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the stages do not fit with the parts joined."""
+    finish = Planner.finish
+
+    def refused(self: Planner, layered: Layered, placed: PlacedStep, *args: Any) -> Any:
+        return None if layered.num_layers == placed.num_stages else finish(self, layered, placed, *args)
+
+    monkeypatch.setattr(Planner, "finish", refused)
+    x, losses, expected = draw(4, BATCH, WIDTH), [], state_of("shared")
+    options: dict[str, Any] = {"batch_axes": (None, 0), "devices": jax.devices()[:2]}
+    piped = autopar.parallelize(
+        step_of("shared"), method=autopar.recipes.inter_op_only(2), num_microbatches=2, **options
+    )
+    piped.compile(state_of("shared"), x)
+    monkeypatch.undo()
+    state = piped.init(lambda: state_of("shared"))
+    for _ in range(2):
+        expected, reference = jax.jit(step_of("shared"))(expected, x)
+        losses.append(float(reference["loss"]))
+        state, metrics = piped(state, x)
+        assert float(metrics["loss"]) == pytest.approx(losses[-1], rel=1e-5)
+    assert state["params"]["stack"].cut.bounds == tuple(range(LAYERS + 1))
+    for actual, wanted in zip(jax.tree.leaves(autopar.gather(state)), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-4, atol=1e-5)
+    plan = autopar.Plan.from_json(piped.plan(state, x).to_json())
+    again = autopar.parallelize(step_of("shared"), method=plan, **options)
+    assert again.plan(state, x) == plan
+
+    def evaluate(state: Any, x: jax.Array) -> Any:
+        return shared(state["params"], x)
+
+    following = autopar.parallelize(evaluate, follow=piped, batch_axes=(None, 0))
+    loss = following(state, x)
+    _, metrics = again(state, x)
+    assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
 
 
 def test_what_follows_a_cut_state(pipeline: Any) -> None:
