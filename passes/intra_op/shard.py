@@ -138,7 +138,8 @@ class StageProblem:
         strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
         for (program, eqn_id, _), (node, options) in self.lanes.items():
             strategies[program, eqn_id].append(options.lanes[solution.choice[node]])
-        layouts = {slot: found.each[solution.choice[node]] for slot, (node, found) in self.layouts.items()}
+        layouts: dict[Slot, Sharding] = {(None, v): lies for v, lies in self.stage.pinned.items()}  # read or not
+        layouts.update({slot: found.each[solution.choice[node]] for slot, (node, found) in self.layouts.items()})
         return StageSharding(
             self.setting.mesh, {k: tuple(v) for k, v in strategies.items()}, layouts,
             solution.cost, solution.lower_bound,
