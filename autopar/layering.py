@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar.errors import PlanError, UnsplitWarning
 from autopar.ir.graph import Equation, LeafCut, Phase, StepGraph
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
 from autopar.ir.units import count_text
@@ -54,8 +55,8 @@ class Layered:
 class Layering:
     """Cuts one traced step into layers, for any number of microbatches."""
 
-    def __init__(self, analysis: BatchAnalysis, num_devices: int, method: Method, num_layers: int | None) -> None:
-        self.analysis, self.num_devices, self.method, self.num_layers = analysis, num_devices, method, num_layers
+    def __init__(self, analysis: BatchAnalysis, cluster: Cluster, method: Method, num_layers: int | None) -> None:
+        self.analysis, self.cluster, self.method, self.num_layers = analysis, cluster, method, num_layers
         self.graph = analysis.graph
         # Decorated methods would keep this and its graphs for ever.
         self.layered = functools.cache(self._layered)
@@ -64,7 +65,7 @@ class Layering:
     def _layered(self, m: int, pipelined: bool) -> Layered:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
         self.analysis.check(m)
-        analysis = self._finest if pipelined and self.num_devices > 1 else self.analysis
+        analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
         if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
             if analysis is not self.analysis:
                 self._warn_of_whole_loops()
@@ -75,7 +76,7 @@ class Layering:
             return rules[eqn.id].products
 
         wanted = self.method.num_stages or 1
-        if (wanted == 1 and self.num_devices == 1) or not forward:
+        if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
             return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
         found = heavy_equations(np.array([flops(e) for e in forward]))
         heavy = int(found.sum())
@@ -116,7 +117,7 @@ class Layering:
     @functools.cached_property
     def stacks(self) -> Stacks:
         """The loops that stages may share."""
-        return find_stacks(self.analysis)
+        return find_stacks(self.analysis, len(self.cluster.hosts))
 
     @functools.cached_property
     def _finest(self) -> BatchAnalysis:

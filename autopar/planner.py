@@ -83,7 +83,7 @@ class Planner:
         self.analysis, self.cluster, self.method = analysis, cluster, method
         self.graph = analysis.graph
         self.pinned: dict[Value, tuple[int, Sharding]] = {}  # inputs that lie somewhere already
-        self.layering = Layering(analysis, cluster.num_devices, method, num_layers)
+        self.layering = Layering(analysis, cluster, method, num_layers)
         self.nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
         self.nearest_where = ""
         self.prices = Prices(cluster)

@@ -35,10 +35,11 @@ from autopar.passes.rules.split import (
 Bounds = tuple[int, ...]  # rounds at which a loop is cut, from 0 to its length
 RuleOf = Callable[[Equation], Rule]
 
-MOST_PARTS = 16  # that the stage search tells apart in one loop
+MOST_PARTS = 12  # that the stage search tells apart in one loop
+MOST_EVEN_PARTS = 16  # where it takes so many to give each host as many as the others
 
 
-def layer_loops(analysis: BatchAnalysis) -> dict[int, Bounds]:
+def layer_loops(analysis: BatchAnalysis, num_hosts: int) -> dict[int, Bounds]:
     """The forward loops over stacked parameters that do matrix products, each with the finest cut worth a look."""
     found = {}
     for eqn in analysis.graph.equations:
@@ -49,19 +50,22 @@ def layer_loops(analysis: BatchAnalysis) -> dict[int, Bounds]:
         states = [analysis.states[v] for i in chain.stacked_in if isinstance(v := eqn.inputs[i], Value)]
         layers = any(state.kind is Kind.FREE and state.parameters for state in states)
         if layers and analysis.when[eqn.id] is When.LOOP:
-            found[eqn.id] = finest(chain.length)
+            found[eqn.id] = finest(chain.length, num_hosts)
     return found
 
 
-def finest(length: int) -> Bounds:
-    """Equal parts if there are enough of them, so that alike stages are solved once.
+def finest(length: int, num_hosts: int = 1) -> Bounds:
+    """Equal parts if there are enough of them, so that alike stages are solved once, and as many for each host.
 
-    >>> finest(6), finest(48)[:3], finest(13)[:4]
-    ((0, 1, 2, 3, 4, 5, 6), (0, 4, 8), (0, 1, 2, 3))
+    >>> finest(6), finest(48)[:3], finest(48, 8)[:3], finest(13)[:4]
+    ((0, 1, 2, 3, 4, 5, 6), (0, 4, 8), (0, 3, 6), (0, 1, 2, 3))
     """
     most = min(length, MOST_PARTS)
     parts = max(n for n in range(1, most + 1) if length % n == 0)
     parts = parts if 2 * parts > most else most
+    even = [n for n in range(num_hosts, MOST_EVEN_PARTS + 1, num_hosts) if length % n == 0 and 2 * n > most]
+    if parts % num_hosts and even:
+        parts = even[-1]
     return tuple(k * length // parts for k in range(parts + 1))
 
 
@@ -453,9 +457,9 @@ class Stacks:
         }  # fmt: skip
 
 
-def find_stacks(analysis: BatchAnalysis) -> Stacks:
+def find_stacks(analysis: BatchAnalysis, num_hosts: int = 1) -> Stacks:
     """The loops over layers of a step, and the leaves of its arguments that must be cut with them."""
-    loops = layer_loops(analysis)
+    loops = layer_loops(analysis, num_hosts)
     spread = _Spread(analysis.graph, lambda e: analysis.rules[e.id], _never_cut(analysis))
     for i, bounds in loops.items():
         length = bounds[-1]

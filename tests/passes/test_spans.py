@@ -13,14 +13,14 @@ from autopar.layering import Layered, Layering
 from autopar.passes.spans import Span, StageLook, stage_looks
 from tests.equivalence.compare import either
 from tests.equivalence.subjects import SUBJECTS
-from tests.planned import analyse
+from tests.planned import analyse, cluster_of
 
 LAYERS = 6
 
 
 def layered(step: Any, *args: Any, m: int = 2) -> Layered:
     analysis = analyse(step, *args)
-    return Layering(analysis, 8, AUTO, None).layered(m, True)
+    return Layering(analysis, cluster_of(1, 8), AUTO, None).layered(m, True)
 
 
 def look(found: Layered, span: Span) -> StageLook:

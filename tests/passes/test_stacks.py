@@ -193,8 +193,12 @@ def test_what_no_loop_over_layers_is_stays_whole() -> None:
 
 def test_finest_cuts() -> None:
     assert finest(6) == (0, 1, 2, 3, 4, 5, 6)
-    assert finest(96) == tuple(range(0, 97, 6))
-    assert finest(17) == (*range(16), 17)  # a prime: as even as can be
+    assert finest(96) == tuple(range(0, 97, 8))
+    assert finest(13) == (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 13)  # a prime: as even as can be
+    assert finest(48, 2) == tuple(range(0, 49, 4))
+    assert finest(48, 8) == tuple(range(0, 49, 3))  # two for each host
+    assert finest(26, 8) == finest(26)
+    assert finest(20, 4) == finest(20)  # four would be too few
 
 
 @pytest.fixture(scope="module")
