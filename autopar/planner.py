@@ -88,8 +88,8 @@ class Planner:
         self.nearest_where = ""
         self.prices = Prices(cluster)
         self._best_time = math.inf  # seconds per step of the best plan so far
-        # As the stage search estimated it with one-dimensional meshes, and with any.
-        self._estimates = {0: math.inf, 1: math.inf}
+        self._estimate = math.inf  # as the stage search estimated it
+        self._flat_estimate = math.inf  # and with one-dimensional meshes, if it began with those
         self._one_stage_fits = False  # with one microbatch
         self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {}
@@ -119,9 +119,9 @@ class Planner:
             stages = 1 if self.cluster.num_devices == 1 else self.method.num_stages
             for m in self._many():
                 found = self._better(m, stages, fixed)
-                if found is None:
+                if found is None and best is not None:
                     break
-                best = found
+                best = found or best
         if best is None:
             raise self._infeasible()
         plan, lowered = best
@@ -207,31 +207,38 @@ class Planner:
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
-        estimates: tuple[float, ...] = ()
+        flat = found = None
         if self.method.stages is None:
-            found = self._search(layered, m, num_stages, schedule)
-            if not found:
+            flat, found = self._search(layered, m, num_stages, schedule)
+            if found is None:
                 return None
-            chosen = [(choice.span, choice.mesh) for choice in found[-1].stages]
-            estimates = tuple(plan.step_time for plan in found)
+            chosen = [(choice.span, choice.mesh) for choice in found.stages]
         else:
             chosen = self._fixed_stages()
         spans, meshes = zip(*chosen, strict=True)
         cuts = [start for start, _ in spans[1:]]
         joined = self.layering.joined(layered, cuts)
         finished = self.finish(joined, joined.placed(range(1, len(spans))), meshes, schedule)
-        if (finished is None or _is_dear(finished[0], estimates)) and joined.analysis is not layered.analysis:
+        estimate = math.inf if found is None else found.step_time
+        if (finished is None or _is_dear(finished[0], estimate)) and joined.analysis is not layered.analysis:
             # The gradients of a loop are stacked until its end: in parts they take less memory.
             parts = self.finish(layered, layered.placed(cuts), meshes, schedule)
             if finished is None or (parts is not None and parts[0].step_time < finished[0].step_time):
                 finished = parts
         if finished is None:
             return None
-        self._estimates.update(enumerate(estimates))
+        if finished[0].step_time < self._best_time:
+            # One that turned out to be dear must not bar others that are not.
+            error = finished[0].step_time / estimate
+            error = error if error > 1 + _DEAR else 1.0
+            self._estimate = error * estimate
+            self._flat_estimate = math.inf if flat is None else error * flat.step_time
         return _with_layers(finished[0], spans), finished[1]
 
-    def _search(self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName) -> list[StagePlan]:
-        """The best stages with one-dimensional meshes, then with any; none where they are no gain.
+    def _search(
+        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
+    ) -> tuple[StagePlan | None, StagePlan | None]:
+        """The best stages with one-dimensional meshes, if it begins with those, and with any; None if they are no gain.
 
         Groups of devices are chosen with one-dimensional meshes, then all logical shapes of those are tried: shapes
         change a stage's cost far less than the number of its devices does.
@@ -241,19 +248,18 @@ class Planner:
             schedule, least_cost=functools.partial(self._least_cost, layered), alike=self._kind_of_mesh,
             overhead=functools.partial(self._overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
-        fixed = num_stages == 1 or self.method.mesh_shape is not None
-        first = search(
-            num_stages=num_stages, meshes=self._meshes if fixed else self._flat_meshes, below=self._estimates[0]
-        )
-        if first is None or fixed:
-            return [first] if first is not None else []
-        groups = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
-        second = search(
-            num_stages=len(first.stages),
+        if num_stages == 1 or self.method.mesh_shape is not None:
+            return None, search(num_stages=num_stages, meshes=self._meshes, below=self._estimate)
+        flat = search(num_stages=num_stages, meshes=self._flat_meshes, below=self._flat_estimate)
+        if flat is None:
+            return None, None
+        groups = {(c.mesh.devices[0], c.mesh.size) for c in flat.stages}
+        found = search(
+            num_stages=len(flat.stages),
             meshes=lambda cluster, start, size: self._meshes(cluster, start, size) if (start, size) in groups else (),
-            below=min(first.step_time, self._estimates[1]),
+            below=min(flat.step_time, self._estimate),
         )
-        return [first] if second is None else [first, second]
+        return flat, found or (flat if flat.step_time < self._estimate else None)
 
     def _fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
         """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
@@ -566,10 +572,10 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _is_dear(plan: Plan, estimates: Sequence[float]) -> bool:
+def _is_dear(plan: Plan, estimate: float) -> bool:
     """Whether a plan takes longer than the stage search estimated, and memory may be why."""
     tight = any(stage.memory.total > _TIGHT * stage.memory.capacity for stage in plan.stages)
-    return tight and plan.step_time > (1 + _DEAR) * min(estimates, default=math.inf)
+    return tight and plan.step_time > (1 + _DEAR) * estimate
 
 
 def _where(layered: Layered, span: tuple[int, int], mesh: Mesh) -> str:
