@@ -39,9 +39,14 @@ class Layered:
     num_layers: int
 
     @functools.cached_property
+    def finest(self) -> PlacedStep:
+        """With each layer as a stage of its own."""
+        return self.placed(range(1, self.num_layers))
+
+    @functools.cached_property
     def spans(self) -> Spans:
         """The spans of its layers."""
-        return Spans(self.placed(range(1, self.num_layers)))
+        return Spans(self.finest)
 
     def placed(self, cuts: Sequence[int]) -> PlacedStep:
         """Programs of the pipeline whose stages begin at the layers 0, *cuts."""
@@ -83,7 +88,7 @@ class Layering:
         if wanted > max(1, heavy):
             raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
         if self.method.stages is not None:
-            number = sum(stage.num_layers for stage in self.method.stages)
+            number = self._layers_of_method or 1
             if number > max(1, heavy):
                 raise PlanError(
                     f"method {self.method.name!r}: its stages have {count_text(number, 'layer')}, and each needs a "
@@ -114,10 +119,16 @@ class Layering:
             stages.append(latest)
         return Layered(analysis, step, rules, forward, tuple(stages), len(cuts) + 1)
 
+    @property
+    def _layers_of_method(self) -> int | None:
+        if self.method.stages is not None:
+            return sum(stage.num_layers for stage in self.method.stages)
+        return self.method.num_stages
+
     @functools.cached_property
     def stacks(self) -> Stacks:
         """The loops that stages may share."""
-        return find_stacks(self.analysis, len(self.cluster.hosts))
+        return find_stacks(self.analysis, len(self.cluster.hosts), self.num_layers or self._layers_of_method)
 
     @functools.cached_property
     def _finest(self) -> BatchAnalysis:

@@ -14,7 +14,7 @@ import functools
 import gc
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import (
@@ -36,9 +36,10 @@ from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.layering import MAX_LAYERS, Layered, Layering
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import StageCost, StagePlan, candidate_meshes, plan_stages
+from autopar.passes.inter_op import StageCost, StagePlan, candidate_shapes, mesh_at, plan_stages
 from autopar.passes.intra_op.limits import Limits, method_limits
-from autopar.passes.intra_op.priced_stage import PricedStage
+from autopar.passes.intra_op.numbers import StageNumbers
+from autopar.passes.intra_op.priced_stage import PATIENCE, PricedStage
 from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import Remembered, StageProblem, StageSetting
 from autopar.passes.intra_op.solve import solve
@@ -50,15 +51,17 @@ from autopar.passes.unsplit import find_unsplit
 from autopar.pricing import Prices
 
 # Work limits of the solver per stage problem. Its choices rarely improve after the first; its lower bounds do.
-# A chosen stage is solved once more from a choice with ties if the gap is above the last.
 _SEARCH_SECONDS = 0.3
-_FIRST_SECONDS = 1.0
-_FINAL_SECONDS = 3.0
-_GOOD_GAP = 0.01
+_FINAL_SECONDS = 1.0
+_GOOD_GAP = 0.01  # relative: what is better by less is not looked for
+_FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _LEAST_GAIN = 0.01  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 _TIGHT = 0.8
+_FULL = 0.9  # of the memory, in the stage search
 _SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
+_FUSED = 0.98  # of the time of kernels that end where a layer does
+_MARGIN = 0.005  # of the memory: another choice has another excess
 _MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
 
@@ -68,6 +71,10 @@ class LeafHome:
 
     at: tuple[tuple[int, Sharding], ...]
     cut: LeafCut | None  # None: it is whole
+
+
+_Known = tuple[StageNumbers, int, Solution]  # a problem, the microbatches in flight
+_solve = functools.partial(solve, seconds=_FINAL_SECONDS, patience=PATIENCE, gap=_GOOD_GAP)
 
 
 class Planner:
@@ -115,17 +122,40 @@ class Planner:
         best: tuple[Plan, LoweredStep] | None = None
         for m, stages in self._candidates(fixed):
             best = self._better(m, stages, fixed) or best
-        if best is None and fixed is None:
-            stages = 1 if self.cluster.num_devices == 1 else self.method.num_stages
-            for m in self._many():
-                found = self._better(m, stages, fixed)
-                if found is None and best is not None:
-                    break
-                best = found or best
+        if fixed is None:
+            best = self._other_numbers(best)
         if best is None:
             raise self._infeasible()
         plan, lowered = best
         return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
+
+    def _other_numbers(self, best: tuple[Plan, LoweredStep] | None) -> tuple[Plan, LoweredStep] | None:
+        """The best plan with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
+
+        A pipeline's bubble grows as they become fewer; without one, the fewest that are likely to fit are the best.
+        """
+        stages = 1 if self.cluster.num_devices == 1 else self.method.num_stages
+        for m in self._many() if best is None else ():
+            found = self._better(m, stages, None)
+            if found is None and best is not None:
+                break
+            best = found or best
+        while best is not None and (fewer := self._fewer(best[0])) is not None:
+            found = self._better(fewer, stages, None)
+            if found is None:
+                break
+            best = found
+        return best
+
+    def _fewer(self, plan: Plan) -> int | None:
+        """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
+        m = plan.num_microbatches
+        numbers = [n for n in (1, *self._many()) if n < m]
+        for n in sorted(numbers) if len(plan.stages) == 1 else numbers[:1]:
+            each = (s.memory for s in plan.stages)
+            if all(s.total + (m / n - 1) * (s.activations + s.temporaries) <= s.capacity for s in each):
+                return n
+        return None
 
     def _better(self, m: int, stages: int | None, fixed: int | None) -> tuple[Plan, LoweredStep] | None:
         """A plan with so many microbatches and stages that is better than any before."""
@@ -170,8 +200,8 @@ class Planner:
             powers = [m for m in divisors if m & (m - 1) == 0 and m <= 8 * devices] or divisors
             hosts = len(self.cluster.hosts)
             if stages is None and 1 < hosts <= MAX_LAYERS:
-                found += [(m, hosts) for m in powers[-1:]]
-            found += [(m, stages) for m in powers[-2:][::-1]]
+                found += [(m, hosts) for m in powers[-2:][:1]]
+            found += [(m, stages) for m in powers[-2:]]
             if stages is not None:
                 found.append((1, stages))
         return found
@@ -218,13 +248,19 @@ class Planner:
         spans, meshes = zip(*chosen, strict=True)
         cuts = [start for start, _ in spans[1:]]
         joined = self.layering.joined(layered, cuts)
-        finished = self.finish(joined, joined.placed(range(1, len(spans))), meshes, schedule)
-        estimate = math.inf if found is None else found.step_time
-        if (finished is None or _is_dear(finished[0], estimate)) and joined.analysis is not layered.analysis:
+        ways = [(joined, joined.placed(range(1, len(spans))))]
+        if joined.analysis is not layered.analysis:
             # The gradients of a loop are stacked until its end: in parts they take less memory.
-            parts = self.finish(layered, layered.placed(cuts), meshes, schedule)
-            if finished is None or (parts is not None and parts[0].step_time < finished[0].step_time):
-                finished = parts
+            ways.append((layered, layered.placed(cuts)))
+            if found is not None and self._is_tight(found):
+                ways.reverse()
+        estimate = math.inf if found is None else found.step_time
+        finished = None
+        for way, placed in ways:
+            if finished is None or _is_dear(finished[0], estimate):
+                other = self.finish(way, placed, meshes, schedule)
+                if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
+                    finished = other
         if finished is None:
             return None
         if finished[0].step_time < self._best_time:
@@ -234,6 +270,9 @@ class Planner:
             self._estimate = error * estimate
             self._flat_estimate = math.inf if flat is None else error * flat.step_time
         return _with_layers(finished[0], spans), finished[1]
+
+    def _is_tight(self, found: StagePlan) -> bool:
+        return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
 
     def _search(
         self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
@@ -245,18 +284,18 @@ class Planner:
         """
         search = functools.partial(
             plan_stages, layered.num_layers, self.cluster, functools.partial(self._stage_cost, layered, schedule), m,
-            schedule, least_cost=functools.partial(self._least_cost, layered), alike=self._kind_of_mesh,
+            schedule, least_cost=functools.partial(self._least_cost, layered), alike=self.prices.group,
             overhead=functools.partial(self._overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
         if num_stages == 1 or self.method.mesh_shape is not None:
-            return None, search(num_stages=num_stages, meshes=self._meshes, below=self._estimate)
-        flat = search(num_stages=num_stages, meshes=self._flat_meshes, below=self._flat_estimate)
+            return None, search(num_stages=num_stages, shapes=self._shapes, below=self._estimate)
+        flat = search(num_stages=num_stages, shapes=self._flat_shapes, below=self._flat_estimate)
         if flat is None:
             return None, None
         groups = {(c.mesh.devices[0], c.mesh.size) for c in flat.stages}
         found = search(
             num_stages=len(flat.stages),
-            meshes=lambda cluster, start, size: self._meshes(cluster, start, size) if (start, size) in groups else (),
+            shapes=lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in groups else (),
             below=min(flat.step_time, self._estimate),
         )
         return flat, found or (flat if flat.step_time < self._estimate else None)
@@ -267,14 +306,13 @@ class Planner:
         layer = device = 0
         for at, stage in enumerate(self.method.stages or ()):
             size = math.prod(stage.mesh_shape)
-            meshes = candidate_meshes(self.cluster, device, size)
-            if not meshes:
+            if not candidate_shapes(self.cluster, device, size):
                 raise PlanError(
                     f"method {self.method.name!r}: stage {at} of mesh shape {stage.mesh_shape} would have the devices "
                     f"{device} to {device + size - 1} of cluster {self.cluster.name!r}; a stage must have whole hosts, "
                     "or lie in one host and have a power of two or a divisor of its devices."
                 )
-            found.append(((layer, layer + stage.num_layers), _mesh(meshes[0].devices, stage.mesh_shape)))
+            found.append(((layer, layer + stage.num_layers), mesh_at(device, stage.mesh_shape)))
             layer, device = layer + stage.num_layers, device + size
         if device != self.cluster.num_devices:
             raise PlanError(
@@ -283,19 +321,17 @@ class Planner:
             )
         return found
 
-    def _flat_meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
-        return tuple(mesh for mesh in self._meshes(cluster, start, size) if len(mesh.shape) == 1)
+    def _flat_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+        return tuple(shape for shape in self._shapes(cluster, start, size) if len(shape) == 1)
 
-    def _meshes(self, cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
+    def _shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
         shape = self.method.mesh_shape
-        meshes = candidate_meshes(cluster, start, size)
+        shapes = candidate_shapes(cluster, start, size)
         if shape is None:
-            return meshes
+            return shapes
         if shape == (-1,):
             shape = (size,)
-        if math.prod(shape) != size or not meshes:
-            return ()
-        return (_mesh(meshes[0].devices, shape),)
+        return (shape,) if shapes and math.prod(shape) == size else ()
 
     # Stages.
 
@@ -305,7 +341,7 @@ class Planner:
         """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
         placed, stage = self._span_placed(layered, span)
         m = layered.step.num_microbatches
-        key = (placed, *self._kind_of_mesh(mesh))
+        key = (placed, self._kind_of_mesh(mesh))
         priced = self._priced.get(key)
         if priced is None:
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.cluster.num_devices)
@@ -326,8 +362,7 @@ class Planner:
         m = layered.step.num_microbatches
         if m > 1 and span == (0, layered.num_layers) and self._one_stage_fits:
             return None  # one stage that fits with one microbatch gains nothing from several
-        stage = self._stage(layered, *self._span_placed(layered, span))
-        state = stage.state_bytes / mesh.size
+        state = sum(stage.state_bytes(mesh.shape) for stage in self._layers(layered, span))
         memory = self.prices.memory(mesh)
         if state > memory:
             self._note_infeasible(Infeasible(state, memory, proved=True), _where(layered, span, mesh))
@@ -338,12 +373,22 @@ class Planner:
         return StageCost(loop, once, state)
 
     def _least_seconds(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> tuple[float, float]:
-        """Of a span of layers per microbatch and once a step, without any communication."""
-        stage = self._stage(layered, *self._span_placed(layered, span))
-        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
-        least = [stage.least_seconds(kind, mesh.size) for kind in kinds.values()]
-        loop, once = (min(seconds) for seconds in zip(*least, strict=True))
-        return loop, once
+        """Of a span of layers per microbatch and once a step, without any communication.
+
+        It is that of the layers by themselves: what kernels across their borders save is far less than `_FUSED`.
+        """
+        kinds = self.cluster.kinds_of(mesh.devices)
+        loop = once = 0.0
+        for stage in self._layers(layered, span):
+            least = [stage.least_seconds(kind, mesh.size) for kind in kinds]
+            loop += min(seconds for seconds, _ in least)
+            once += min(seconds for _, seconds in least)
+        return _FUSED * loop, _FUSED * once
+
+    def _layers(self, layered: Layered, span: tuple[int, int]) -> list[Stage]:
+        """The layers of a span, each as a stage of its own."""
+        first = [layered.spans.first_alike((layer, layer + 1))[0] for layer in range(*span)]
+        return [self._stage(layered, layered.finest, layer) for layer in first]
 
     def _note_overhead(self, layered: Layered, span: tuple[int, int], mesh: Mesh, seconds: float) -> None:
         m = layered.step.num_microbatches
@@ -367,7 +412,7 @@ class Planner:
         others = [1 + (ratio - 1) * min(1.0, m / number) for number, ratio in known.items()]
         return max(1.0, _SLACK * max(others, default=1.0))
 
-    def _kind_of_mesh(self, mesh: Mesh) -> tuple[Any, ...]:
+    def _kind_of_mesh(self, mesh: Mesh) -> Hashable:
         """Equal for meshes on which the same stage costs the same."""
         return mesh.shape, self.prices.surroundings(mesh)
 
@@ -404,7 +449,7 @@ class Planner:
         key = (layered, mesh.shape)
         if key not in self._limits:
             self._limits[key] = method_limits(self.method, layered.step, layered.rules, mesh)
-        remembered = self._remembered.setdefault((*key, self.prices.surroundings(mesh)), Remembered(options))
+        remembered = self._remembered.setdefault((key, self.prices.surroundings(mesh)), Remembered(options))
         setting = StageSetting(
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
             self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
@@ -423,12 +468,13 @@ class Planner:
         rows = make_schedule(schedule, placed.num_stages, layered.step.num_microbatches)
         withheld = [0.0] * len(meshes)
         solved: dict[int, tuple[StageSharding, Solution]] = {}
+        known: list[_Known] = []
         for _ in range(_MOST_ROUNDS):
-            for stage, mesh in enumerate(meshes):
+            for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
                 if stage not in solved:
                     try:
                         problem, solution = self._solved(
-                            layered, placed, stage, mesh, rows.in_flight(stage), withheld[stage]
+                            layered, placed, stage, mesh, rows.in_flight(stage), withheld[stage], known
                         )
                     except Infeasible as error:
                         self._note_infeasible(error, f"stage {stage} of {placed.num_stages}")
@@ -446,35 +492,40 @@ class Planner:
                 return plan, lowered
             for stage, needed in above.items():
                 uncounted = needed.total - solved.pop(stage)[1].peak
-                withheld[stage] = max(uncounted, withheld[stage] + needed.total - needed.capacity)
+                excess = needed.total - needed.capacity
+                withheld[stage] = max(uncounted, withheld[stage] + excess) + _MARGIN * needed.capacity
         stage, needed = max(above.items(), key=lambda item: item[1].total)
         short = Infeasible(needed.total, needed.capacity, proved=False)
         self._note_infeasible(short, f"stage {stage} of {placed.num_stages}")
         return None
 
     def _solved(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, withheld: float
-    ) -> tuple[StageProblem, Solution]:
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, withheld: float,
+        known: list[_Known],
+    ) -> tuple[StageProblem, Solution]:  # fmt: skip
         """A stage's problem without so many bytes of each device's memory, and a choice; raises Infeasible.
 
-        A wide problem that is not solved at once is searched from where layers that are alike choose alike.
+        Where layers are alike, it is searched from where they choose alike. Of `known` problems, to which this one is
+        added, one with the same numbers and more memory may have a solution that fits: it is as good here.
         """
+        memory = self.prices.memory(mesh)
+        if withheld >= memory:
+            raise Infeasible(withheld, memory, proved=False)
         problem = self.stage_problem(layered, placed, stage, mesh, withheld=withheld)
-        numbers = problem.numbers.problem(in_flight)
-        first = start = None
-        try:
-            first = solve(numbers, seconds=_FIRST_SECONDS)
-            if first.gap <= _GOOD_GAP:
-                return problem, first
-        except Infeasible as error:
-            if error.proved:
-                raise
+        numbers = problem.numbers
+        for other, fewer, solution in known:
+            if fewer <= in_flight and numbers.is_like(other):
+                peak = numbers.peak_bytes(solution.choice, in_flight)
+                if numbers.memory_limit is None or peak <= numbers.memory_limit:
+                    return problem, dataclasses.replace(solution, peak=peak)
         tied = self.stage_problem(layered, placed, stage, mesh, tied=True, withheld=withheld)
-        if len(tied.numbers.costs) < len(problem.numbers.costs):
+        start = None
+        if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
             with contextlib.suppress(Infeasible):
-                start = problem.untied(tied, solve(tied.numbers.problem(in_flight), seconds=_FINAL_SECONDS).choice)
-        found = solve(numbers, seconds=_FINAL_SECONDS, start=start)
-        return problem, first if first is not None and first.cost < found.cost else found
+                start = problem.untied(tied, _solve(tied.numbers.problem(in_flight)).choice)
+        found = _solve(numbers.problem(in_flight), start=start)
+        known.append((numbers, in_flight, found))
+        return problem, found
 
     def follow(
         self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]
@@ -580,10 +631,6 @@ def _is_dear(plan: Plan, estimate: float) -> bool:
 
 def _where(layered: Layered, span: tuple[int, int], mesh: Mesh) -> str:
     return f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
-
-
-def _mesh(devices: tuple[int, ...], shape: tuple[int, ...]) -> Mesh:
-    return Mesh(devices, shape, ("x", "y", "z")[: len(shape)])
 
 
 def _with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:

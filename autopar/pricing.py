@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import functools
+import itertools
+from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
 from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
@@ -48,8 +49,8 @@ class Prices:
 
     def kind(self, mesh: Mesh) -> DeviceKind:
         """The slowest, smallest kind in the mesh decides."""
-        kinds = {self.cluster.kind_of(d).name: self.cluster.kind_of(d) for d in mesh.devices}
-        return min(kinds.values(), key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
+        kinds = self.cluster.kinds_of(mesh.devices)
+        return min(kinds, key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
 
     def memory(self, mesh: Mesh) -> float:
         """Bytes per device that a plan may use."""
@@ -58,18 +59,45 @@ class Prices:
 
     def link_bandwidth(self, mesh: Mesh) -> float:
         """To the neighbouring stages: the network's where the mesh ends at a host's border."""
-        slowest = self.cluster.hosts[self.cluster.host_of(mesh.devices[0])].link.among(2).bandwidth
-        first, last = min(mesh.devices), max(mesh.devices)
-        for here, there in ((first, first - 1), (last, last + 1)):
-            if 0 <= there < self.cluster.num_devices and self.cluster.host_of(here) != self.cluster.host_of(there):
-                slowest = min(slowest, self.cluster.network.bandwidth)
+        return self._link_bandwidth(min(mesh.devices), max(mesh.devices))
+
+    def _link_bandwidth(self, first: int, last: int) -> float:
+        cluster = self.cluster
+        low, high = cluster.host_of(first), cluster.host_of(last)
+        slowest = cluster.hosts[low].link.among(2).bandwidth
+        if first == cluster.host_bounds[low] > 0 or cluster.num_devices > last + 1 == cluster.host_bounds[high + 1]:
+            slowest = min(slowest, cluster.network.bandwidth)
         return slowest
 
-    def surroundings(self, mesh: Mesh) -> tuple[Any, ...]:
-        """What of a mesh's position matters: which of its devices share a host, their kind, the links outwards."""
-        hosts = [self.cluster.host_of(d) for d in mesh.devices]
-        links = tuple(self.cluster.hosts[h].link for h in dict.fromkeys(hosts))
-        return (tuple(h - hosts[0] for h in hosts), self.kind(mesh).name, links, self.link_bandwidth(mesh))
+    def surroundings(self, mesh: Mesh) -> Hashable:
+        """Equal for meshes of one shape on which the same stage costs the same."""
+        first = mesh.devices[0]
+        return self.group(first, mesh.size) if mesh.is_consecutive else mesh.devices
+
+    def group(self, start: int, size: int) -> Hashable:
+        """Equal for groups of devices on which the same stage costs the same: devices of one host, or whole hosts.
+
+        What matters: which of its devices share a host, their kinds, the links inside and outwards.
+        """
+        cluster, stop = self.cluster, start + size
+        low, high = cluster.host_of(start), cluster.host_of(stop - 1)
+        bandwidth = self._link_bandwidth(start, stop - 1)
+        hosts = []  # the number of hosts that are alike, their kind and link, devices of each
+        while low <= high:
+            end, host = min(high + 1, self._alike_until[low]), cluster.hosts[low]
+            each = min(stop, cluster.host_bounds[low + 1]) - max(start, cluster.host_bounds[low])
+            hosts.append((end - low, host.kind.name, host.link, each))
+            low = end
+        return tuple(hosts), bandwidth
+
+    @functools.cached_property
+    def _alike_until(self) -> list[int]:
+        """Per host the next one that differs."""
+        ends: list[int] = []
+        for _, equal in itertools.groupby(self.cluster.hosts):
+            number = len(tuple(equal))
+            ends += [len(ends) + number] * number
+        return ends
 
     def price(
         self,

@@ -170,11 +170,6 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
     batch_size, layers, width = int(row["global_batch"]), int(row["layers"]), int(row["hidden"])
     length, vocabulary = int(row["seq"]), int(row["vocab"])
     m = batch_size // (dp * int(row["microbatch"]))
-    spec = {
-        "family": "gpt", "alpa": False, "seq_len": length, "hidden_size": width, "num_layers": layers,
-        "num_heads": int(row["heads"]), "vocab_size": vocabulary, "dtype": "fp16", "remat": True, "optimizer": "adam",
-        "master_copy": "fp32",
-    }  # fmt: skip
     share = 1 + length / (6 * width) + vocabulary / (16 * layers * width)
     flops = 96 * batch_size * length * layers * width**2 * share
     interleaved = bool(row["virtual_stage_layers"])
@@ -183,7 +178,7 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         family="megatron",
         method=f"megatron {row['params_B']}B",
         ablation=False,
-        spec=spec,
+        spec=megatron_spec(row),
         batch_size=batch_size,
         cluster=autopar.load_preset("dgx-a100", num_hosts=gpus // 8),
         ways=() if interleaved else (Way(recipes.megatron(dp, tp, pp, m), m),),
@@ -193,6 +188,15 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         doubt="the interleaved schedule is not ours" if interleaved else "",
         ranked=True,
     )
+
+
+def megatron_spec(row: Mapping[str, str]) -> dict[str, Any]:
+    """The specification of the model in a row of the table."""
+    return {
+        "family": "gpt", "alpa": False, "seq_len": int(row["seq"]), "hidden_size": int(row["hidden"]),
+        "num_layers": int(row["layers"]), "num_heads": int(row["heads"]), "vocab_size": int(row["vocab"]),
+        "dtype": "fp16", "remat": True, "optimizer": "adam", "master_copy": "fp32",
+    }  # fmt: skip
 
 
 # The programs.

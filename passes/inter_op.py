@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -42,10 +43,15 @@ class StageCost:
 StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
 # (span, logical mesh) -> a cost that none of the above is below; None if it does not fit.
 LeastCostFn = Callable[[Span, Mesh], StageCost | None]
+# (first device, number of devices) -> equal for groups of devices on whose meshes a span costs the same
+AlikeFn = Callable[[int, int], Hashable]
 # (layer, logical mesh) -> how many times the least the costs of what has this layer are at least, by all known so far
 OverheadFn = Callable[[int, Mesh], float]
-# (cluster, first device, number of devices) -> the logical meshes that these consecutive devices may form
-MeshesFn = Callable[[Cluster, int, int], tuple[Mesh, ...]]
+# (cluster, first device, number of devices) -> the shapes of the logical meshes that these devices may form
+ShapesFn = Callable[[Cluster, int, int], tuple[tuple[int, ...], ...]]
+
+_MANY_UNITS = 128  # clusters of more hosts are dealt out in units of several
+_DIGITS = 4  # binary ones of the number of units in a group, then zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,27 +88,32 @@ def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> 
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, remaining)
 
 
-def candidate_meshes(cluster: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
-    """The logical meshes of `size` consecutive devices from device `start`; () if no stage may have that group.
+def candidate_shapes(cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the logical meshes of `size` consecutive devices from device `start`; () if no stage may have them.
 
     A group is whole hosts, or lies inside one host and its size is a power of two or divides the host's number of
-    devices. Its shapes are (n,) with axis x and all (a, b) with a, b > 1 and axes x, y; y is the inner one, whose
-    devices are neighbours.
+    devices. Its shapes are (n,) and all (a, b) with a, b > 1; the devices along b are neighbours.
     """
-    bounds = _host_bounds(cluster)
+    bounds = cluster.host_bounds
     stop = start + size
-    host = bisect.bisect_right(bounds, start) - 1
-    whole_hosts = start in bounds and stop in bounds
-    in_one_host = (
-        host < len(cluster.hosts)
-        and stop <= bounds[host + 1]
-        and (size & (size - 1) == 0 or cluster.hosts[host].num_devices % size == 0)
-    )
-    if size < 1 or not (whole_hosts or in_one_host):
+    if size < 1 or not 0 <= start < stop <= bounds[-1]:
         return ()
-    devices = tuple(range(start, stop))
-    grids = [(a, size // a) for a in range(2, size // 2 + 1) if size % a == 0]
-    return (Mesh(devices, (size,), ("x",)), *(Mesh(devices, grid, ("x", "y")) for grid in grids))
+    host = cluster.host_of(start)
+    whole_hosts = start == bounds[host] and stop == bounds[bisect.bisect_left(bounds, stop)]
+    in_one_host = stop <= bounds[host + 1] and (size & (size - 1) == 0 or cluster.hosts[host].num_devices % size == 0)
+    if not (whole_hosts or in_one_host):
+        return ()
+    return _shapes(size)
+
+
+@functools.cache
+def _shapes(size: int) -> tuple[tuple[int, ...], ...]:
+    return ((size,), *((a, size // a) for a in range(2, size // 2 + 1) if size % a == 0))
+
+
+def mesh_at(start: int, shape: tuple[int, ...]) -> Mesh:
+    """The logical mesh of this shape of consecutive devices, the axes x, y, z; those along the last are neighbours."""
+    return Mesh(tuple(range(start, start + math.prod(shape))), shape, ("x", "y", "z")[: len(shape)])
 
 
 def plan_stages(
@@ -114,9 +125,9 @@ def plan_stages(
     *,
     num_stages: int | None = None,
     max_stages: int | None = None,
-    meshes: MeshesFn = candidate_meshes,
+    shapes: ShapesFn = candidate_shapes,
     least_cost: LeastCostFn | None = None,
-    alike: Callable[[Mesh], Hashable] = lambda mesh: mesh,
+    alike: AlikeFn = lambda start, size: (start, size),
     overhead: OverheadFn = lambda layer, mesh: 1.0,
     below: float = math.inf,
     gain: float = 0.0,
@@ -124,17 +135,19 @@ def plan_stages(
     """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
 
     Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
-    arguments. `num_stages` fixes the number of stages, `max_stages` bounds it. `meshes` is asked for groups inside a
-    host and groups of whole hosts. `below`: seconds of a plan that there is already; None if nothing is quicker. What
-    could be quicker than a known plan by less than the share `gain` is not looked for.
+    arguments. `num_stages` fixes the number of stages, `max_stages` bounds it. `shapes` is asked for groups inside a
+    host and groups of whole hosts; of more than 128 hosts, equal numbers of neighbours are dealt out as one, and more
+    than 16 form a group only if their number has four binary digits and zeros, or divides that of all. `below`: seconds
+    of a plan that there is already; None if nothing is quicker. What could be quicker than a known plan by less than
+    the share `gain` is not looked for.
 
     Without `least_cost`, costs are asked for stages that can stand in a plan better than the best one known so far:
     those behind which something fits in less time, with as many layers and groups left before it as there are stages.
     With it, costs must rise with the number in flight, what does not fit must not fit with more layers, and only those
     costs of plans are asked for that could be the best if every cost not yet asked for were the least possible (lazy
-    evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). A span costs the same on meshes for which `alike` is
-    equal: one of them is asked for. `overhead` is asked again when costs have become known; the least of a span's
-    layers counts, and the search is as exact as that is true.
+    evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). Of groups of devices that are `alike`, one is asked
+    for. `overhead` is asked again when costs have become known; the least of a span's layers counts, and the search is
+    as exact as that is true.
 
     The time has three criteria: (sum of t, largest t, largest s). A *state* is (first layer, first device) of what is
     still to be placed, a *suffix* a way to place it with r stages.
@@ -157,8 +170,8 @@ def plan_stages(
         )
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
-    space = _Space.of(num_layers, cluster, meshes)
-    costs = _Costs(space, stage_cost, least_cost, alike, overhead)
+    space = _Space.of(num_layers, cluster, shapes, alike)
+    costs = _Costs(space, stage_cost, least_cost, overhead)
     most = min(most, num_stages or max_stages or most)
     found: StagePlan | None = None  # of stages whose costs are known
     while True:
@@ -175,7 +188,7 @@ def plan_stages(
         time = pipeline_time(chosen, num_microbatches) if all(np.isfinite(c.memory) for c in chosen) else np.inf
         if certain or time < least:
             stages = zip(rows, chosen, strict=True)
-            choices = tuple(StageChoice((i, j), space.meshes[mesh], cost) for (mesh, i, j, *_), cost in stages)
+            choices = tuple(StageChoice((i, j), space.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
             found = StagePlan(choices, time, num_microbatches, schedule)
         if certain:
             return found
@@ -194,7 +207,7 @@ def _time(criteria: Floats, num_microbatches: int) -> Floats:
     return np.asarray(criteria[0] + bubble + criteria[2])
 
 
-_StageRow = tuple[int, int, int, float, float, float]  # mesh, layers [from, to), `StageCost`
+_StageRow = tuple[int, int, int, float, float, float]  # group, layers [from, to), `StageCost`
 _Tail = tuple[_StageRow, "_Tail"] | None  # the stages of a suffix: the first one and the rest
 
 
@@ -222,21 +235,25 @@ class _Space:
 
     num_layers: int
     num_devices: int
-    meshes: tuple[Mesh, ...]
-    starts: Ints  # per mesh: its first device
-    stops: Ints  # per mesh: the device after its last one
+    starts: Ints  # per group of devices with a shape: its first device
+    stops: Ints  # the device after its last one
+    kind: Ints  # the same where a span costs the same
+    shapes: tuple[tuple[int, ...], ...]  # per kind
 
     @staticmethod
-    def of(num_layers: int, cluster: Cluster, meshes: MeshesFn) -> _Space:
-        bounds = _host_bounds(cluster)
-        found: list[tuple[int, int, Mesh]] = []
-        for low, high in itertools.pairwise(bounds):
-            for start in range(low, high):
-                ends = {*range(start + 1, high + 1), *(bound for bound in bounds if start == low and bound > start)}
-                found += [(start, stop, mesh) for stop in sorted(ends) for mesh in meshes(cluster, start, stop - start)]
-        starts = np.array([start for start, _, _ in found], dtype=np.int64)
-        stops = np.array([stop for _, stop, _ in found], dtype=np.int64)
-        return _Space(num_layers, cluster.num_devices, tuple(mesh for _, _, mesh in found), starts, stops)
+    def of(num_layers: int, cluster: Cluster, shapes: ShapesFn, alike: AlikeFn) -> _Space:
+        numbers: dict[tuple[Hashable, tuple[int, ...]], int] = {}
+        found: list[tuple[int, int, int]] = []
+        for start, stop in _groups(cluster):
+            for shape in shapes(cluster, start, stop - start):
+                number = numbers.setdefault((alike(start, stop - start), shape), len(numbers))
+                found.append((start, stop, number))
+        starts, stops, kind = np.array(found, dtype=np.int64).reshape(-1, 3).T
+        return _Space(num_layers, cluster.num_devices, starts, stops, kind, tuple(shape for _, shape in numbers))
+
+    def mesh(self, index: int) -> Mesh:
+        """Of a group of devices with a shape."""
+        return mesh_at(int(self.starts[index]), self.shapes[self.kind[index]])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -265,7 +282,7 @@ class _Space:
 class _Stages:
     """The stages that may stand with the same number of stages behind them."""
 
-    mesh: Ints  # index in `_Space.meshes`
+    mesh: Ints  # index in `_Space`
     span: Ints  # (2, n): first layer, layer after the last
     source: Ints  # the state before the stage: sorted
     target: Ints  # the state after it
@@ -302,17 +319,16 @@ class _Costs:
         space: _Space,
         stage_cost: StageCostFn,
         least_cost: LeastCostFn | None,
-        alike: Callable[[Mesh], Hashable],
         overhead: OverheadFn,
     ) -> None:
         self.space = space
         self.stage_cost = stage_cost
         self.least_cost = least_cost
         self.overhead = overhead
-        numbers: dict[Hashable, int] = {}
-        self.kind = np.array([numbers.setdefault(alike(mesh), len(numbers)) for mesh in space.meshes], dtype=np.int64)
-        self.meshes = [space.meshes[int(np.argmax(self.kind == kind))] for kind in range(len(numbers))]
-        self.shape = (len(numbers), space.num_layers, space.num_layers + 1)
+        self.kind = space.kind
+        _, first = np.unique(space.kind, return_index=True)
+        self.meshes = [space.mesh(index) for index in first.tolist()]  # per kind, the first of it
+        self.shape = (len(self.meshes), space.num_layers, space.num_layers + 1)
         # (3, kinds of mesh, first layer, layer after the last). inf: does not fit. NaN: not asked for yet.
         self.least: Floats = np.full((3, *self.shape), np.nan)
         self.tables: dict[int, Floats] = {}  # by the number in flight: what is known, or a bound by what is
@@ -516,6 +532,18 @@ def _least(criteria: Floats, state: Ints, num_states: int) -> Floats:
     return result
 
 
-def _host_bounds(cluster: Cluster) -> list[int]:
-    """The first device of every host, and the number of devices."""
-    return [0, *itertools.accumulate(host.num_devices for host in cluster.hosts)]
+def _groups(cluster: Cluster) -> list[tuple[int, int]]:
+    """Consecutive devices [start, stop) that a stage may have: inside a host, or units of whole hosts."""
+    bounds = cluster.host_bounds
+    hosts = len(cluster.hosts)
+    runs = [len(tuple(equal)) for _, equal in itertools.groupby(cluster.hosts)]
+    unit = max((n for n in range(1, hosts // _MANY_UNITS + 1) if math.gcd(*runs) % n == 0), default=1)
+    found: set[tuple[int, int]] = set()
+    if hosts <= _MANY_UNITS:
+        for low, high in itertools.pairwise(bounds):
+            found.update((start, stop) for start in range(low, high) for stop in range(start + 1, high + 1))
+    units = hosts // unit
+    for size in range(1, units + 1):
+        if size % (1 << max(0, size.bit_length() - _DIGITS)) == 0 or units % size == 0:
+            found.update((bounds[at * unit], bounds[(at + size) * unit]) for at in range(units - size + 1))
+    return sorted(found)

@@ -36,10 +36,10 @@ Bounds = tuple[int, ...]  # rounds at which a loop is cut, from 0 to its length
 RuleOf = Callable[[Equation], Rule]
 
 MOST_PARTS = 12  # that the stage search tells apart in one loop
-MOST_EVEN_PARTS = 16  # where it takes so many to give each host as many as the others
+MOST_EVEN_PARTS = 16  # where there are as many hosts, or it takes so many to give each host as many as the others
 
 
-def layer_loops(analysis: BatchAnalysis, num_hosts: int) -> dict[int, Bounds]:
+def layer_loops(analysis: BatchAnalysis, num_hosts: int, num_layers: int | None) -> dict[int, Bounds]:
     """The forward loops over stacked parameters that do matrix products, each with the finest cut worth a look."""
     found = {}
     for eqn in analysis.graph.equations:
@@ -50,22 +50,29 @@ def layer_loops(analysis: BatchAnalysis, num_hosts: int) -> dict[int, Bounds]:
         states = [analysis.states[v] for i in chain.stacked_in if isinstance(v := eqn.inputs[i], Value)]
         layers = any(state.kind is Kind.FREE and state.parameters for state in states)
         if layers and analysis.when[eqn.id] is When.LOOP:
-            found[eqn.id] = finest(chain.length, num_hosts)
+            found[eqn.id] = finest(chain.length, num_hosts, num_layers)
     return found
 
 
-def finest(length: int, num_hosts: int = 1) -> Bounds:
+def finest(length: int, num_hosts: int = 1, num_layers: int | None = None) -> Bounds:
     """Equal parts if there are enough of them, so that alike stages are solved once, and as many for each host.
 
-    >>> finest(6), finest(48)[:3], finest(48, 8)[:3], finest(13)[:4]
-    ((0, 1, 2, 3, 4, 5, 6), (0, 4, 8), (0, 3, 6), (0, 1, 2, 3))
+    `num_layers`: into so many layers the step will be cut, each of as many parts as the others.
+
+    >>> finest(6), finest(48)[:3], finest(48, 8)[:3], finest(13)[:4], finest(48, num_layers=8)[:3]
+    ((0, 1, 2, 3, 4, 5, 6), (0, 4, 8), (0, 3, 6), (0, 1, 2, 3), (0, 3, 6))
     """
-    most = min(length, MOST_PARTS)
-    parts = max(n for n in range(1, most + 1) if length % n == 0)
-    parts = parts if 2 * parts > most else most
-    even = [n for n in range(num_hosts, MOST_EVEN_PARTS + 1, num_hosts) if length % n == 0 and 2 * n > most]
-    if parts % num_hosts and even:
-        parts = even[-1]
+    most = min(length, MOST_EVEN_PARTS if num_hosts >= MOST_EVEN_PARTS else MOST_PARTS)
+    divisors = [n for n in range(1, length + 1) if length % n == 0]
+    if num_layers is not None and num_layers > 1:
+        like = [n for n in divisors if n % num_layers == 0]
+        parts = next((n for n in like if n >= most), like[-1]) if like else min(length, max(most, num_layers))
+    else:
+        parts = max(n for n in divisors if n <= most)
+        parts = parts if 2 * parts > most else most
+        even = [n for n in divisors if n % num_hosts == 0 and most < 2 * n <= 2 * MOST_EVEN_PARTS]
+        if parts % num_hosts and even:
+            parts = even[-1]
     return tuple(k * length // parts for k in range(parts + 1))
 
 
@@ -457,9 +464,9 @@ class Stacks:
         }  # fmt: skip
 
 
-def find_stacks(analysis: BatchAnalysis, num_hosts: int = 1) -> Stacks:
-    """The loops over layers of a step, and the leaves of its arguments that must be cut with them."""
-    loops = layer_loops(analysis, num_hosts)
+def find_stacks(analysis: BatchAnalysis, num_hosts: int = 1, num_layers: int | None = None) -> Stacks:
+    """The loops over layers of a step, and the leaves of its arguments that must be cut with them; see `finest`."""
+    loops = layer_loops(analysis, num_hosts, num_layers)
     spread = _Spread(analysis.graph, lambda e: analysis.rules[e.id], _never_cut(analysis))
     for i, bounds in loops.items():
         length = bounds[-1]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from autopar.ir.units import bytes_text, count_text, metric_text, seconds_text
 
@@ -68,18 +70,26 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        return sum(host.num_devices for host in self.hosts)
+        return self.host_bounds[-1]
+
+    @functools.cached_property
+    def host_bounds(self) -> tuple[int, ...]:
+        """The first device of every host, and the number of devices."""
+        return (0, *itertools.accumulate(host.num_devices for host in self.hosts))
 
     def host_of(self, device: int) -> int:
         """Index of the host that holds the device of this number."""
-        for index, host in enumerate(self.hosts):
-            if device < host.num_devices:
-                return index
-            device -= host.num_devices
-        raise IndexError(f"device {device} of a cluster of {self.num_devices}")
+        if not 0 <= device < self.host_bounds[-1]:
+            raise IndexError(f"device {device} of a cluster of {self.num_devices}")
+        return bisect.bisect_right(self.host_bounds, device) - 1
 
     def kind_of(self, device: int) -> DeviceKind:
         return self.hosts[self.host_of(device)].kind
+
+    def kinds_of(self, devices: Iterable[int]) -> tuple[DeviceKind, ...]:
+        """The distinct kinds of these devices."""
+        hosts = dict.fromkeys(map(self.host_of, devices))
+        return tuple({self.hosts[host].kind.name: self.hosts[host].kind for host in hosts}.values())
 
     def __str__(self) -> str:
         lines = [f"Cluster {self.name} ({count_text(self.num_devices, 'device')})"]
@@ -111,6 +121,11 @@ class Mesh:
     @property
     def size(self) -> int:
         return len(self.devices)
+
+    @functools.cached_property
+    def is_consecutive(self) -> bool:
+        """Whether its devices are numbered in one run, in order."""
+        return all(b - a == 1 for a, b in itertools.pairwise(self.devices))
 
     def axis_size(self, axis: str) -> int:
         return self.shape[self.axes.index(axis)]

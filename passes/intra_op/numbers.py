@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import numpy as np
 
 from autopar.passes.intra_op.problem import Array, Problem, Solution, Usage
 
@@ -46,6 +49,23 @@ class StageNumbers:
         if limit is not None and self.most_bytes(in_flight) <= limit:
             limit = None
         return Problem(tuple(self.costs), tuple(self.edges), usages, limit)
+
+    def is_like(self, other: StageNumbers) -> bool:
+        """Whether every choice costs and holds what it does there, with no more memory."""
+        return (
+            (self.memory_limit or math.inf) <= (other.memory_limit or math.inf)
+            and len(self.costs) == len(other.costs)
+            and len(self.edges) == len(other.edges)
+            and all(map(np.array_equal, self.costs, other.costs))
+            and all(
+                edge[:2] == same[:2] and np.array_equal(edge[2], same[2])
+                for edge, same in zip(self.edges, other.edges, strict=True)
+            )
+            and all(
+                held.keys() == same.keys() and all(np.array_equal(held[when], same[when]) for when in held)
+                for held, same in zip(self.held, other.held, strict=True)
+            )
+        )
 
     def most_bytes(self, in_flight: int) -> float:
         """The peak if everything were held in the hungriest way; no choice has a higher one."""

@@ -14,7 +14,8 @@ from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.solve import solve
 
-_ALIKE = 0.005  # relative: a solution that costs no more than this over a bound need not be improved
+PATIENCE = 10.0  # of the solver: plans depend on the work done, not on how busy the machine is
+_ALIKE = 0.015  # relative: a solution that costs no more than this over a bound need not be improved
 
 
 class PricedStage:
@@ -57,7 +58,12 @@ class PricedStage:
     @functools.cached_property
     def cheapest(self) -> Solution:
         """A choice that costs least, whatever memory it takes."""
-        return solve(dataclasses.replace(self.numbers.problem(1), limit=None), seconds=self.seconds, gap=_ALIKE)
+        return solve(
+            dataclasses.replace(self.numbers.problem(1), limit=None),
+            seconds=self.seconds,
+            patience=PATIENCE,
+            gap=_ALIKE,
+        )
 
     def _least_cost(self, in_flight: int) -> float:
         """What no choice that fits is likely to beat: the costs with fewer in flight."""
@@ -78,7 +84,8 @@ class PricedStage:
         if in_flight in self._found:
             return self._found[in_flight]
         try:
-            self._found[in_flight] = solve(self.numbers.problem(in_flight), seconds=self.seconds, gap=_ALIKE)
+            problem = self.numbers.problem(in_flight)
+            self._found[in_flight] = solve(problem, seconds=self.seconds, patience=PATIENCE, gap=_ALIKE)
         except Infeasible as error:
             self._refused[in_flight] = error
             raise

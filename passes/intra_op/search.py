@@ -106,13 +106,14 @@ class Search:
         master: Master,
         integer_program: IntegerProgram,
         gap: float = 0.0,
+        patience: float = 1.0,
     ) -> None:
         self.problem = problem
         self.gap = gap
         self.master = master
         self.integer_program = integer_program
         self.work = seconds * _RATE
-        self.deadline = _now() + seconds
+        self.deadline = _now() + seconds * patience
         self.seed = seed
         self.random = np.random.default_rng(seed)
         self.best: Solution | None = None

@@ -233,12 +233,21 @@ class StageProblem:
             if tied is None:
                 partial = source is not None and (value not in outputs or slot in sums)
                 choices = self._layout_choices(value, source, readers, partial)
-                tied = self._layouts[key] = (self._node(np.zeros(len(choices.each)), value in step.batched), choices)
+                in_loop = value in step.batched or slot in sums
+                tied = self._layouts[key] = (self._node(np.zeros(len(choices.each)), in_loop), choices)
             node, choices = self.layouts[slot] = tied
+            if slot in sums:
+                self.numbers.costs[node] = self.numbers.costs[node] + self._adding(value, choices)
             if source is None and not here:
                 transfer = choices.nbytes(value) / setting.link_bandwidth
                 self.numbers.costs[node] = self.numbers.costs[node] + transfer * setting.often(value in step.batched)
         self._sums = sums
+
+    def _adding(self, total: Value, choices: Shardings) -> Any:
+        """Seconds per step in which each microbatch adds to a running sum: both are read, one is written."""
+        kind = self.setting.kind
+        bandwidth = kind.memory_bandwidth * kind.memory_efficiency
+        return 3 * choices.nbytes(total) / bandwidth * self.step.num_microbatches
 
     def _layout_choices(
         self, value: Value, source: _End | None, readers: Sequence[_End], may_be_partial: bool
@@ -330,9 +339,10 @@ class StageProblem:
     def _edge(self, value: Value, source: _End, target: _End) -> None:
         key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
         matrices = self.setting.remembered.matrices
-        large = self._short_of_memory and value.nbytes >= _LARGE_COPY * (self.setting.memory_limit or 0.0)
-        if large and not (source.stacked is None and target.stacked is None):
-            stacked = (None if end.stacked is None else end.stacked.tobytes() for end in (source, target))
+        limit = self.setting.memory_limit if self._short_of_memory else None
+        stacked = [None if end.stacked is None else end.stacked.tobytes() for end in (source, target)]
+        large = limit is not None and value.nbytes >= _LARGE_COPY * limit and stacked != [None, None]
+        if large or (limit is not None and value.nbytes > limit):
             key, matrices = (*key, *stacked), self._own_matrices
         if key not in matrices:
             matrix = self.setting.resharder.matrix(
@@ -340,6 +350,7 @@ class StageProblem:
             )
             if matrices is self._own_matrices:
                 matrix = _without_copies(matrix, source, target)
+                matrix = np.where(target.shardings.nbytes(value) <= limit, matrix, np.inf)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
         found = matrices[key]
         if found is None:
@@ -433,21 +444,25 @@ def _without_copies(matrix: Any, source: _End, target: _End) -> Any:
     return matrix
 
 
-def _by_round(rule: Rule, options: LaneOptions) -> list[int | None]:
-    """For each strategy the one that differs only in that rounds gather what it leaves whole; see `Gathering`."""
+def _by_round(rule: Rule, options: LaneOptions) -> list[list[int]]:
+    """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
     way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
     if not way:
         return []
     index = {lane: i for i, lane in enumerate(options.lanes)}
-    return [index.get(tuple(way.get(choice, choice) for choice in lane)) for lane in options.lanes]
+    found = []
+    for lane in options.lanes:
+        others = itertools.product(*({choice, way.get(choice, choice)} for choice in lane))
+        found.append([index[other] for other in others if other in index and other != lane])
+    return found
 
 
-def _is_finer(shardings: Shardings, by_round: Sequence[int | None]) -> np.ndarray[Any, Any] | None:
-    """[strategy] Whether the strategy by rounds cuts a value finer."""
+def _is_finer(shardings: Shardings, by_round: Sequence[Sequence[int]]) -> np.ndarray[Any, Any] | None:
+    """[strategy] Whether a strategy by rounds cuts a value finer."""
     if not by_round:
         return None
     share = shardings.share
-    return np.array([other is not None and share[other] < share[i] for i, other in enumerate(by_round)])
+    return np.array([any(share[other] < share[i] for other in others) for i, others in enumerate(by_round)])
 
 
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 from collections.abc import Hashable, Mapping
 
 from autopar.ir.graph import Equation, Value
@@ -29,13 +31,16 @@ class Stage:
         self.traffic = {p.index: memory_traffic(p.equations, rules, p.inputs, p.outputs) for p in self.programs}
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self._least: dict[str, list[tuple[float, float]]] = {}
+        self._state: dict[tuple[int, ...], float] = {}
 
-    @functools.cached_property
-    def state_bytes(self) -> int:
-        """Bytes of the state that its devices hold together."""
-        graph = self.step.graph
-        carried = [graph.inputs[i] for i in graph.carried.values()]
-        return sum(v.nbytes for v in carried if self.placed.home[v] == self.index)
+    def state_bytes(self, mesh_shape: tuple[int, ...]) -> float:
+        """Bytes of the state on each device of a mesh of this shape, every leaf cut as finely as it can be."""
+        if mesh_shape not in self._state:
+            graph = self.step.graph
+            carried = [graph.inputs[i] for i in graph.carried.values()]
+            mine = [v for v in carried if self.placed.home[v] == self.index]
+            self._state[mesh_shape] = sum(v.nbytes / most_pieces(v.shape, mesh_shape) for v in mine)
+        return self._state[mesh_shape]
 
     @functools.cached_property
     def lives(self) -> Mapping[int, Mapping[Value, tuple[int, int]]]:
@@ -88,3 +93,21 @@ class Stage:
         for program, (shared, fixed) in zip(self.programs, self._least[kind.name], strict=True):
             found[not program.in_loop] += shared / num_devices + fixed
         return found[0], found[1]
+
+
+@functools.cache
+def most_pieces(shape: tuple[int, ...], mesh_shape: tuple[int, ...]) -> int:
+    """Into how many pieces, at most, a mesh cuts an array: each of its axes cuts one dimension, or none.
+
+    >>> most_pieces((3, 8192), (24,)), most_pieces((3, 8192), (3, 8)), most_pieces((), (2,))
+    (1, 24, 1)
+    """
+    most = 1
+    for where in itertools.product(range(-1, len(shape)), repeat=len(mesh_shape)):
+        pieces = [1] * len(shape)
+        for size, dim in zip(mesh_shape, where, strict=True):
+            if dim >= 0:
+                pieces[dim] *= size
+        if all(length % n == 0 for length, n in zip(shape, pieces, strict=True)):
+            most = max(most, math.prod(pieces))
+    return most

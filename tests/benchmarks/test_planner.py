@@ -7,7 +7,7 @@ import math
 import pytest
 
 from autopar import recipes
-from benchmarks import planner
+from benchmarks import growth, planner
 from benchmarks.planner import Outcome
 
 
@@ -53,3 +53,44 @@ def test_bars() -> None:
     assert found["planning_seconds"].value == 66.0
     assert not found["planning_seconds_gpt_39B"].holds
     assert found["peak_rss_gpt_39B"].holds
+
+
+def test_configurations_of_megatron() -> None:
+    cases = {case.name: case for case in planner.megatron_cases()}
+    assert len(cases) == 10
+    largest = cases["megatron 1008.0B on 3072"]
+    assert largest.rivals == {
+        f"megatron in {m}": recipes.megatron(6, 8, 64, m) for m in (512, 256, 128)
+    }  # 3072 / 6 examples each
+    assert list(cases["megatron 39.1B on 512"].rivals) == ["megatron in 12"]  # the published 4 examples each
+    parameters = 128 * 12 * 25600**2 + 51200 * 25600
+    assert parameters == pytest.approx(1008e9, rel=0.01)
+    assert largest.spec["hidden_size"] == 25600
+
+
+def test_bars_without_the_weak_scaling_of_alpa() -> None:
+    *_, last = planner.megatron_cases()
+    found = planner.bars([(last, {"ours": outcome(1.0, 299.0), "megatron in 512": outcome(0.5)})])
+    assert "planning_seconds" not in found
+    assert found["planning_seconds_megatron_1008B"].holds
+    assert not found["time_over_the_best_other"].holds
+
+
+def test_growth() -> None:
+    points = growth.points()
+    assert {point.number for point in points if point.series == "hosts"} == {1, 4, 16, 64, 256, 1024}
+    assert max(point.config.num_layers for point in points) == 768
+
+    def measured(series: str, number: int, equations: int, seconds: float) -> growth.Measured:
+        return growth.Measured(series, number, equations, seconds / 4, 3 * seconds / 4, 1.0, "")
+
+    rows = [measured("layers, scanned", n, 100, 7.0) for n in (1, 2, 4)]
+    rows += [measured("layers, unrolled", n, 10 * n, 2.0 * n**2) for n in (1, 2, 4)]
+    rows += [measured("hosts", n, 100, 0.5 * n**1.5) for n in (1, 8, 64)]
+    found = growth.bars(rows)
+    assert found["exponent_layers_scanned"].value == pytest.approx(0.0, abs=1e-9)
+    assert found["exponent_layers_unrolled"].value == pytest.approx(2.0)
+    assert not found["exponent_layers_unrolled"].holds
+    assert found["exponent_operators"].value == pytest.approx(2.0)
+    assert found["exponent_hosts"].value == pytest.approx(1.5)
+    assert found["exponent_hosts"].holds

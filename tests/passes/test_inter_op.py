@@ -16,8 +16,9 @@ from autopar.passes.inter_op import (
     Span,
     StageCost,
     StageCostFn,
-    candidate_meshes,
+    candidate_shapes,
     in_flight,
+    mesh_at,
     pipeline_time,
     plan_stages,
 )
@@ -233,7 +234,7 @@ def test_with_bounds_too(hosts: tuple[int, ...], schedule: ScheduleName, seed: i
     number = stages[0] if fixed else None
     plan = plan_stages(
         num_layers, cluster(*hosts), table, m, schedule, num_stages=number, least_cost=table.least,
-        alike=lambda mesh: mesh.shape,
+        alike=lambda start, size: size,
     )  # fmt: skip
     best = min(enumerate_plans(num_layers, hosts, table.look, m, schedule, stages), default=None)
     assert (plan and plan.step_time) == best
@@ -376,10 +377,10 @@ def test_in_flight_is_that_of_the_schedule(name: ScheduleName, m: int) -> None:
         (0, 0, []),
     ],
 )
-def test_candidate_meshes(start: int, size: int, shapes: list[tuple[int, ...]]) -> None:
+def test_candidate_shapes(start: int, size: int, shapes: list[tuple[int, ...]]) -> None:
     """Hosts of 6, 2 and 6 devices: 0-5, 6-7, 8-13."""
-    meshes = candidate_meshes(cluster(6, 2, 6), start, size)
-    assert [mesh.shape for mesh in meshes] == shapes
+    assert list(candidate_shapes(cluster(6, 2, 6), start, size)) == shapes
+    meshes = [mesh_at(start, shape) for shape in shapes]
     for mesh in meshes:
         assert mesh.devices == tuple(range(start, start + size))
         assert mesh.axes == ("x", "y")[: len(mesh.shape)]
@@ -398,12 +399,55 @@ def test_impossible_bound_on_stages() -> None:
         plan_stages(3, cluster(4), lambda span, mesh, held: None, 4, "1f1b", max_stages=0)
 
 
-def test_meshes_can_be_restricted() -> None:
-    def one_dimensional(where: Cluster, start: int, size: int) -> tuple[Mesh, ...]:
-        return candidate_meshes(where, start, size)[:1]
+def test_shapes_can_be_restricted() -> None:
+    def one_dimensional(where: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+        return candidate_shapes(where, start, size)[:1]
 
     def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
         assert len(mesh.shape) == 1
         return StageCost(1.0, 0.0, 0)
 
-    assert plan_stages(2, cluster(4, 4), cost, 4, "gpipe", meshes=one_dimensional) is not None
+    assert plan_stages(2, cluster(4, 4), cost, 4, "gpipe", shapes=one_dimensional) is not None
+
+
+@pytest.mark.parametrize("hosts", [130, 315, 384, 1024])
+def test_thousands_of_devices(hosts: int) -> None:
+    """Layers of like work: stages of like numbers of hosts, each asked for once."""
+    asked: Counter[tuple[Span, int, int]] = Counter()
+
+    def cost(span: Span, mesh: Mesh, held: int) -> StageCost | None:
+        asked[span, mesh.size, held] += 1
+        if mesh.size > 8 * hosts // 3:  # as if it had no more examples to split
+            return None
+        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 1.0)
+
+    def least(span: Span, mesh: Mesh) -> StageCost:
+        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
+
+    plan = plan_stages(
+        12, cluster(*(8,) * hosts), cost, 512, "1f1b", shapes=lambda where, start, size: ((size,),) if size else (),
+        least_cost=least, alike=lambda start, size: size,
+    )  # fmt: skip
+    assert plan is not None
+    devices = [d for stage in plan.stages for d in stage.mesh.devices]
+    assert devices == list(range(8 * hosts))
+    perfect = 512 * 12 / (8 * hosts)  # without a bubble
+    assert plan.step_time < 1.15 * perfect
+    assert max(asked.values()) == 1
+
+
+def test_groups_of_mixed_hosts_begin_where_hosts_differ() -> None:
+    """Units of several hosts never have hosts of both kinds, if the kinds' numbers allow it."""
+    slow = Host(DeviceKind("slow", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0), 8, LINK)
+    fast = Host(KIND, 8, LINK)
+    mixed = Cluster("mixed", (slow,) * 96 + (fast,) * 192, LINK)
+    seen: set[tuple[int, int]] = set()
+
+    def shapes(where: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+        seen.add((start, start + size))
+        return ((size,),)
+
+    plan_stages(2, mixed, lambda span, mesh, held: StageCost(1.0, 0.0, 1.0), 4, "1f1b", shapes=shapes)
+    borders = {at for group in seen for at in group}
+    assert borders == set(range(0, 288 * 8 + 1, 2 * 8))
+    assert 96 * 8 in borders

@@ -199,6 +199,16 @@ def test_finest_cuts() -> None:
     assert finest(48, 8) == tuple(range(0, 49, 3))  # two for each host
     assert finest(26, 8) == finest(26)
     assert finest(20, 4) == finest(20)  # four would be too few
+    assert finest(96, 384) == tuple(range(0, 97, 6))  # many hosts
+
+
+def test_cuts_suit_the_number_of_layers_that_is_wanted() -> None:
+    assert finest(48, 4, 16) == tuple(range(0, 49, 3))
+    assert finest(48, 1, 8) == tuple(range(0, 49, 3))  # two parts a layer
+    assert finest(105, 315, 35) == tuple(range(0, 106, 3))
+    assert finest(13, 1, 4) == finest(13)  # four layers cannot be alike
+    assert finest(13, 1, 20) == tuple(range(14))
+    assert finest(48, 2, 1) == finest(48, 2)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,132 @@
+"""How planning time grows: a part of `benchmarks.planner`.
+
+A GPT of ever more layers, as one scan and unrolled, on 64 A100s; and one of 48 layers on 8 to 8,192 of them, its batch
+growing with their number. The exponent is the slope of the least-squares line through the logarithms; the first point
+of each series pays for what is loaded and compiled once, so that is done before. Planning time is CPU time.
+
+Bars: at most linear in the layers, at most quadratic in the hosts.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+import pathlib
+import time
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import autopar
+from benchmarks import common
+from benchmarks.models import gpt
+
+LAYERS = (24, 48, 96, 192, 384, 768)
+HOSTS = (1, 4, 16, 64, 256, 1024)
+CONFIG = gpt.GPTConfig(
+    51200, sequence_length=1024, num_layers=48, width=2048, num_heads=16, dropout=0.0, dtype=jnp.bfloat16, remat=True,
+    scan=True,
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One plan of a series."""
+
+    series: str
+    number: int  # of layers, or of hosts
+    config: gpt.GPTConfig
+    hosts: int
+    batch_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What it took to find it."""
+
+    series: str
+    number: int
+    equations: int  # of the traced step
+    tracing: float  # CPU seconds
+    planning: float  # CPU seconds, without tracing
+    seconds: float  # of a step
+    plan: str
+
+
+def points() -> list[Point]:
+    """All series."""
+    found = []
+    for scan in (True, False):
+        name = "layers, scanned" if scan else "layers, unrolled"
+        for layers in LAYERS:
+            config = dataclasses.replace(CONFIG, num_layers=layers, scan=scan)
+            found.append(Point(name, layers, config, hosts=8, batch_size=512))
+    return found + [Point("hosts", hosts, CONFIG, hosts, batch_size=64 * hosts) for hosts in HOSTS]
+
+
+def measure(point: Point) -> Measured:
+    """Plan it."""
+    common.use_virtual_devices(1)
+    _planned(Point("", 2, dataclasses.replace(CONFIG, num_layers=2), hosts=1, batch_size=8))
+    return _planned(point)
+
+
+def _planned(point: Point) -> Measured:
+    optimizer = optax.adamw(1e-3)
+    state = jax.eval_shape(gpt.make_init(point.config, optimizer), jax.random.key(0))
+    batch = gpt.abstract_batch(point.config, point.batch_size)
+    cluster = autopar.load_preset("dgx-a100", num_hosts=point.hosts)
+    step = autopar.parallelize(gpt.make_train_step(point.config, optimizer), cluster=cluster)
+    started = time.process_time()
+    graph = step.trace(state, batch)
+    traced = time.process_time()
+    plan = step.plan(state, batch)
+    planned = time.process_time()
+    stages = " + ".join("x".join(map(str, stage.mesh.shape)) for stage in plan.stages)
+    return Measured(
+        point.series, point.number, len(graph.equations), traced - started, planned - traced, float(plan.step_time),
+        f"{plan.num_microbatches} microbatches, {stages}",
+    )  # fmt: skip
+
+
+def exponent(numbers: Sequence[float], seconds: Sequence[float]) -> float:
+    """Of the power law that fits best.
+
+    >>> round(exponent([1, 2, 4], [3.0, 12.0, 48.0]), 6)
+    2.0
+    """
+    return float(np.polyfit(np.log(numbers), np.log(seconds), 1)[0])
+
+
+def bars(rows: Sequence[Measured]) -> dict[str, common.Bar]:
+    """The exponents of planning time, tracing included."""
+    found = {}
+    for series in dict.fromkeys(row.series for row in rows):
+        mine = [row for row in rows if row.series == series]
+        seconds = [row.tracing + row.planning for row in mine]
+        name = series.replace(", ", "_")
+        found[f"exponent_{name}"] = common.Bar(
+            exponent([row.number for row in mine], seconds), 2.0 if series == "hosts" else 1.0
+        )
+        if mine[-1].equations > mine[0].equations:
+            found["exponent_operators"] = common.Bar(exponent([row.equations for row in mine], seconds), 1.0)
+    return found
+
+
+def run(path: pathlib.Path | None) -> None:
+    """Measure all, each in a process of its own, and report."""
+    context = multiprocessing.get_context("spawn")
+    rows = []
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        for row in pool.map(measure, points()):
+            print(
+                f"{row.series}: {row.number}, {row.equations} equations traced in {row.tracing:.1f} s, planned in "
+                f"{row.planning:.1f} s; {row.seconds:.4g} s a step, {row.plan}",
+                flush=True,
+            )
+            rows.append(row)
+    common.report(bars(rows), [dataclasses.asdict(row) for row in rows], path)

@@ -1,0 +1,71 @@
+"""The problem of a stage in the solver's numbers against what its programs cost, lowered."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+from autopar.cost_model.program import program_cost
+from autopar.ir.method import AUTO, Method
+from autopar.passes.intra_op.numbers import StageNumbers
+from autopar.passes.intra_op.stage import most_pieces
+from autopar.planner import Planner
+from autopar.pricing import Prices
+from benchmarks.models import gpt, moe
+from tests.planned import analyse, cluster_of
+
+GPT = gpt.GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, width=128, num_heads=4, dropout=0.0)
+MOE = moe.MoEConfig(
+    vocab_size=512, sequence_length=64, num_layers=2, width=128, num_heads=4, dropout=0.0, num_experts=4, group_size=128
+)
+
+
+@pytest.mark.parametrize("m", [1, 8])
+@pytest.mark.parametrize("model", ["gpt", "scan", "moe"])
+def test_a_choice_costs_what_its_programs_do(model: str, m: int) -> None:
+    """Sums over microbatches take time, too: 1/m of a choice's seconds each time, or it looks too cheap."""
+    config = {"gpt": GPT, "scan": dataclasses.replace(GPT, scan=True), "moe": MOE}[model]
+    of = moe if model == "moe" else gpt
+    optimizer = optax.adam(1e-3)
+    state = jax.eval_shape(of.make_init(config, optimizer), jax.random.key(0))
+    analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 32))
+    # Memory is as slow as arithmetic: what goes through it counts.
+    cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e10, link=1e10, latency=1e-6, launch=1e-7)
+    plan, lowered = Planner(analysis, cluster, Method("one stage", num_stages=1)).plan(m)
+    prices = Prices(cluster)
+    seconds = sum(
+        program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]).seconds
+        * (m if local.program.in_loop else 1)
+        for local in lowered.programs
+    )
+    assert sum(s.objective for s in lowered.shardings) == pytest.approx(seconds, rel=0.02)
+    assert plan.method == "one stage" != AUTO.name
+
+
+def test_most_pieces() -> None:
+    assert most_pieces((3, 8192), (24,)) == 1  # neither 3 nor 8192 can be cut into 24
+    assert most_pieces((3, 8192), (3, 8)) == 24
+    assert most_pieces((4,), (2, 2)) == 4  # both axes cut one dimension
+    assert most_pieces((6,), (4, 2)) == 2
+    assert most_pieces((), (2,)) == 1
+
+
+def numbers(limit: float | None, cost: float = 1.0) -> StageNumbers:
+    found = StageNumbers(limit)
+    found.costs = [np.array([cost, 2.0]), np.array([0.0, 3.0])]
+    found.edges = [(0, 1, np.eye(2))]
+    found.held = [{}, {}]
+    return found
+
+
+def test_like_problems_have_no_more_memory() -> None:
+    assert numbers(5.0).is_like(numbers(5.0))
+    assert numbers(4.0).is_like(numbers(5.0))
+    assert numbers(4.0).is_like(numbers(None))
+    assert not numbers(6.0).is_like(numbers(5.0))
+    assert not numbers(None).is_like(numbers(5.0))
+    assert not numbers(5.0).is_like(numbers(5.0, cost=1.5))
