@@ -62,6 +62,7 @@ _FULL = 0.9  # of the memory, in the stage search
 _SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
 _FUSED = 0.98  # of the time of kernels that end where a layer does
 _MARGIN = 0.005  # of the memory: another choice has another excess
+_MOST_STAGES = 64  # that are tried
 _MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
 
@@ -96,7 +97,7 @@ class Planner:
         self.prices = Prices(cluster)
         self._best_time = math.inf  # seconds per step of the best plan so far
         self._estimate = math.inf  # as the stage search estimated it
-        self._flat_estimate = math.inf  # and with one-dimensional meshes, if it began with those
+        self._first_estimate = math.inf  # and with few shapes of meshes, if it began with those
         self._one_stage_fits = False  # with one microbatch
         self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {}
@@ -120,7 +121,12 @@ class Planner:
     def _plan(self, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:
         fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
         best: tuple[Plan, LoweredStep] | None = None
-        for m, stages in self._candidates(fixed):
+        candidates = self._candidates(fixed)
+        for m, stages in [c for c in candidates if c[1] == 1]:
+            best = self._better(m, stages, fixed) or best
+        if self.method.num_stages is None and self.method.mesh_shape is None:
+            best = self._uniform(fixed) or best
+        for m, stages in [c for c in candidates if c[1] != 1]:
             best = self._better(m, stages, fixed) or best
         if fixed is None:
             best = self._other_numbers(best)
@@ -145,6 +151,26 @@ class Planner:
             if found is None:
                 break
             best = found
+        return best
+
+    def _uniform(self, fixed: int | None) -> tuple[Plan, LoweredStep] | None:
+        """A plan of more stages than the search tells apart, each of as many hosts as the others, if one is better."""
+        hosts = self.cluster.hosts
+        if len(hosts) <= MAX_LAYERS or len(set(hosts)) > 1 or not self._divisors():
+            return None
+        best = None
+        for stages in (n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if len(hosts) % n == 0):
+            each = len(hosts) // stages  # and of a microbatch's examples, so that each host has one
+            m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
+            shape = (each, hosts[0].num_devices) if each > 1 else (hosts[0].num_devices,)
+            method = dataclasses.replace(self.method, num_stages=stages, mesh_shape=shape)
+            planner = Planner(self.analysis, self.cluster, method)
+            planner._best_time = planner._estimate = self._best_time
+            with contextlib.suppress(PlanError):  # the step has too few layers
+                found = planner._better(m, stages, m)
+                if found is not None:
+                    best, self._best_time = found, found[0].step_time
+                    self._estimate = self._first_estimate = planner._estimate
         return best
 
     def _fewer(self, plan: Plan) -> int | None:
@@ -192,16 +218,18 @@ class Planner:
             self.analysis.check(fixed)
             hosts = len(self.cluster.hosts)
             return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= MAX_LAYERS else [(fixed, stages)]
-        devices, divisors = self.cluster.num_devices, self._divisors()
+        devices, hosts = self.cluster.num_devices, len(self.cluster.hosts)
         found: list[tuple[int, int | None]] = []
         if stages in (None, 1):
             found.append((1, 1))
         if devices > 1 and stages != 1:
-            powers = [m for m in divisors if m & (m - 1) == 0 and m <= 8 * devices] or divisors
-            hosts = len(self.cluster.hosts)
+            # With as many stages as there may be, a microbatch has an example for each host of a stage.
+            most = min(8 * devices, MAX_LAYERS * self.analysis.batch_size // hosts)
+            numbers = [m for m in self._many() if m <= most] or self._many()[-1:]
+            likely = numbers[:2][::-1]
             if stages is None and 1 < hosts <= MAX_LAYERS:
-                found += [(m, hosts) for m in powers[-2:][:1]]
-            found += [(m, stages) for m in powers[-2:]]
+                found += [(m, hosts) for m in likely[:1]]
+            found += [(m, stages) for m in likely]
             if stages is not None:
                 found.append((1, stages))
         return found
@@ -237,9 +265,9 @@ class Planner:
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
-        flat = found = None
+        first = found = None
         if self.method.stages is None:
-            flat, found = self._search(layered, m, num_stages, schedule)
+            first, found = self._search(layered, m, num_stages, schedule)
             if found is None:
                 return None
             chosen = [(choice.span, choice.mesh) for choice in found.stages]
@@ -268,7 +296,7 @@ class Planner:
             error = finished[0].step_time / estimate
             error = error if error > 1 + _DEAR else 1.0
             self._estimate = error * estimate
-            self._flat_estimate = math.inf if flat is None else error * flat.step_time
+            self._first_estimate = math.inf if first is None else error * first.step_time
         return _with_layers(finished[0], spans), finished[1]
 
     def _is_tight(self, found: StagePlan) -> bool:
@@ -277,10 +305,10 @@ class Planner:
     def _search(
         self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
     ) -> tuple[StagePlan | None, StagePlan | None]:
-        """The best stages with one-dimensional meshes, if it begins with those, and with any; None if they are no gain.
+        """The best stages with few shapes of meshes, if it begins with those, and with any; None if they are no gain.
 
-        Groups of devices are chosen with one-dimensional meshes, then all logical shapes of those are tried: shapes
-        change a stage's cost far less than the number of its devices does.
+        Groups of devices are chosen with few shapes, then all logical shapes of those are tried: shapes change a
+        stage's cost far less than the number of its devices does.
         """
         search = functools.partial(
             plan_stages, layered.num_layers, self.cluster, functools.partial(self._stage_cost, layered, schedule), m,
@@ -289,16 +317,16 @@ class Planner:
         )  # fmt: skip
         if num_stages == 1 or self.method.mesh_shape is not None:
             return None, search(num_stages=num_stages, shapes=self._shapes, below=self._estimate)
-        flat = search(num_stages=num_stages, shapes=self._flat_shapes, below=self._flat_estimate)
-        if flat is None:
+        first = search(num_stages=num_stages, shapes=self._first_shapes, below=self._first_estimate)
+        if first is None:
             return None, None
-        groups = {(c.mesh.devices[0], c.mesh.size) for c in flat.stages}
+        groups = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
         found = search(
-            num_stages=len(flat.stages),
+            num_stages=len(first.stages),
             shapes=lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in groups else (),
-            below=min(flat.step_time, self._estimate),
+            below=min(first.step_time, self._estimate),
         )
-        return flat, found or (flat if flat.step_time < self._estimate else None)
+        return first, found or (first if first.step_time < self._estimate else None)
 
     def _fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
         """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
@@ -321,8 +349,12 @@ class Planner:
             )
         return found
 
-    def _flat_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        return tuple(shape for shape in self._shapes(cluster, start, size) if len(shape) == 1)
+    def _first_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+        """One-dimensional ones; where stages must have many hosts, those that have hosts along one axis, too."""
+        width = cluster.hosts[cluster.host_of(start)].num_devices
+        many = len(cluster.hosts) > MAX_LAYERS
+        shapes = self._shapes(cluster, start, size)
+        return tuple(shape for shape in shapes if len(shape) == 1 or (many and shape[1] == width))
 
     def _shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
         shape = self.method.mesh_shape

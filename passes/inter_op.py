@@ -537,7 +537,9 @@ def _groups(cluster: Cluster) -> list[tuple[int, int]]:
     bounds = cluster.host_bounds
     hosts = len(cluster.hosts)
     runs = [len(tuple(equal)) for _, equal in itertools.groupby(cluster.hosts)]
-    unit = max((n for n in range(1, hosts // _MANY_UNITS + 1) if math.gcd(*runs) % n == 0), default=1)
+    unit = 1  # a power of two, as most arrays' dimensions have many of
+    while 2 * unit * _MANY_UNITS <= hosts and math.gcd(*runs) % (2 * unit) == 0:
+        unit *= 2
     found: set[tuple[int, int]] = set()
     if hosts <= _MANY_UNITS:
         for low, high in itertools.pairwise(bounds):

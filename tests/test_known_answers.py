@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import autopar
+from autopar.errors import InfeasiblePlanError, UnsplitWarning
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
 from autopar.ir.plan import LeafPlan, Plan
@@ -107,6 +108,20 @@ def test_slow_links_between_hosts_make_a_pipeline_across_them() -> None:
         assert len({cluster.host_of(device) for device in stage.mesh.devices}) == 1, stage.mesh
     assert {cluster.host_of(stage.mesh.devices[0]) for stage in plan.stages} == {0, 1}
     assert plan.step_time < 0.030
+
+
+def test_more_stages_than_the_search_tells_apart() -> None:
+    # Eighteen layers of 251 x 251 float32, which nothing cuts: 0.24 MiB, as much of gradient. A device has room for one
+    # such layer, not for two: each of 18 hosts has a stage.
+    cluster = cluster_of(18, 2, memory=int(0.95 * MIB), flops=1e10, memory_bandwidth=1e11, link=1e10, network=1e9)
+    with pytest.warns(UnsplitWarning, match="251 cannot be split over the 2 devices"):
+        plan = plan_mlp(cluster, layers=18, width=251, batch=72, adam=False)
+    assert [stage.layers for stage in plan.stages] == [(k, k + 1) for k in range(18)]
+    assert all(stage.mesh.size == 2 for stage in plan.stages)
+    # One would have tried 16 stages at most, and found that nothing fits.
+    uneven = cluster_of(19, 2, memory=int(0.95 * MIB), flops=1e10, memory_bandwidth=1e11, link=1e10, network=1e9)
+    with pytest.raises(InfeasiblePlanError):
+        plan_mlp(uneven, layers=18, width=251, batch=72, adam=False)
 
 
 def alexnet_loss(params: Any, batch: Any) -> Any:
