@@ -167,7 +167,7 @@ class Planner:
             planner = Planner(self.analysis, self.cluster, method)
             planner._best_time = planner._estimate = self._best_time
             with contextlib.suppress(PlanError):  # the step has too few layers
-                found = planner._better(m, stages, m)
+                found = planner._better(m, stages, None)
                 if found is not None:
                     best, self._best_time = found, found[0].step_time
                     self._estimate = self._first_estimate = planner._estimate
@@ -176,7 +176,7 @@ class Planner:
     def _fewer(self, plan: Plan) -> int | None:
         """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
         m = plan.num_microbatches
-        numbers = [n for n in (1, *self._many()) if n < m]
+        numbers = [n for n in self._many() if n < m]
         for n in sorted(numbers) if len(plan.stages) == 1 else numbers[:1]:
             each = (s.memory for s in plan.stages)
             if all(s.total + (m / n - 1) * (s.activations + s.temporaries) <= s.capacity for s in each):

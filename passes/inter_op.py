@@ -50,7 +50,7 @@ OverheadFn = Callable[[int, Mesh], float]
 # (cluster, first device, number of devices) -> the shapes of the logical meshes that these devices may form
 ShapesFn = Callable[[Cluster, int, int], tuple[tuple[int, ...], ...]]
 
-_MANY_UNITS = 128  # clusters of more hosts are dealt out in units of several
+_MANY_UNITS = 128  # hosts, or units of several, from which on there are enough of them
 _DIGITS = 4  # binary ones of the number of units in a group, then zeros
 
 
@@ -136,10 +136,10 @@ def plan_stages(
 
     Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
     arguments. `num_stages` fixes the number of stages, `max_stages` bounds it. `shapes` is asked for groups inside a
-    host and groups of whole hosts; of more than 128 hosts, equal numbers of neighbours are dealt out as one, and more
-    than 16 form a group only if their number has four binary digits and zeros, or divides that of all. `below`: seconds
-    of a plan that there is already; None if nothing is quicker. What could be quicker than a known plan by less than
-    the share `gain` is not looked for.
+    host and groups of whole hosts; more than 128 hosts are not divided, 256 and more are dealt out in equal units, and
+    more than 16 units form a group only if their number has four binary digits and zeros, or divides that of all.
+    `below`: seconds of a plan that there is already; None if nothing is quicker. What could be quicker than a known
+    plan by less than the share `gain` is not looked for.
 
     Without `least_cost`, costs are asked for stages that can stand in a plan better than the best one known so far:
     those behind which something fits in less time, with as many layers and groups left before it as there are stages.
