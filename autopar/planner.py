@@ -55,7 +55,7 @@ _SEARCH_SECONDS = 0.3
 _FINAL_SECONDS = 1.0
 _GOOD_GAP = 0.01  # relative: what is better by less is not looked for
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
-_LEAST_GAIN = 0.01  # of the step time: less is not worth searching on
+_LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
@@ -315,11 +315,13 @@ class Planner:
             schedule, least_cost=functools.partial(self._least_cost, layered), alike=self.prices.group,
             overhead=functools.partial(self._overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
-        if num_stages == 1 or self.method.mesh_shape is not None:
-            return None, search(num_stages=num_stages, shapes=self._shapes, below=self._estimate)
-        first = search(num_stages=num_stages, shapes=self._first_shapes, below=self._first_estimate)
+        first = None
+        if self.method.mesh_shape is None:
+            first = search(num_stages=num_stages, shapes=self._first_shapes, below=self._first_estimate)
+            if first is None and num_stages != 1:
+                return None, None
         if first is None:
-            return None, None
+            return None, search(num_stages=num_stages, shapes=self._shapes, below=self._estimate)
         groups = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
         found = search(
             num_stages=len(first.stages),

@@ -43,6 +43,12 @@ class Stage:
         return self._state[mesh_shape]
 
     @functools.cached_property
+    def _summed(self) -> int:
+        """Bytes of the running sums that each microbatch reads with its addends, and writes."""
+        made = {v for p in self.programs if p.in_loop for v in p.outputs}
+        return sum(total.nbytes for addend, total in self.step.accumulate.items() if addend in made)
+
+    @functools.cached_property
     def lives(self) -> Mapping[int, Mapping[Value, tuple[int, int]]]:
         """By program: the positions between which each value that it writes to memory is live."""
         addends = self.step.accumulate.keys() - set(self.step.outputs)
@@ -89,7 +95,7 @@ class Stage:
         """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""
         if kind.name not in self._least:
             self._least[kind.name] = [least_seconds(p, self.rules, self.traffic[p.index], kind) for p in self.programs]
-        found = [0.0, 0.0]
+        found = [3 * self._summed / num_devices / (kind.memory_bandwidth * kind.memory_efficiency), 0.0]
         for program, (shared, fixed) in zip(self.programs, self._least[kind.name], strict=True):
             found[not program.in_loop] += shared / num_devices + fixed
         return found[0], found[1]
