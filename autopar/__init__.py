@@ -6,14 +6,17 @@ from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_
 from autopar.errors import AutoparError, InternalError, UserError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.graph import Graph
+from autopar.ir.hint import hint
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.state import gather
+from autopar.why import Alternative, Why
 
 __all__ = [
+    "Alternative",
     "AutoparError",
     "Cluster",
     "DeviceKind",
@@ -27,10 +30,12 @@ __all__ = [
     "Pieces",
     "Plan",
     "UserError",
+    "Why",
     "cluster_from_devices",
     "cluster_from_json",
     "cluster_to_json",
     "gather",
+    "hint",
     "load_preset",
     "make_cluster",
     "parallelize",

@@ -6,17 +6,23 @@ import dataclasses
 import functools
 import inspect
 import math
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import jax
 
+from autopar.baselines import plan_beside_recipes
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
-from autopar.errors import PlanError, PlanMismatchError, StateError, TraceError
+from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, StateError, TraceError
+from autopar.finisher import Finisher, LeafHome
+from autopar.ir.cluster_json import check_cluster
 from autopar.ir.graph import Graph
+from autopar.ir.hint import Hint
 from autopar.ir.in_place import renew, returning_changed
+from autopar.ir.json_file import nearest
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
@@ -27,12 +33,13 @@ from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
-from autopar.planner import LeafHome, Planner
+from autopar.relaxations import smallest_relaxations
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
 from autopar.trace import leaf_specs, trace
+from autopar.why import Why, explain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,7 +167,7 @@ class Parallelized:
         self, fun: Callable[..., Any], *, cluster: Cluster | None, method: str | Method | Plan,
         num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int], static_argnames: Sequence[str],
         static_leaves: IsStatic, donate_argnums: str | Sequence[int], devices: Sequence[jax.Device] | None,
-        follow: Parallelized | None,
+        follow: Parallelized | None, hints: Mapping[str, Any],
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
         self._fun = fun
@@ -173,6 +180,7 @@ class Parallelized:
         self._static_argnames = tuple(static_argnames)
         self._is_static = static_leaves
         self._donate_argnums = donate_argnums
+        self._hints = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
         self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
@@ -210,6 +218,59 @@ class Parallelized:
         if isinstance(chosen, Plan) and cluster is None:
             cluster = chosen.cluster
         return self._planned_anew(analysis, cluster or self._own_cluster(), chosen)[0]
+
+    def why(
+        self, *args: Any, where: str = "", most: int = 3, plan: Plan | None = None, **kwargs: Any
+    ) -> tuple[Why, ...]:
+        """Why operators are cut as they are: what each of their other strategies costs, and would cost their stage.
+
+        Of the operators with `where` in their name or in their line of code (`"model.py:55"`, `"dot_general"`) those
+        of most work, at most `most`. `plan`: one that was made for these shapes; default: the step's own. Each
+        strategy of each operator is a problem to solve: this takes seconds.
+
+        Raises:
+          PlanError: there is no such operator, or `plan` is for something else.
+        """
+        analysis = self._analyse(self._call(args, kwargs))
+        plan = self.plan(*args, **kwargs) if plan is None else plan
+        return explain(Finisher(analysis, plan.cluster), plan, where, most)
+
+    def fewest_devices(
+        self, *args: Any, step_time: float, clusters: Sequence[Cluster], method: str | Method | None = None,
+        **kwargs: Any,
+    ) -> Plan:  # fmt: skip
+        """The plan on the smallest of the clusters on which a step takes at most so many seconds.
+
+        The clusters are tried by their number of devices, such as `[load_preset("dgx-a100", num_hosts=n) for n in (1,
+        2, 4)]`.
+
+        Raises:
+          InfeasiblePlanError: on none of them; says what the best does, or why nothing fits.
+        """
+        if not clusters or not step_time > 0:
+            raise PlanError(
+                f"fewest_devices(step_time={step_time!r}, clusters={len(clusters)} of them): give seconds above 0, and "
+                "at least one cluster."
+            )
+        best: Plan | None = None
+        reason = ""
+        for cluster in sorted(clusters, key=lambda c: c.num_devices):
+            try:
+                plan = self.plan(*args, cluster=cluster, method=method or self._method, **kwargs)
+            except InfeasiblePlanError as error:
+                reason = str(error)
+                continue
+            if plan.step_time <= step_time:
+                return plan
+            if best is None or plan.step_time < best.step_time:
+                best = plan
+        if best is None:
+            raise InfeasiblePlanError(f"{self._name} fits on none of {len(clusters)} clusters. {reason}")
+        raise InfeasiblePlanError(
+            f"{self._name} takes more than step_time={step_time} s on each of {len(clusters)} clusters; at best "
+            f"{best.step_time:.4g} s, on {best.cluster.name!r} ({best.cluster.num_devices} devices). Give it more "
+            "devices, faster ones, or more time."
+        )
 
     def compile(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -325,6 +386,7 @@ class Parallelized:
             args, kwargs = jax.tree.unflatten(call.tree, whole)
             fun = returning_changed(_bind_static(self._fun, call))
             graph = index_within_examples(trace(fun, args, kwargs, name=self._name, is_static=self._is_static))
+            graph = dataclasses.replace(graph, hints=_pinned_leaves(graph, self._hints))
             warn_missing(graph.equations)
             leader = self._leader()
             lies = {} if leader is None else _homes(leader, graph, call.leaves)
@@ -357,28 +419,40 @@ class Parallelized:
             return self._planned_anew(analysis, self._own_cluster(), self._method)
         lies = _homes(leader, analysis.graph, call.leaves)
         fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
-        planner = Planner(analysis, leader.plan.cluster, AUTO)
+        finisher = Finisher(analysis, leader.plan.cluster)
         limit = 1 if analysis.couplings else analysis.max_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        return planner.follow([stage.mesh for stage in leader.plan.stages], count, fixed)
+        return finisher.follow([stage.mesh for stage in leader.plan.stages], count, fixed)
 
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
     ) -> tuple[Plan, LoweredStep]:
+        check_cluster(cluster)
         if isinstance(method, Plan):
+            if self._hints:
+                raise PlanError(
+                    f"{self._name} has hints, but the plan for {method.function!r} says already where everything lies. "
+                    "Leave out hints, or the plan."
+                )
             if cluster != method.cluster:
                 raise PlanMismatchError(
                     f"the plan for {method.function!r} is for cluster {method.cluster.name!r} of "
                     f"{method.cluster.num_devices} devices, {self._name} was given cluster {cluster.name!r} of "
                     f"{cluster.num_devices}: make a plan for this cluster, or leave out cluster."
                 )
-            plan, lowered, _ = Planner(analysis, cluster).restore(method)
+            plan, lowered, _ = Finisher(analysis, cluster).restore(method)
             return plan, lowered
         shards = _data_shards(method, cluster.num_devices)
         if shards > 1:
             analysis.check_shards(self._num_microbatches or method.num_microbatches or 1, shards, method.name)
-        return Planner(analysis, cluster, method).plan(self._num_microbatches)
+        try:
+            return plan_beside_recipes(analysis, cluster, method, self._num_microbatches)
+        except InfeasiblePlanError as error:
+            relaxations = smallest_relaxations(analysis, cluster, method, self._num_microbatches)
+            if relaxations:
+                raise InfeasiblePlanError(f"{error} {relaxations}") from error
+            raise
 
     def _executable(self, call: _Call) -> Executable:
         found = self._executables.get(call.key)
@@ -417,6 +491,31 @@ class Parallelized:
 
 def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:
     return homes_of(leader.plan, leader._graph, leader._devices, graph, leaves)
+
+
+def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
+    """The hints by number of the argument leaf. Raises PlanError where one fits no leaf, or two contradict."""
+    found: dict[int, Hint] = {}
+    pattern_of: dict[int, str] = {}
+    for pattern, hint in hints.items():
+        # Brackets are those of paths, not sets of characters.
+        matching = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
+        numbers = [i for i, path in enumerate(graph.input_paths) if matching.fullmatch(path)]
+        if not numbers:
+            raise PlanError(
+                f"hints[{pattern!r}] matches no argument of {graph.name}; {nearest(pattern, graph.input_paths)}"
+                f"its arguments are {', '.join(graph.input_paths[:8])}{', ..' if len(graph.input_paths) > 8 else ''}. "
+                "'*' stands for any text, '?' for any character."
+            )
+        for i in numbers:
+            hint.check(graph.inputs[i].shape, f"hints[{pattern!r}], {graph.input_paths[i]}")
+            if found.setdefault(i, hint) != hint:
+                raise PlanError(
+                    f"hints[{pattern_of[i]!r}] and hints[{pattern!r}] both match {graph.input_paths[i]} of "
+                    f"{graph.name}, with {found[i]} and {hint}: let one pattern match it."
+                )
+            pattern_of.setdefault(i, pattern)
+    return found
 
 
 def _bind_static(fun: Callable[..., Any], call: _Call) -> Callable[..., Any]:
@@ -475,6 +574,7 @@ def parallelize(
     donate_argnums: str | Sequence[int] | int = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
+    hints: Mapping[str, Any] | None = ...,
 ) -> Parallelized: ...
 @overload
 def parallelize(
@@ -490,6 +590,7 @@ def parallelize(
     donate_argnums: str | Sequence[int] | int = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
+    hints: Mapping[str, Any] | None = ...,
 ) -> Callable[[Callable[..., Any]], Parallelized]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
@@ -504,6 +605,7 @@ def parallelize(
     donate_argnums: str | Sequence[int] | int = "auto",
     devices: Sequence[jax.Device] | None = None,
     follow: Parallelized | None = None,
+    hints: Mapping[str, Any] | None = None,
 ) -> Parallelized | Callable[[Callable[..., Any]], Parallelized]:
     """Run a plain JAX step on all devices there are, planned for the least step time.
 
@@ -522,6 +624,8 @@ def parallelize(
       donate_argnums: "auto" donates the state (the leaves that come out again); () keeps it.
       devices: default `jax.devices()`.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
+      hints: how arguments have to be cut, a spec of `autopar.hint` by the path of a leaf, such as
+        `{"state['params']['w*']": (None, -1)}`; '*' stands for any text, '?' for any character.
 
     Raises:
       TraceError, BatchAxisError, MicrobatchError, InfeasiblePlanError, ..: see `autopar.errors`; at the first call.
@@ -530,7 +634,7 @@ def parallelize(
         return functools.partial(
             parallelize, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
             static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
-            donate_argnums=donate_argnums, devices=devices, follow=follow,
+            donate_argnums=donate_argnums, devices=devices, follow=follow, hints=hints,
         )  # fmt: skip
     return Parallelized(
         fun, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
@@ -538,5 +642,5 @@ def parallelize(
         static_argnames=(static_argnames,) if isinstance(static_argnames, str) else static_argnames,
         static_leaves=static_leaves,
         donate_argnums=(donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums,
-        devices=devices, follow=follow,
+        devices=devices, follow=follow, hints=hints or {},
     )  # fmt: skip

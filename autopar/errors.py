@@ -52,6 +52,10 @@ class StateLostError(AutoparError):
     """A step failed after its update programs had begun: the donated state is gone."""
 
 
+class TimeLimitWarning(UserWarning):
+    """Planning had too little time to find a plan: the step runs by a recipe."""
+
+
 class UnsplitWarning(UserWarning):
     """Much work or state is whole on devices or stages that could have shared it: the message says what keeps it."""
 

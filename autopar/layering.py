@@ -88,7 +88,7 @@ class Layering:
         if wanted > max(1, heavy):
             raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
         if self.method.stages is not None:
-            number = self._layers_of_method or 1
+            number = sum(stage.num_layers for stage in self.method.stages)
             if number > max(1, heavy):
                 raise PlanError(
                     f"method {self.method.name!r}: its stages have {count_text(number, 'layer')}, and each needs a "

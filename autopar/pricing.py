@@ -24,8 +24,9 @@ from autopar.passes.lower import LoweredStep
 class Prices:
     """Seconds and bytes on one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
+    def __init__(self, cluster: Cluster, memory_limit: int | None = None) -> None:
+        """`memory_limit`: bytes per device that a plan may use, where that is less than there are."""
+        self.cluster, self.memory_limit = cluster, memory_limit
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
 
     def transfer(self, source: int, target: int, nbytes: int) -> float:
@@ -52,10 +53,11 @@ class Prices:
         kinds = self.cluster.kinds_of(mesh.devices)
         return min(kinds, key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
 
-    def memory(self, mesh: Mesh) -> float:
+    def memory(self, mesh: Mesh) -> int:
         """Bytes per device that a plan may use."""
         kind = self.kind(mesh)
-        return float(kind.memory - kind.memory_reserve)
+        there = kind.memory - kind.memory_reserve
+        return there if self.memory_limit is None else min(there, self.memory_limit)
 
     def link_bandwidth(self, mesh: Mesh) -> float:
         """To the neighbouring stages: the network's where the mesh ends at a host's border."""
@@ -210,10 +212,9 @@ class Prices:
             fresh = sum(port_bytes(port, mesh) for port in local.outputs
                         if port.value not in sums and port not in held and port.value not in in_place)  # fmt: skip
             temporaries = max(temporaries, cost.temporaries + fresh)
-        kind = self.kind(mesh)
         return StageMemory(
             sum(port_bytes(p, mesh) for p in state), sum(port_bytes(p, mesh) for p in gradients),
-            sum(port_bytes(p, mesh) * n for p, n in held.items()), temporaries, kind.memory - kind.memory_reserve,
+            sum(port_bytes(p, mesh) * n for p, n in held.items()), temporaries, self.memory(mesh),
         )  # fmt: skip
 
 

@@ -2,12 +2,115 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import typing
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.method import Method, StageMethod
 from autopar.ir.schedule import ScheduleName
+
+_SCHEDULES: tuple[ScheduleName, ...] = typing.get_args(ScheduleName)
+
+
+def auto(
+    *,
+    data: bool | None = None,
+    tensor: bool | None = None,
+    pipeline: bool | None = None,
+    zero: int | None = None,
+    num_stages: int | None = None,
+    num_microbatches: int | None = None,
+    mesh_shape: tuple[int, ...] | None = None,
+    schedule: ScheduleName | None = None,
+    memory_limit: int | None = None,
+    time_limit: float | None = None,
+    baselines: bool | None = None,
+) -> Method:
+    """What "auto" searches, with parts of it fixed; None leaves a part to the search.
+
+    Args:
+      data, tensor, pipeline: True forces a kind of parallelism, False forbids it. Forced, examples are split over
+        axis x of every stage's mesh, matrix products over axis y, and there are two stages or more.
+      zero: 0 replicates state over the devices that split examples; 1 shards the optimizer state over them, 2 also the
+        gradients, 3 also the parameters.
+      num_stages, num_microbatches, schedule: as they shall be.
+      mesh_shape: the logical shape of every stage's mesh (axes x, y); (-1,): one axis.
+      memory_limit: bytes that a plan may use of each device, where that is less than there are.
+      time_limit: seconds after which planning ends soon, with the best plan found by then; without one it warns and
+        takes the best recipe that fits. Plans then depend on how busy the machine is.
+      baselines: False: plan without the recipes within one stage that are otherwise priced beside the result (in its
+        notes), and taken where one is better.
+
+    Raises:
+      PlanError: a value is out of range, or two contradict each other.
+    """
+    given = {name: value for name, value in locals().items() if value is not None}
+    _check_auto(given)
+    if mesh_shape is not None:
+        mesh_shape = tuple(mesh_shape)
+    sharded = zero is not None and zero > 0
+    forced = [axis for axis, wanted in {"x": data or sharded, "y": tensor}.items() if wanted]
+    data_axes: tuple[str, ...] = ("x",) if data or zero is not None else ()
+    model_axes: tuple[str, ...] = ("y", "z") if tensor or zero == 0 else ()
+    if tensor is False and data is False:
+        mesh_shape, data_axes, model_axes = (1,), ("x",), ()
+    elif tensor is False:
+        data_axes, model_axes = ("x", "y", "z"), ()
+    elif data is False:
+        # One axis is as good as any.
+        data_axes, model_axes, forced = (), ("x", "y", "z"), ["x"] if tensor else []
+    if mesh_shape is not None:
+        forced = []  # it has them
+    return Method(
+        f"auto({', '.join(f'{name}={value!r}' for name, value in given.items())})" if given else "auto",
+        1 if pipeline is False else num_stages, num_microbatches, mesh_shape, schedule=schedule, data_axes=data_axes,
+        model_axes=model_axes, zero=zero, min_stages=2 if pipeline else 1, axes=tuple(forced),
+        memory_limit=memory_limit, time_limit=time_limit, baselines=baselines is not False,
+        options=tuple(given.items()),
+    )  # fmt: skip
+
+
+def _check_auto(given: Mapping[str, Any]) -> None:
+    """Raise PlanError unless these options of `auto` are in range and may stand together."""
+
+    def whole(least: int) -> Callable[[Any], bool]:
+        return lambda x: type(x) is int and x >= least
+
+    flags = ("data", "tensor", "pipeline", "baselines")
+    ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
+        **dict.fromkeys(flags, (lambda x: isinstance(x, bool), "True, False or None")),
+        **dict.fromkeys(("num_stages", "num_microbatches", "memory_limit"), (whole(1), "a whole number above 0")),
+        "zero": (lambda x: whole(0)(x) and x <= 3, "0, 1, 2 or 3"),
+        "mesh_shape": (_is_mesh_shape, "(-1,), or one to three whole numbers above 0"),
+        "schedule": (lambda x: x in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
+        "time_limit": (lambda x: isinstance(x, int | float) and x > 0, "a number of seconds above 0"),
+    }
+    for name, value in given.items():
+        is_right, expected = ranges[name]
+        if not is_right(value):
+            raise PlanError(f"auto({name}={value!r}): {name} must be {expected}.")
+    shape = given.get("mesh_shape", ())
+    several = [axis for axis, n in zip("xyz", shape, strict=False) if n not in (1, -1)]
+    contradictions: dict[tuple[str, ...], bool] = {
+        ("data", "zero"): given.get("data") is False and given.get("zero", 0) > 0,
+        ("pipeline", "num_stages"): given.get("pipeline") is (given.get("num_stages") == 1) and "num_stages" in given,
+        ("data", "tensor", "pipeline"): all(given.get(kind) is False for kind in ("data", "tensor", "pipeline")),
+        ("data", "mesh_shape"): given.get("data") is True and bool(shape) and shape != (-1,) and "x" not in several,
+        ("tensor", "mesh_shape"): given.get("tensor") is True and bool(shape) and "y" not in several
+        and given.get("data") is not False,
+        ("data", "tensor", "mesh_shape"): given.get("data") is given.get("tensor") is False and bool(several),
+    }  # fmt: skip
+    for names, contradict in contradictions.items():
+        if contradict:
+            text = ", ".join(f"{name}={given[name]!r}" for name in names)
+            raise PlanError(f"auto({text}): these contradict each other; leave one of them out.")
+
+
+def _is_mesh_shape(shape: Any) -> bool:
+    if not isinstance(shape, tuple | list):
+        return False
+    return tuple(shape) == (-1,) or (1 <= len(shape) <= 3 and all(type(n) is int and n > 0 for n in shape))
 
 
 def data_parallel(num_microbatches: int | None = 1) -> Method:

@@ -11,11 +11,11 @@ import numpy as np
 
 from autopar.compiler import device_mesh
 from autopar.errors import PlanError
+from autopar.finisher import LeafHome
 from autopar.ir.graph import Graph, LeafCut
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
-from autopar.planner import LeafHome
 from autopar.trace import matching_leaves
 
 

@@ -25,6 +25,7 @@ from jax.extend import core as jex_core
 from autopar.errors import TraceError
 from autopar.ir.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
 from autopar.ir.graph import Equation, Graph, Operand, Value
+from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
 from autopar.ir.shown import CALLBACKS
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
@@ -280,6 +281,6 @@ def _fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs
 
 
 def _plain(value: Any) -> bool:
-    return isinstance(value, int | float | str | bool | np.dtype | type(None)) or (
+    return isinstance(value, int | float | str | bool | np.dtype | Hint | type(None)) or (
         isinstance(value, tuple) and all(_plain(v) for v in value)
     )

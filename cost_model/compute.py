@@ -73,6 +73,11 @@ def _share_of(multiprocessors: int, sizes: ProductSizes) -> float:
     return best
 
 
+def accumulate_seconds(kind: DeviceKind, nbytes: float) -> float:
+    """Seconds that adding to a sum of so many bytes takes: both are read, one is written."""
+    return 3 * nbytes / (kind.memory_bandwidth * kind.memory_efficiency)
+
+
 def compute_time(
     kind: DeviceKind, *, flops: float, bytes_moved: float, dtype: str, matmul: bool, share: float = 1.0
 ) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Collection
 
-from autopar.cost_model.compute import compute_time, product_share
+from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
 from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.ir.graph import Value
 from autopar.ir.liveness import Step, last_reads
@@ -60,8 +60,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
             collectives += op.combined
             communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)
         elif isinstance(op, Accumulate):
-            nbytes = 3 * local_bytes(op.total, op.sharding, mesh)
-            compute += compute_time(kind, flops=0.0, bytes_moved=nbytes, dtype=str(op.total.dtype), matmul=False)
+            compute += accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
         else:
             at = op.source
             for step in op.steps:

@@ -117,7 +117,7 @@ def _digest(placed: PlacedStep, stage: int, texts: dict[int, str]) -> tuple[str,
         kind = "input" if v in inputs else ("sum" if v in placed.producer and v not in step.batched else "")
         if v in inputs and placed.home[v] != stage:
             kind = "remote input"
-        return f"{numbers[v]}:{v.shape}:{v.dtype}:{kind}:{v in outputs}"
+        return f"{numbers[v]}:{v.shape}:{v.dtype}:{kind}:{v in outputs}:{step.hints.get(v)}"
 
     def text(parameter: Any) -> str:
         if id(parameter) not in texts:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import numpy as np
 
-from autopar import planner
+from autopar import finisher
 from autopar.ir.mesh import Mesh
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.problem import Problem, Solution
@@ -39,8 +39,8 @@ def plan_by_lot(
 ) -> Planned:
     """A plan of at most `num_stages` stages, each on a mesh of this shape, all choices drawn by lot."""
     size = math.prod(shape)
-    with mock.patch.object(planner, "solve", lambda problem, **_: draw(problem, random)):
-        search = planner.Planner(analysis, cluster_of(1, size * num_stages), num_layers=num_stages)
+    with mock.patch.object(finisher, "solve", lambda problem, **_: draw(problem, random)):
+        search = finisher.Finisher(analysis, cluster_of(1, size * num_stages), num_layers=num_stages)
         layered = search.layering.layered(num_microbatches, False)
         stages = min(num_stages, layered.num_layers)
         meshes = [

@@ -13,10 +13,10 @@ import pytest
 
 import autopar
 from autopar.errors import InfeasiblePlanError, UnsplitWarning
+from autopar.finisher import Finisher
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
 from autopar.ir.plan import LeafPlan, Plan
-from autopar.planner import Planner
 from benchmarks import scan_layers
 from benchmarks.models import gpt, moe
 from tests import models
@@ -81,15 +81,15 @@ def test_ample_memory_and_a_small_model_are_data_parallel() -> None:
 
 def test_a_plan_dearer_than_estimated_does_not_bar_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is lowered may cost more than the stage search thought: here all plans of one stage do, a hundred times."""
-    price = Planner._price
+    price = Finisher._price
 
-    def dear(self: Planner, *args: Any) -> Plan:
+    def dear(self: Finisher, *args: Any) -> Plan:
         plan = price(self, *args)
         return dataclasses.replace(plan, step_time=plan.step_time * (100 if len(plan.stages) == 1 else 1))
 
     cluster = cluster_of(1, 4, link=1e10, latency=1e-5, flops=1e12, memory_bandwidth=1e12)
     assert len(plan_mlp(cluster, layers=4, width=256, batch=4096, adam=False).stages) == 1
-    monkeypatch.setattr(Planner, "_price", dear)
+    monkeypatch.setattr(Finisher, "_price", dear)
     assert len(plan_mlp(cluster, layers=4, width=256, batch=4096, adam=False).stages) > 1
 
 

@@ -22,7 +22,9 @@ def look(cluster: Cluster, mesh: Mesh) -> Hashable:
     """Device by device: which share a host, their kinds and links, and the slowest link to a neighbour outside."""
     hosts = [cluster.host_of(d) for d in mesh.devices]
     within = tuple(h - hosts[0] for h in hosts)
-    inside = tuple((cluster.kind_of(d).name, cluster.hosts[cluster.host_of(d)].link) for d in mesh.devices)
+    inside = tuple(
+        (cluster.hosts[cluster.host_of(d)].kind.name, cluster.hosts[cluster.host_of(d)].link) for d in mesh.devices
+    )
     borders = [(mesh.devices[0], mesh.devices[0] - 1), (mesh.devices[-1], mesh.devices[-1] + 1)]
     outward = any(
         0 <= there < cluster.num_devices and cluster.host_of(here) != cluster.host_of(there) for here, there in borders

@@ -250,7 +250,7 @@ def source_of(eqn: Any) -> str:
     own = next((frame for frame in frames if not is_library(frame)), None)
     if own is None:
         return "" if text.startswith(_PACKAGE) else text
-    return f"{own}, in {text}"
+    return own if text.startswith(_PACKAGE) else f"{own}, in {text}"
 
 
 def is_library(frame: str) -> bool:

@@ -5,7 +5,8 @@
      "network": {...}}
 
 `device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Any object may carry a text
-under "source" that says where its numbers come from; it is not read.
+under "source" that says where its numbers come from; it is not read. Efficiencies and overheads of a device may be left
+out: those of a common kind are taken, with a warning.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import itertools
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -56,14 +58,18 @@ def cluster_to_json(cluster: Cluster) -> str:
     Raises:
       ClusterError: the cluster holds a number that no file may hold, such as a bandwidth of 0.
     """
-    text = json.dumps(cluster_data(cluster), indent=2) + "\n"
-    parse_cluster(text, f"cluster {cluster.name!r}")
-    return text
+    check_cluster(cluster)
+    return json.dumps(cluster_data(cluster), indent=2) + "\n"
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Raise ClusterError where a cluster holds a number that no file may hold, such as a bandwidth of 0."""
+    parse_cluster(json.dumps(cluster_data(cluster)), f"cluster {cluster.name!r}")
 
 
 def parse_cluster(text: str, where: str) -> Cluster:
     """The cluster of a file's text; `where` names the text in messages. Raises ClusterError."""
-    cluster: Cluster = read_text(text, where, read_cluster, ClusterError, _REMEDY)
+    cluster: Cluster = read_text(text, where, _read_cluster_file, ClusterError, _REMEDY)
     return cluster
 
 
@@ -92,7 +98,15 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 def read_cluster(value: Any, path: str) -> Cluster:
     """The inverse of `cluster_data`; raises FieldError."""
-    fields = _read_top(value, path)
+    return _cluster(_read_whole(value, path))
+
+
+def _read_cluster_file(value: Any, path: str) -> Cluster:
+    """Where efficiencies may be left out."""
+    return _cluster(_read_file(value, path))
+
+
+def _cluster(fields: Mapping[str, Any]) -> Cluster:
     return Cluster(fields["name"], fields["hosts"], Link(**fields["network"]))
 
 
@@ -124,24 +138,55 @@ _DEVICE: Mapping[str, Reader] = {
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
 _read_link = record(_LINK, {"pair_bandwidth": None})
-_read_device = record(_DEVICE, {"memory_reserve": 0, "multiprocessors": 0})
-_read_group = record(
-    {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": _read_device, "link": _read_link}, {"num_hosts": 1}
-)
+# What a kind that was never measured is taken to reach: what the preset of this kind has.
+_MEASURED_KIND = "A100-SXM4-80GB"
+_MEASURED = {
+    "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
+}  # fmt: skip
+_UNSAID = {"memory_reserve": 0, "multiprocessors": 0}
+_read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 
 
-def _read_hosts(value: Any, path: str) -> tuple[Host, ...]:
-    if not isinstance(value, list) or not value:
-        raise bad(path, value, "a list of at least one group of equal hosts")
-    hosts: list[Host] = []
-    for index, item in enumerate(value):
-        group = _read_group(item, f"{path}[{index}]")
-        kind = DeviceKind(**group["device"])
-        if kind.memory_reserve >= kind.memory:
-            expected = f"less than the memory, {kind.memory} bytes"
-            raise bad(f"{path}[{index}].device.memory_reserve", kind.memory_reserve, expected)
-        hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]))] * group["num_hosts"]
-    return tuple(hosts)
+def _read_device(value: Any, path: str) -> dict[str, Any]:
+    """With a warning where efficiencies are left out."""
+    fields: dict[str, Any] = _read_device_record(value, path)
+    missing = [name for name in _MEASURED if fields[name] is None]
+    if missing:
+        taken = ", ".join(f"{name}={_MEASURED[name]}" for name in missing)
+        warnings.warn(
+            f"{path}: device kind {fields['name']!r} has no {', '.join(missing)}: costs fall back on those of "
+            f"{_MEASURED_KIND} ({taken}). Measure them for better plans.",
+            stacklevel=2,
+        )
+        fields.update({name: _MEASURED[name] for name in missing})
+    return fields
 
 
-_read_top = versioned(FORMAT, VERSION, {"name": read_string, "hosts": _read_hosts, "network": _read_link}, _REMEDY)
+def _hosts_reader(device: Reader) -> Reader:
+    group_reader = record(
+        {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": device, "link": _read_link}, {"num_hosts": 1}
+    )
+
+    def read(value: Any, path: str) -> tuple[Host, ...]:
+        if not isinstance(value, list) or not value:
+            raise bad(path, value, "a list of at least one group of equal hosts")
+        hosts: list[Host] = []
+        for index, item in enumerate(value):
+            group = group_reader(item, f"{path}[{index}]")
+            kind = DeviceKind(**group["device"])
+            if kind.memory_reserve >= kind.memory:
+                expected = f"less than the memory, {kind.memory} bytes"
+                raise bad(f"{path}[{index}].device.memory_reserve", kind.memory_reserve, expected)
+            hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]))] * group["num_hosts"]
+        return tuple(hosts)
+
+    return read
+
+
+def _reader(device: Reader) -> Reader:
+    fields: dict[str, Reader] = {"name": read_string, "hosts": _hosts_reader(device), "network": _read_link}
+    return versioned(FORMAT, VERSION, fields, _REMEDY)
+
+
+_read_whole = _reader(record(_DEVICE, _UNSAID))
+_read_file = _reader(_read_device)

@@ -13,6 +13,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.ir.hint import Hint
+
 
 class Phase(enum.Enum):
     """When an equation runs: once before the microbatches, once for each, or once after them."""
@@ -168,6 +170,8 @@ class Graph:
     input_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     output_cuts: Mapping[int, LeafCut] = dataclasses.field(default_factory=dict)  # by number of the result leaf
     callbacks: tuple[Callback, ...] = ()  # called on the host after each step
+    hints: Mapping[int, Hint] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
+    heeds_hints: bool = True  # those of equations
 
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:
@@ -242,3 +246,10 @@ class StepGraph:
     replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used
     batched: frozenset[Value]  # loop values that differ between microbatches
     partial: frozenset[Value]  # those of them that are addends of full size, in the type in which they are summed
+
+    @functools.cached_property
+    def hints(self) -> Mapping[Value, Hint]:
+        """By argument, and by microbatch of one."""
+        graph = self.graph
+        found = {graph.inputs[k]: hint for leaf, hint in graph.hints.items() for k in graph.inputs_of[leaf]}
+        return found | {v: found[source] for v, (source, _) in self.feeds.items() if source in found}

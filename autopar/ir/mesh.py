@@ -83,9 +83,6 @@ class Cluster:
             raise IndexError(f"device {device} of a cluster of {self.num_devices}")
         return bisect.bisect_right(self.host_bounds, device) - 1
 
-    def kind_of(self, device: int) -> DeviceKind:
-        return self.hosts[self.host_of(device)].kind
-
     def kinds_of(self, devices: Iterable[int]) -> tuple[DeviceKind, ...]:
         """The distinct kinds of these devices."""
         hosts = dict.fromkeys(map(self.host_of, devices))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from autopar.ir.schedule import ScheduleName
 
@@ -33,10 +34,16 @@ class Method:
     # Over the data axes: 0 replicates all state, 1 shards the optimizer state, 2 also the accumulated gradients,
     # 3 also the parameters (Rajbhandari et al. 2020). None: as the solver finds best.
     zero: int | None = None
+    min_stages: int = 1
+    axes: tuple[str, ...] = ()  # that have several devices in every stage's mesh
+    memory_limit: int | None = None  # bytes per device, where that is less than the cluster has
+    time_limit: float | None = None  # seconds after which the search ends with the best plan that it has
+    baselines: bool = False  # whether recipes are priced beside what the search finds, and win where they are better
+    options: tuple[tuple[str, Any], ...] = ()  # of `recipes.auto`, as the user gave them
 
     def __post_init__(self) -> None:
         if self.stages is not None:
             object.__setattr__(self, "num_stages", len(self.stages))
 
 
-AUTO = Method("auto")
+AUTO = Method("auto", baselines=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -14,7 +15,7 @@ from autopar.ir.graph import BatchDim, Equation, Operand, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import Lane
+from autopar.ir.strategy import WHOLE, Lane
 from autopar.passes.rules.base import DimMap, Rule
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
@@ -25,6 +26,8 @@ class Limits:
 
     allow_lane: Callable[[Equation, Rule, Lane], bool] = lambda equation, rule, lane: True
     allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
+    # Whether a strategy cuts as it has to be what the user has pinned.
+    heeds_hints: Callable[[Rule, Lane], bool] = lambda rule, lane: True
 
 
 def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, frozenset[int]]:
@@ -86,8 +89,37 @@ def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:
     return {v: (source, BatchDim(b.dim, b.outer, b.units // m, b.inner)) for v, (source, b) in step.feeds.items()}
 
 
+def _heeds_hints(mesh: Mesh, rule: Rule, lane: Lane) -> bool:
+    if not rule.hints:
+        return True
+    split = {a: rule.factor_of(n) for a, n in zip(mesh.axes, lane, strict=True) if n >= 0 and mesh.axis_size(a) > 1}
+    adds = any(n < WHOLE and mesh.axis_size(a) > 1 for a, n in zip(mesh.axes, lane, strict=True))
+    return all(
+        hinted.hint.allows([[a for a, f in split.items() if f in dim] for dim in hinted.dims], mesh)
+        and not (adds or any(f in hinted.addend for f in split.values()))
+        for hinted in rule.hints
+    )
+
+
 def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
-    """The limits of a recipe on this mesh; none for a method that leaves the shardings to the solver."""
+    """The limits of a recipe on this mesh, and of the user's hints."""
+    recipe = _recipe_limits(method, step, rules, mesh)
+    heeds = functools.partial(_heeds_hints, mesh) if step.graph.heeds_hints else recipe.heeds_hints
+
+    def allow_lane(equation: Equation, rule: Rule, lane: Lane) -> bool:
+        return heeds(rule, lane) and recipe.allow_lane(equation, rule, lane)
+
+    def allow_layout(value: Value, sharding: Sharding) -> bool:
+        hint = step.hints.get(value)
+        if hint is not None and not hint.allows(sharding.dims, mesh):
+            return False
+        return recipe.allow_layout(value, sharding)
+
+    return Limits(allow_lane, allow_layout, heeds)
+
+
+def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
+    """None for a method that leaves the shardings to the solver."""
     if not method.data_axes and not method.model_axes:
         return Limits()
     batch = batch_factors(step, rules)

@@ -53,7 +53,7 @@ class StageNumbers:
     def is_like(self, other: StageNumbers) -> bool:
         """Whether every choice costs and holds what it does there, with no more memory."""
         return (
-            (self.memory_limit or math.inf) <= (other.memory_limit or math.inf)
+            _or_inf(self.memory_limit) <= _or_inf(other.memory_limit)
             and len(self.costs) == len(other.costs)
             and len(self.edges) == len(other.edges)
             and all(map(np.array_equal, self.costs, other.costs))
@@ -95,3 +95,7 @@ class StageNumbers:
         edges = sum(matrix[choice[u], choice[v]]
                     for (u, v, matrix), loop in zip(self.edges, self.edge_in_loop, strict=True) if loop)  # fmt: skip
         return float(nodes + edges)
+
+
+def _or_inf(limit: float | None) -> float:
+    return math.inf if limit is None else limit

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost_model.compute import accumulate_seconds
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import StageSharding, Traffic
@@ -43,6 +44,17 @@ from autopar.passes.rules.base import Rule
 Slot = tuple[int | None, Value]
 _MAX_LAYOUTS = 48
 _LARGE_COPY = 0.01  # of a device's memory
+
+
+class Contradiction(Exception):
+    """What the user has pinned cannot be had on a mesh, or not together with what the method wants.
+
+    what: the hint, in words. shape: that of the mesh.
+    """
+
+    def __init__(self, what: str, shape: tuple[int, ...]) -> None:
+        super().__init__(f"{what} cannot be had on a mesh of shape {shape}")
+        self.what, self.shape = what, shape
 
 
 class Remembered:
@@ -165,6 +177,8 @@ class StageProblem:
             options = self.setting.remembered.options.of(
                 lane_rules(rule)[index], addends, functools.partial(self.setting.limits.allow_lane, eqn, rule)
             )
+            if not self.setting.limits.heeds_hints(rule, options.lanes[0]):
+                raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
             known[key] = (options, self._seconds.of(eqn, rule, index, options, traffic))
         return known[key]
 
@@ -228,7 +242,8 @@ class StageProblem:
             if value in inputs:
                 here = self.stage.placed.home[value] == self.stage.index
             lies = (source is None, here, value in inputs, value in outputs, slot in sums, value in renewed)
-            key = (ends, lies, value.shape, value.dtype, value in step.batched, self.stage.pinned.get(value))
+            pins = self.stage.pinned.get(value), self.step.hints.get(value)
+            key = (ends, lies, value.shape, value.dtype, value in step.batched, pins)
             tied = self._layouts.get(key) if setting.tied else None
             if tied is None:
                 partial = source is not None and (value not in outputs or slot in sums)
@@ -244,10 +259,8 @@ class StageProblem:
         self._sums = sums
 
     def _adding(self, total: Value, choices: Shardings) -> Any:
-        """Seconds per step in which each microbatch adds to a running sum: both are read, one is written."""
-        kind = self.setting.kind
-        bandwidth = kind.memory_bandwidth * kind.memory_efficiency
-        return 3 * choices.nbytes(total) / bandwidth * self.step.num_microbatches
+        """Seconds per step in which each microbatch adds to a running sum."""
+        return accumulate_seconds(self.setting.kind, choices.nbytes(total)) * self.step.num_microbatches
 
     def _layout_choices(
         self, value: Value, source: _End | None, readers: Sequence[_End], may_be_partial: bool
@@ -266,8 +279,14 @@ class StageProblem:
         if len(candidates) > _MAX_LAYOUTS:
             candidates = sorted(candidates, key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
             candidates = candidates[:_MAX_LAYOUTS]
+        hint = self.step.hints.get(value)
         if value in self.stage.pinned:
             candidates = [self.stage.pinned[value]]
+        elif hint is not None:
+            every = hint.shardings(value.shape, setting.mesh)
+            candidates = [s for s in every if setting.limits.allow_layout(value, s)]
+            if not candidates:
+                raise Contradiction(f"the hint {hint} for an argument of shape {value.shape}", setting.mesh.shape)
         elif value.is_key:
             candidates = [replicated]
         else:
@@ -349,8 +368,7 @@ class StageProblem:
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
             )
             if matrices is self._own_matrices:
-                matrix = _without_copies(matrix, source, target)
-                matrix = np.where(target.shardings.nbytes(value) <= limit, matrix, np.inf)
+                matrix = _without_copies(matrix, source, target, target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
         found = matrices[key]
         if found is None:
@@ -431,8 +449,8 @@ class StageProblem:
                     self._hold(end.node, Held(live[0], live[-1] + 1, False), size)
 
 
-def _without_copies(matrix: Any, source: _End, target: _End) -> Any:
-    """The seconds of an edge, where it makes no copy of a stack as a whole that rounds could do without.
+def _without_copies(matrix: Any, source: _End, target: _End, fits: Any) -> Any:
+    """The seconds of an edge, where it makes no copy that `fits` nowhere, nor of a stack that rounds could do without.
 
     The copy that an edge makes is not counted as memory; all that is saved by it are latencies.
     """
@@ -441,7 +459,12 @@ def _without_copies(matrix: Any, source: _End, target: _End) -> Any:
         matrix = np.where(source.stacked[:, None] & (before > after), np.inf, matrix)
     if target.stacked is not None:
         matrix = np.where(target.stacked[None, :] & (before < after), np.inf, matrix)
-    return matrix
+    return np.where(fits, matrix, np.inf)
+
+
+def _hint_text(rule: Rule, eqn: Equation) -> str:
+    hints = ", ".join(dict.fromkeys(str(hinted.hint) for hinted in rule.hints))
+    return f"the hint {hints} at {eqn.source or 'an unknown line'}, for arrays in {eqn.primitive.name}"
 
 
 def _by_round(rule: Rule, options: LaneOptions) -> list[list[int]]:

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping
 
+from autopar.cost_model.compute import accumulate_seconds
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import PlacedStep, Program
@@ -87,7 +88,8 @@ class Stage:
 
         def kind(v: Value) -> Hashable:
             at_home = self.placed.home[v] == self.index if v in inputs else v in step.constants
-            return (v.shape, v.dtype, v in inputs, at_home, v in outputs, self.pinned.get(v))
+            pins = self.pinned.get(v), step.hints.get(v)
+            return (v.shape, v.dtype, v in inputs, at_home, v in outputs, pins)
 
         return alike_equations(self.programs, look, kind, self.copied)
 
@@ -95,7 +97,7 @@ class Stage:
         """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""
         if kind.name not in self._least:
             self._least[kind.name] = [least_seconds(p, self.rules, self.traffic[p.index], kind) for p in self.programs]
-        found = [3 * self._summed / num_devices / (kind.memory_bandwidth * kind.memory_efficiency), 0.0]
+        found = [accumulate_seconds(kind, self._summed / num_devices), 0.0]
         for program, (shared, fixed) in zip(self.programs, self._least[kind.name], strict=True):
             found[not program.in_loop] += shared / num_devices + fixed
         return found[0], found[1]

@@ -10,13 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Operand, Value, sum_dtype
+from autopar.ir.hint import Hint
 from autopar.ir.local import ProductSizes
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
@@ -182,6 +183,24 @@ def halo_hops(width: int, piece: int, pieces: int) -> Iterator[tuple[int, int]]:
 
 
 @dataclasses.dataclass(frozen=True)
+class Hinted:
+    """An array, in the equation or in its body, whose sharding the user has pinned: it may be no addend."""
+
+    hint: Hint
+    dims: tuple[frozenset[int], ...]  # per dimension the factors that cut it
+    addend: frozenset[int]  # factors over whose pieces it is an addend
+
+    def renamed(self, outer: Mapping[int, int], passing: Collection[int]) -> Hinted:
+        """In the factors of the equation in whose body it is.
+
+        `outer`: by outer factor the one that its cut splits; `passing`: outer factors that leave all as addends.
+        """
+        dims = tuple(frozenset(f for f, inner in outer.items() if inner in dim) for dim in self.dims)
+        addend = frozenset(f for f, inner in outer.items() if inner in self.addend)
+        return dataclasses.replace(self, dims=dims, addend=addend.union(passing))
+
+
+@dataclasses.dataclass(frozen=True)
 class Rule:
     """The factors of one equation.
 
@@ -209,6 +228,7 @@ class Rule:
     kernels: tuple[Kernel, ...] = ()
     gatherings: tuple[Gathering, ...] = ()
     moments: tuple[Moment, ...] = ()  # when most of what one round makes for itself is live
+    hints: tuple[Hinted, ...] = ()
 
     @functools.cached_property
     def key(self) -> Hashable:

@@ -5,11 +5,12 @@ Operands of rank 0, and dimensions of size 1 against larger ones, broadcast impl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Emit, Local, Rule, emit_cast, emit_same
+from autopar.passes.rules.base import DimMap, Emit, Hinted, Local, Rule, emit_cast, emit_same
 from autopar.passes.rules.building import Factors, RuleBuilder, is_inexact, linear_sets
 
 LinearOperands = Callable[[Equation], Iterable[Iterable[int]]]
@@ -98,6 +99,13 @@ def _constraint(eqn: Equation) -> Rule:
     return factors.rule([dims], [dims], linear=linear_sets(eqn, {0}), emit=emit, flops=0.0, unit="none")
 
 
+def _hint(eqn: Equation) -> Rule:
+    """What the user pins of it only limits the strategies."""
+    rule = _constraint(eqn)
+    dims = tuple(frozenset(dim) for dim in rule.outputs[0])
+    return dataclasses.replace(rule, hints=(Hinted(eqn.params["hint"], dims, frozenset()),), emit=emit_same)
+
+
 # Names that only some of the supported versions of JAX know are no burden to the others.
 _SIMPLE = """abs and ceil clamp clz eq eq_to floor ge gt is_finite le le_to lt lt_to max min mulhi ne nextafter not
     one_minus_square or population_count rem round shift_left shift_right_arithmetic shift_right_logical sign square
@@ -136,6 +144,7 @@ RULES: dict[str, RuleBuilder] = {
     "real": elementwise(_in_first, 0.0, "none"),
     "reduce_precision": elementwise(_nowhere, 1.0),
     "select_n": elementwise(_in_cases, 1.0),
+    "autopar_hint": _hint,
     "layout_constraint": _constraint,
     "sharding_constraint": _constraint,
     "relayout": _constraint,

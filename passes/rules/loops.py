@@ -23,6 +23,7 @@ from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
     DimMap,
     Gathering,
+    Hinted,
     InnerSum,
     Kernel,
     Local,
@@ -270,7 +271,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         whole = replicated(eqn)
         kernels = _kernels(body, [], times)
         return dataclasses.replace(
-            whole, unit=_unit(kernels), kernels=kernels, moments=_moments(body, [], layout, {}),
+            whole, unit=_unit(kernels), kernels=kernels, moments=_moments(body, [], layout, {}), hints=_hints(body, []),
             emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
         )  # fmt: skip
     factors = Factors()
@@ -295,7 +296,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=_unit(kernels), gatherings=gatherings,
+        unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered),
         moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
     )  # fmt: skip
 
@@ -446,6 +447,16 @@ def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
     traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
     sides = _outer_sides(kernel.sides, splits)
     return Kernel(times * kernel.flops, _outer(kernel.held, splits), traffic, sides, kernel.dtype, times * kernel.times)
+
+
+def _hints(body: Body, numbered: Sequence[tuple[int, Cut]]) -> tuple[Hinted, ...]:
+    """Of the equations in the body, in the factors of the whole."""
+    found: dict[Hinted, None] = {}
+    for e in body.equations:
+        outer = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+        passing = [f for f, cut in numbered if e.id in cut.passing and e.id not in cut.splits]
+        found.update((hinted.renamed(outer, passing), None) for hinted in body.rules[e.id].hints)
+    return tuple(found)
 
 
 def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[InnerSum, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from autopar.cost_model.hardware import load_preset
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
@@ -38,6 +39,18 @@ def test_memory_reserve_and_num_hosts_may_be_left_out() -> None:
     data = json.loads(cluster_to_json(make_cluster("c", 1, 2, toy_kind(), LINK, NETWORK)))
     del data["hosts"][0]["num_hosts"], data["hosts"][0]["device"]["memory_reserve"]
     assert cluster_from_json(json.dumps(data)) == make_cluster("c", 1, 2, toy_kind(), LINK, NETWORK)
+
+
+def test_a_device_kind_without_efficiencies_falls_back_with_a_warning() -> None:
+    data = json.loads(cluster_to_json(make_cluster("c", 1, 2, toy_kind(), LINK, NETWORK)))
+    names = ("matmul_efficiency", "memory_efficiency", "launch_overhead", "dispatch_overhead")
+    for name in names:
+        del data["hosts"][0]["device"][name]
+    common = load_preset("dgx-a100").hosts[0].kind
+    with pytest.warns(UserWarning, match=rf"hosts\[0\].device: .* {', '.join(names)}: .* of {common.name} \(") as met:
+        kind = cluster_from_json(json.dumps(data)).hosts[0].kind
+    assert len(met) == 1
+    assert kind == dataclasses.replace(toy_kind(), **{name: getattr(common, name) for name in names})
 
 
 _MISSING = object()

@@ -14,6 +14,7 @@ from jax import lax
 
 import autopar
 from autopar.errors import PlanError, StateError, UnsplitWarning
+from autopar.finisher import Finisher
 from autopar.ir.graph import Graph, Literal, Operand
 from autopar.ir.program import PlacedStep
 from autopar.layering import Layered
@@ -23,7 +24,6 @@ from autopar.passes.rules.base import bind
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.table import rule_of
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, finest
-from autopar.planner import Planner
 from autopar.trace import trace
 
 LAYERS, BATCH, WIDTH = 6, 8, 16
@@ -249,12 +249,12 @@ def test_stages_share_a_loop(pipeline: Any) -> None:
 
 def test_a_stage_may_hold_a_loop_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the stages do not fit with the parts joined."""
-    finish = Planner.finish
+    finish = Finisher.finish
 
-    def refused(self: Planner, layered: Layered, placed: PlacedStep, *args: Any) -> Any:
+    def refused(self: Finisher, layered: Layered, placed: PlacedStep, *args: Any) -> Any:
         return None if layered.num_layers == placed.num_stages else finish(self, layered, placed, *args)
 
-    monkeypatch.setattr(Planner, "finish", refused)
+    monkeypatch.setattr(Finisher, "finish", refused)
     x, losses, expected = draw(4, BATCH, WIDTH), [], state_of("shared")
     options: dict[str, Any] = {"batch_axes": (None, 0), "devices": jax.devices()[:2]}
     piped = autopar.parallelize(

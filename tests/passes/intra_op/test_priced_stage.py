@@ -45,7 +45,7 @@ def stage_problems(planner: Planner, m: int, shape: tuple[int, ...] = (4,)) -> t
     layered = planner.layering.layered(m, False)
     placed = layered.placed([])
     mesh = Mesh(tuple(range(4)), shape, ("x", "y")[: len(shape)])
-    tied, free = (planner.stage_problem(layered, placed, 0, mesh, tied=tied) for tied in (True, False))
+    tied, free = (planner.stages.problem(layered, placed, 0, mesh, tied=tied) for tied in (True, False))
     return tied, free
 
 
@@ -95,7 +95,7 @@ def test_costs_rise_with_the_microbatches_in_flight_and_every_choice_fits() -> N
     planner = planner_of_gpt(CONFIG)
     layered = planner.layering.layered(4, True)
     placed = layered.placed([layered.num_layers // 2])
-    roomy = planner.stage_problem(layered, placed, 0, Mesh((0, 1), (2,), ("x",)), tied=True)
+    roomy = planner.stages.problem(layered, placed, 0, Mesh((0, 1), (2,), ("x",)), tied=True)
     hungry = solve(dataclasses.replace(roomy.numbers.problem(1), limit=None), seconds=5.0)
     limit = (roomy.numbers.least_bytes(4) + roomy.numbers.peak_bytes(hungry.choice, 4)) / 2
     tied = StageProblem(dataclasses.replace(roomy.setting, memory_limit=limit))
@@ -126,7 +126,7 @@ def test_renewed_leaves_take_the_place_of_the_last(m: int, gradients: int) -> No
     analysis = analyse(models.adam(models.mlp_loss), state, {"x": examples, "y": examples})
     planner = Planner(analysis, cluster_of(1, 1))
     layered = planner.layering.layered(m, False)
-    problem = planner.stage_problem(layered, layered.placed([]), 0, Mesh((0,), (1,), ("x",)), tied=False)
+    problem = planner.stages.problem(layered, layered.placed([]), 0, Mesh((0,), (1,), ("x",)), tied=False)
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     held = problem.numbers.least_bytes(1) / one
     assert 0 < held - (3 + gradients) < 0.6, "parameters, two moments; a layer or two on the way"

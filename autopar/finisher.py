@@ -1,0 +1,231 @@
+"""From decisions to a plan: where stages and meshes are chosen, their shardings are solved, lowered and priced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import InternalError, PlanMismatchError
+from autopar.ir.graph import LeafCut, Phase, Value
+from autopar.ir.local import StageSharding
+from autopar.ir.mesh import Cluster, Mesh
+from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
+from autopar.ir.program import PlacedStep
+from autopar.ir.schedule import ScheduleName, make_schedule
+from autopar.ir.sharding import Sharding
+from autopar.layering import Layered, Layering
+from autopar.passes.batch import BatchAnalysis
+from autopar.passes.intra_op.numbers import StageNumbers
+from autopar.passes.intra_op.priced_stage import PATIENCE
+from autopar.passes.intra_op.problem import Infeasible, Problem, Solution
+from autopar.passes.intra_op.shard import Contradiction, StageProblem
+from autopar.passes.intra_op.solve import solve
+from autopar.passes.lower import LoweredStep, assemble
+from autopar.passes.pipeline import place
+from autopar.pricing import Prices
+from autopar.stage_costs import StageCosts
+
+_SECONDS = 1.0  # the work limit of a solution
+_GOOD_GAP = 0.01  # relative: what is better by less is not looked for
+_FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
+_MARGIN = 0.005  # of the memory: another choice has another excess
+_MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafHome:
+    """Where an argument leaf lies: the stage and the sharding of each of its pieces."""
+
+    at: tuple[tuple[int, Sharding], ...]
+    cut: LeafCut | None  # None: it is whole
+
+
+_Known = tuple[StageNumbers, int, Solution]  # a problem, the microbatches in flight
+
+
+class Finisher:
+    """Makes plans of one traced step on one cluster whose stages are known."""
+
+    def __init__(
+        self, analysis: BatchAnalysis, cluster: Cluster, method: Method = AUTO, num_layers: int | None = None
+    ) -> None:
+        self.graph, self.method = analysis.graph, method
+        self.layering = Layering(analysis, cluster, method, num_layers)
+        self.stages = StageCosts(Prices(cluster, method.memory_limit), method)
+
+    def finish(
+        self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName
+    ) -> tuple[Plan, LoweredStep] | None:
+        """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
+
+        The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less.
+        """
+        rows = make_schedule(schedule, placed.num_stages, layered.step.num_microbatches)
+        withheld = [0.0] * len(meshes)
+        solved: dict[int, tuple[StageSharding, Solution]] = {}
+        known: list[_Known] = []
+        for _ in range(_MOST_ROUNDS):
+            for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
+                if stage not in solved:
+                    try:
+                        problem, solution = self._solved(
+                            layered, placed, stage, mesh, rows.in_flight(stage), withheld[stage], known
+                        )
+                    except Infeasible as error:
+                        self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
+                        return None
+                    except Contradiction as error:
+                        self.stages.note_contradiction(error)
+                        return None
+                    solved[stage] = problem.read(solution), solution
+            lowered = self.lower(layered, placed, [solved[stage][0] for stage in range(len(meshes))])
+            objective = sum(solution.cost for _, solution in solved.values())
+            bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
+            gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
+            plan = self._price(layered, lowered, schedule, bound, gap)
+            above = {
+                i: stage.memory for i, stage in enumerate(plan.stages) if stage.memory.total > stage.memory.capacity
+            }
+            if not above:
+                return plan, lowered
+            for stage, needed in above.items():
+                uncounted = needed.total - solved.pop(stage)[1].peak
+                excess = needed.total - needed.capacity
+                withheld[stage] = max(uncounted, withheld[stage] + excess) + _MARGIN * needed.capacity
+        stage, needed = max(above.items(), key=lambda item: item[1].total)
+        short = Infeasible(needed.total, needed.capacity, proved=False)
+        self.stages.note_infeasible(short, f"stage {stage} of {placed.num_stages}")
+        return None
+
+    def _solved(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, withheld: float,
+        known: list[_Known],
+    ) -> tuple[StageProblem, Solution]:  # fmt: skip
+        """A stage's problem without so many bytes of each device's memory, and a choice; raises Infeasible.
+
+        Where layers are alike, it is searched from where they choose alike. Of `known` problems, to which this one is
+        added, one with the same numbers and more memory may have a solution that fits: it is as good here.
+        """
+        memory = self.stages.prices.memory(mesh)
+        if withheld >= memory:
+            raise Infeasible(withheld, memory, proved=False)
+        problem = self.stages.problem(layered, placed, stage, mesh, withheld=withheld)
+        numbers = problem.numbers
+        for other, fewer, solution in known:
+            if fewer <= in_flight and numbers.is_like(other):
+                peak = numbers.peak_bytes(solution.choice, in_flight)
+                if numbers.memory_limit is None or peak <= numbers.memory_limit:
+                    return problem, dataclasses.replace(solution, peak=peak)
+        tied = self.stages.problem(layered, placed, stage, mesh, tied=True, withheld=withheld)
+        start = None
+        if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
+            with contextlib.suppress(Infeasible):
+                start = problem.untied(tied, _solve(tied.numbers.problem(in_flight)).choice)
+        found = _solve(numbers.problem(in_flight), start=start)
+        known.append((numbers, in_flight, found))
+        return problem, found
+
+    def follow(
+        self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]
+    ) -> tuple[Plan, LoweredStep]:
+        """Plan where some argument leaves lie: no stage search, an equation goes where its parameters are."""
+        cuts = {i: home.cut for i, home in lies.items() if home.cut is not None}
+        analysis = self.layering.cut(cuts, frozenset(lies) - cuts.keys())
+        analysis.check(num_microbatches)
+        graph = analysis.graph
+        self.stages.pinned = {
+            graph.inputs[k]: at for i, home in lies.items() for k, at in zip(graph.inputs_of[i], home.at, strict=True)
+        }
+        step, rules, _ = self.layering.in_microbatches(analysis, num_microbatches)
+        homes = {v: stage for v, (stage, _) in self.stages.pinned.items()}
+        at: dict[Value, int] = dict(homes)
+        stages: dict[int, int] = {}
+        for eqn in step.equations:
+            stage = max((at[v] for v in eqn.values if v in at), default=0)
+            if eqn.phase is Phase.FORWARD or eqn.id in step.replicable:
+                at.update(dict.fromkeys(eqn.outputs, stage))
+            if eqn.phase is Phase.FORWARD and eqn.id not in step.replicable:
+                stages[eqn.id] = stage
+        placed = place(step, stages, len(meshes), homes)
+        forward = tuple(e for e in step.equations if e.id in stages)
+        layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
+        found = self.finish(layered, placed, meshes, self.method.schedule or "1f1b")
+        if found is None:
+            raise self.stages.infeasible(self.graph.name)
+        return found
+
+    def restore(self, plan: Plan) -> tuple[Plan, LoweredStep, Layered]:
+        """The programs of a plan that was made before, priced anew.
+
+        Raises:
+          PlanMismatchError: the plan is for another function, other shapes or another version of the rules.
+        """
+        if plan.fingerprint != self.graph.fingerprint:
+            raise PlanMismatchError(
+                f"the plan is for {plan.function!r} with fingerprint {plan.fingerprint}, but {self.graph.name!r} with "
+                f"these shapes has {self.graph.fingerprint}: make a plan for this function and these shapes."
+            )
+        for i, cut in plan.leaf_cuts.items():
+            shape = self.graph.inputs[i].shape if i < len(self.graph.inputs) else ()
+            if cut.axis >= len(shape) or cut.bounds[-1] != shape[cut.axis]:
+                raise PlanMismatchError(
+                    f"the plan for {plan.function!r} cuts leaf {i}, of shape {shape}, along axis {cut.axis} at "
+                    f"{cut.bounds}: it was edited inconsistently. Make it again."
+                )
+        analysis = self.layering.cut(plan.leaf_cuts)
+        step, rules, forward = self.layering.in_microbatches(analysis, plan.num_microbatches)
+        layers = tuple(
+            next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
+            for i in range(len(forward))
+        )
+        layered = Layered(analysis, step, rules, forward, layers, len(plan.stages))
+        placed = layered.placed(range(1, len(plan.stages)))
+        values = {v.id: v for v in _all_values(placed)}
+        try:
+            shardings = [
+                StageSharding(
+                    stage.mesh, stage.strategies, {(p, values[v]): s for (p, v), s in stage.layouts.items()},
+                    stage.forward, plan.lower_bound,
+                )
+                for stage in plan.stages
+            ]  # fmt: skip
+            lowered = self.lower(layered, placed, shardings)
+        except (KeyError, InternalError, IndexError) as error:
+            raise PlanMismatchError(
+                f"the plan for {plan.function!r} does not cover the programs of this step ({error!r}): it was edited "
+                "inconsistently, or made by another version of autopar or JAX. Make it again."
+            ) from error
+        fresh = self._price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
+        fresh = with_layers(fresh, [stage.layers for stage in plan.stages])
+        return dataclasses.replace(fresh, method=plan.method, notes=plan.notes), lowered, layered
+
+    def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
+        """Local programs of all stages, with the transfers between them."""
+        resharders = [self.stages.prices.resharder(s.mesh)[0] for s in shardings]
+        return assemble(placed, shardings, layered.rules, resharders, self.stages.prices.transfer)
+
+    def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:
+        layer_of = {e.id: layer for e, layer in zip(layered.forward, layered.layers, strict=True)}
+        return self.stages.prices.price(layered.analysis, self.method.name, lowered, layer_of, schedule, bound, gap)
+
+
+def _solve(problem: Problem, start: Sequence[int] | None = None) -> Solution:
+    return solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start)
+
+
+def with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:
+    """The plan, its stages numbered by the layers of the search."""
+    stages = tuple(dataclasses.replace(s, layers=span) for s, span in zip(plan.stages, spans, strict=True))
+    return dataclasses.replace(plan, stages=stages)
+
+
+def _all_values(placed: PlacedStep) -> list[Value]:
+    step = placed.step
+    found = [*step.graph.inputs, *step.constants, step.microbatch, *step.accumulate.values()]
+    found += [v for pieces in step.keep.values() for v in pieces]
+    for program in placed.programs:
+        found += program.inputs
+        found += [v for e in program.equations for v in e.outputs]
+    return found

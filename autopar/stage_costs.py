@@ -1,0 +1,211 @@
+"""What stages cost: the sharding problems of spans of layers on meshes, solved once for all that look alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from typing import Any
+
+from autopar.errors import InfeasiblePlanError
+from autopar.ir.graph import Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.method import Method
+from autopar.ir.program import PlacedStep
+from autopar.ir.schedule import ScheduleName
+from autopar.ir.sharding import Sharding
+from autopar.ir.units import count_text
+from autopar.layering import Layered
+from autopar.passes.inter_op import StageCost
+from autopar.passes.intra_op.limits import Limits, method_limits
+from autopar.passes.intra_op.priced_stage import PricedStage
+from autopar.passes.intra_op.problem import Infeasible
+from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProblem, StageSetting
+from autopar.passes.intra_op.stage import Stage
+from autopar.passes.intra_op.strategies import OptionsCache
+from autopar.pricing import Prices
+
+_SECONDS = 0.3  # the work limit of a solution: choices rarely improve after the first; its lower bounds do
+_SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
+_FUSED = 0.98  # of the time of kernels that end where a layer does
+
+
+class StageCosts:
+    """Costs of the stages of one step on one cluster, under one method."""
+
+    def __init__(self, prices: Prices, method: Method) -> None:
+        self.prices, self.method = prices, method
+        self.pinned: Mapping[Value, tuple[int, Sharding]] = {}  # inputs that lie somewhere already: stage, sharding
+        self._nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
+        self._nearest_where = ""
+        self._contradictions: dict[str, set[tuple[int, ...]]] = {}  # hint, the shapes of meshes that cannot have it
+        self._contradictory: set[Any] = set()  # problems
+        self._limits: dict[Any, Limits] = {}
+        self._options: dict[Any, OptionsCache] = {}
+        self._remembered: dict[Any, Remembered] = {}
+        self._stages: dict[Any, Stage] = {}
+        self._priced: dict[Any, PricedStage] = {}
+        self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `overhead`
+        self._placed: dict[Any, PlacedStep] = {}
+
+    def cost(
+        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
+    ) -> StageCost | None:
+        """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
+        placed, stage = self._span_placed(layered, span)
+        m = layered.step.num_microbatches
+        key = (placed, self._kind_of_mesh(mesh))
+        priced = self._priced.get(key)
+        if priced is None and key in self._contradictory:
+            return None
+        if priced is None:
+            most = m if schedule == "gpipe" else min(m, layered.num_layers, self.prices.cluster.num_devices)
+            try:
+                problem = self.problem(layered, placed, stage, mesh, tied=True)
+            except Contradiction as error:
+                self._contradictory.add(key)
+                self.note_contradiction(error)
+                return None
+            priced = PricedStage(problem.numbers, most, _SECONDS)
+            self._priced[key] = priced
+        try:
+            solution = priced.solution(in_flight)
+        except Infeasible as error:
+            self.note_infeasible(error, _where(layered, span, mesh))
+            return None
+        self._note_overhead(layered, span, mesh, priced.cheapest.cost)
+        loop = priced.numbers.loop_seconds(solution)
+        return StageCost(loop / m, max(0.0, solution.cost - loop), solution.peak)
+
+    def least(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
+        """What no sharding of a span of layers can beat; None if it fits under none."""
+        state = sum(stage.state_bytes(mesh.shape) for stage in self._layers(layered, span))
+        memory = self.prices.memory(mesh)
+        if state > memory:
+            self.note_infeasible(Infeasible(state, memory, proved=True), _where(layered, span, mesh))
+            return None
+        return StageCost(*self._least_seconds(layered, span, mesh), state)
+
+    def _least_seconds(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> tuple[float, float]:
+        """Of a span of layers per microbatch and once a step, without any communication.
+
+        It is that of the layers by themselves: what kernels across their borders save is far less than `_FUSED`.
+        """
+        kinds = self.prices.cluster.kinds_of(mesh.devices)
+        loop = once = 0.0
+        for stage in self._layers(layered, span):
+            least = [stage.least_seconds(kind, mesh.size) for kind in kinds]
+            loop += min(seconds for seconds, _ in least)
+            once += min(seconds for _, seconds in least)
+        return _FUSED * loop, _FUSED * once
+
+    def _layers(self, layered: Layered, span: tuple[int, int]) -> list[Stage]:
+        """The layers of a span, each as a stage of its own."""
+        first = [layered.spans.first_alike((layer, layer + 1))[0] for layer in range(*span)]
+        return [self._stage(layered, layered.finest, layer) for layer in first]
+
+    def _note_overhead(self, layered: Layered, span: tuple[int, int], mesh: Mesh, seconds: float) -> None:
+        m = layered.step.num_microbatches
+        loop, once = self._least_seconds(layered, span, mesh)
+        for layer in range(*span):
+            first, _ = layered.spans.first_alike((layer, layer + 1))
+            known = self._overheads.setdefault((self._kind_of_mesh(mesh), layered.num_layers, first), {})
+            known[m] = min(known.get(m, math.inf), seconds / (m * loop + once))
+
+    def overhead(self, layered: Layered, layer: int, mesh: Mesh) -> float:
+        """How many times the least seconds spans of layers like this take on such a mesh, by those that were priced.
+
+        What is done once for each microbatch is done more often with more of them, and what is done for each example
+        not less often with fewer.
+        """
+        m = layered.step.num_microbatches
+        first, _ = layered.spans.first_alike((layer, layer + 1))
+        known = self._overheads.get((self._kind_of_mesh(mesh), layered.num_layers, first), {})
+        if m in known:
+            return max(1.0, _SLACK * known[m])
+        others = [1 + (ratio - 1) * min(1.0, m / number) for number, ratio in known.items()]
+        return max(1.0, _SLACK * max(others, default=1.0))
+
+    def _kind_of_mesh(self, mesh: Mesh) -> Hashable:
+        """Equal for meshes on which the same stage costs the same."""
+        return mesh.shape, self.prices.surroundings(mesh)
+
+    def _stage(self, layered: Layered, placed: PlacedStep, index: int) -> Stage:
+        key = (placed, index)
+        if key not in self._stages:
+            pinned = {v: s for v, (at, s) in self.pinned.items() if at == index}
+            self._stages[key] = Stage(placed, index, layered.rules, pinned)
+        return self._stages[key]
+
+    def note_infeasible(self, error: Infeasible, where: str) -> None:
+        if self._nearest is None or error.smallest_peak < self._nearest.smallest_peak:
+            self._nearest, self._nearest_where = error, where
+
+    @property
+    def are_hints_in_the_way(self) -> bool:
+        """Whether some mesh was given up because of a hint."""
+        return bool(self._contradictions)
+
+    def note_contradiction(self, error: Contradiction) -> None:
+        self._contradictions.setdefault(error.what, set()).add(error.shape)
+
+    def _span_placed(self, layered: Layered, span: tuple[int, int]) -> tuple[PlacedStep, int]:
+        """The pipeline of what comes before a span, the span, and what comes after it; and the span's stage.
+
+        Of spans that are alike it is the first.
+        """
+        span = layered.spans.first_alike(span)
+        key = (layered, span)
+        if key not in self._placed:
+            self._placed[key] = layered.placed(sorted({*span} - {0, layered.num_layers}))
+        return self._placed[key], 1 if span[0] > 0 else 0
+
+    def problem(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False, withheld: float = 0.0
+    ) -> StageProblem:
+        """The sharding problem of one stage on a mesh, without so many bytes of each device's memory."""
+        resharder, price = self.prices.resharder(mesh)
+        options = self._options.get((mesh.shape, mesh.axes))
+        if options is None:
+            options = self._options[mesh.shape, mesh.axes] = OptionsCache(mesh)
+        key = (layered, mesh.shape)
+        if key not in self._limits:
+            self._limits[key] = method_limits(self.method, layered.step, layered.rules, mesh)
+        remembered = self._remembered.setdefault((key, self.prices.surroundings(mesh)), Remembered(options))
+        setting = StageSetting(
+            self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
+            self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
+        )  # fmt: skip
+        return StageProblem(setting)
+
+    def infeasible(self, function: str) -> InfeasiblePlanError:
+        """What to raise where no plan was found: the attempt that came closest, with where it was."""
+        cluster, method = self.prices.cluster, self.method
+        conflicts = ""
+        if self._contradictions:
+            what, shapes = next(iter(self._contradictions.items()))
+            tried = ", ".join(map(str, sorted(shapes)[:4])) + (", .." if len(shapes) > 4 else "")
+            conflicts = f"{what}, cannot be had under method {method.name!r} on meshes of the shapes tried ({tried})"
+        if self._nearest is None and conflicts:
+            return InfeasiblePlanError(
+                f"{function} has no plan on cluster {cluster.name!r} ({cluster.num_devices} devices): {conflicts}. "
+                "Change the hint, fix a mesh shape that has its axes and divides the array, or leave the method free."
+            )
+        if self._nearest is None:
+            fixed = {"mesh shape": method.mesh_shape, "number of stages": method.num_stages}
+            wanted = " and ".join(f"{name} {value}" for name, value in fixed.items() if value is not None)
+            return InfeasiblePlanError(
+                f"method {method.name!r} has no plan for {function} on cluster {cluster.name!r} "
+                f"({count_text(cluster.num_devices, 'device')}): the devices cannot be dealt out as it wants"
+                + (f" ({wanted})." if wanted else ".")
+            )
+        limit = self._nearest.limit or 0.0
+        return InfeasiblePlanError(
+            f"{function} fits on cluster {cluster.name!r} under no plan of method {method.name!r}: "
+            f"{self._nearest_where} needs at least {self._nearest.smallest_peak / 2**20:.1f} MiB per device, "
+            f"{limit / 2**20:.1f} MiB are there. Use more devices, devices with more memory, a smaller batch, more "
+            "microbatches, or jax.checkpoint in the model." + (f" Besides, {conflicts}." if conflicts else "")
+        )
+
+
+def _where(layered: Layered, span: tuple[int, int], mesh: Mesh) -> str:
+    return f"a stage of layers {span[0]} to {span[1] - 1} of {layered.num_layers} on {mesh.size} devices"
