@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph, Literal, Value
 from autopar.ir.instructions import Run
 from autopar.ir.local import Port
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import ScheduleName, make_schedule
+from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding
 from autopar.passes.instructions import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_dtype, port_shape
@@ -44,7 +44,8 @@ def build(
         return Array(port_shape(port, lowered.shardings[stage].mesh), port_dtype(port), sharding)
 
     given = frozenset(graph.inputs[i] for i in donate)
-    instructions = write_instructions(lowered, make_schedule(schedule, placed.num_stages, step.num_microbatches), given)
+    rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], step.num_microbatches)
+    instructions = write_instructions(lowered, rows, given)
     donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
     sources = [
         Source(

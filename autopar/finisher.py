@@ -13,7 +13,7 @@ from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import ScheduleName, make_schedule
+from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding
 from autopar.layering import Layered, Layering
 from autopar.passes.batch import BatchAnalysis
@@ -62,8 +62,10 @@ class Finisher:
 
         The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less.
         """
-        rows = make_schedule(schedule, placed.num_stages, layered.step.num_microbatches)
-        withheld = [0.0] * len(meshes)
+        rows = schedule_for(schedule, meshes, layered.step.num_microbatches)
+        # Interleaved stages begin with an equal part of their devices' memory each.
+        rounds = placed.num_stages // rows.num_groups
+        withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
         known: list[_Known] = []
         for _ in range(_MOST_ROUNDS):
@@ -151,7 +153,8 @@ class Finisher:
         placed = place(step, stages, len(meshes), homes)
         forward = tuple(e for e in step.equations if e.id in stages)
         layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
-        found = self.finish(layered, placed, meshes, self.method.schedule or "1f1b")
+        interleaved = len({mesh.devices for mesh in meshes}) < len(meshes)
+        found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b")
         if found is None:
             raise self.stages.infeasible(self.graph.name)
         return found

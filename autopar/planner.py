@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
 from autopar.ir.mesh import Cluster, Mesh
-from autopar.ir.method import AUTO, Method
+from autopar.ir.method import AUTO, Method, StageMethod
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
@@ -36,6 +36,8 @@ _DEAR = 0.05  # above the estimate of the stage search, and with this share of t
 _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
 _MOST_STAGES = 64  # that are tried
+_ROUNDS = (2, 3, 4)  # of interleaved stages
+_MOST_PARTS = 128  # stages of all rounds
 
 _Found = tuple[Plan, LoweredStep]
 
@@ -113,7 +115,11 @@ class Planner:
                 best = found
                 yield found
         if fixed is None:
-            yield from self._other_numbers(best)
+            for found in self._other_numbers(best):
+                best = found
+                yield found
+        if best is not None and self.method.schedule is None and self.method.stages is None:
+            yield from self._interleaved(best[0])
 
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
@@ -133,6 +139,29 @@ class Planner:
             if best is not None:
                 yield best
 
+    def _interleaved(self, plan: Plan) -> Iterator[_Found]:
+        """The stages of a plan of equal ones divided, and dealt out in turn: a pipeline that is filled more quickly."""
+        stages, m = len(plan.stages), plan.num_microbatches
+        if stages == 1 or len({stage.mesh.size for stage in plan.stages}) > 1 or m % stages:
+            return
+        round_ = tuple(StageMethod(1, stage.mesh.shape) for stage in plan.stages)
+        for rounds in _ROUNDS:
+            gain = (stages - 1) * (1 - 1 / rounds) / (m + stages - 1)
+            if gain < _LEAST_GAIN or stages * rounds > _MOST_PARTS:
+                continue
+            method = dataclasses.replace(self.method, stages=round_ * rounds, schedule="interleaved")
+            planner = self._with(method)
+            with contextlib.suppress(PlanError):  # the step has too few layers
+                found = planner._better(m, None, None)
+                if found is not None:
+                    yield found
+
+    def _with(self, method: Method) -> Planner:
+        """A planner by another method, that looks for what is better than what this one has found."""
+        planner = Planner(self.analysis, self.cluster, method)
+        planner._best, planner._deadline = self._best, self._deadline
+        return planner
+
     def _uniform(self, fixed: int | None) -> Iterator[_Found | None]:
         """Better plans of more stages than the search tells apart, each of as many hosts as the others."""
         hosts, method = self.cluster.hosts, self.method
@@ -144,10 +173,7 @@ class Planner:
             each = len(hosts) // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
             shape = (each, hosts[0].num_devices) if each > 1 else (hosts[0].num_devices,)
-            planner = Planner(
-                self.analysis, self.cluster, dataclasses.replace(method, num_stages=stages, mesh_shape=shape)
-            )
-            planner._best, planner._deadline = self._best, self._deadline
+            planner = self._with(dataclasses.replace(method, num_stages=stages, mesh_shape=shape))
             with contextlib.suppress(PlanError):  # the step has too few layers
                 yield planner._better(m, stages, None)
 
@@ -309,7 +335,10 @@ class Planner:
         """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
         found: list[tuple[tuple[int, int], Mesh]] = []
         layer = device = 0
+        interleaved = self.method.schedule == "interleaved"
         for at, stage in enumerate(self.method.stages or ()):
+            if interleaved and device == self.cluster.num_devices:
+                device = 0  # the next round
             size = math.prod(stage.mesh_shape)
             if not candidate_shapes(self.cluster, device, size):
                 raise PlanError(
@@ -323,6 +352,11 @@ class Planner:
             raise PlanError(
                 f"method {self.method.name!r}: its stages have {count_text(device, 'device')}, cluster "
                 f"{self.cluster.name!r} has {self.cluster.num_devices}; choose mesh shapes that have them all."
+            )
+        groups = len({mesh.devices for _, mesh in found})
+        if len(found) % groups or any(mesh != found[at % groups][1] for at, (_, mesh) in enumerate(found)):
+            raise PlanError(
+                f"method {self.method.name!r}: each round of interleaved stages must have the mesh shapes of the first."
             )
         return found
 

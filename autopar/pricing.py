@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
@@ -15,7 +17,7 @@ from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Cluster, DeviceKind, Mesh
 from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import ScheduleName, make_schedule
+from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import StepKind
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
@@ -118,7 +120,7 @@ class Prices:
         graph = analysis.graph
         placed, step = lowered.placed, lowered.placed.step
         m = step.num_microbatches
-        rows = make_schedule(schedule, placed.num_stages, m)
+        rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], m)
         costs = [
             program_cost(local, self.kind(local.mesh), self.resharder(local.mesh)[1]) for local in lowered.programs
         ]
@@ -172,6 +174,13 @@ class Prices:
                     self._memory(lowered, index, mine, rows.in_flight(index)),
                 )
             )
+        kept: dict[tuple[int, ...], int] = defaultdict(int)
+        for stage in stages:
+            kept[stage.mesh.devices] += stage.memory.kept
+        for index, stage in enumerate(stages):
+            others = kept[stage.mesh.devices] - stage.memory.kept  # of other stages on these devices
+            memory = dataclasses.replace(stage.memory, capacity=stage.memory.capacity - others)
+            stages[index] = dataclasses.replace(stage, memory=memory)
         flops = sum(
             c.flops * p.mesh.size * (m if p.program.in_loop else 1)
             for p, c in zip(lowered.programs, costs, strict=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.method import Method, StageMethod
 from autopar.ir.schedule import ScheduleName
 
-_SCHEDULES: tuple[ScheduleName, ...] = typing.get_args(ScheduleName)
+_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
 
 
 def auto(
@@ -34,7 +33,8 @@ def auto(
         axis x of every stage's mesh, matrix products over axis y, and there are two stages or more.
       zero: 0 replicates state over the devices that split examples; 1 shards the optimizer state over them, 2 also the
         gradients, 3 also the parameters.
-      num_stages, num_microbatches, schedule: as they shall be.
+      num_stages, num_microbatches: as they shall be.
+      schedule: "1f1b" or "gpipe". None: 1F1B, its stages interleaved where that is quicker.
       mesh_shape: the logical shape of every stage's mesh (axes x, y); (-1,): one axis.
       memory_limit: bytes that a plan may use of each device, where that is less than there are.
       time_limit: seconds after which planning ends soon, with the best plan found by then; without one it warns and
@@ -129,17 +129,31 @@ def zero(stage: int, num_microbatches: int | None = 1) -> Method:
     return Method(f"zero_{stage}", 1, num_microbatches, (-1,), data_axes=("x",), zero=stage)
 
 
-def megatron(dp: int, tp: int, pp: int, num_microbatches: int) -> Method:
-    """Megatron-LM (Narayanan et al. 2021): `pp` stages, each on a mesh of `dp` x `tp` devices, 1F1B.
+def megatron(dp: int, tp: int, pp: int, num_microbatches: int, chunks: int = 1) -> Method:
+    """Megatron-LM (Narayanan et al. 2021): a pipeline over `pp` meshes of `dp` x `tp` devices, 1F1B.
+
+    With several `chunks` each mesh has so many stages, interleaved with those of the others.
 
     Raises:
-      PlanError: a degree is not a positive integer.
+      PlanError: a degree is not a positive integer, or microbatches do not come in whole groups of `pp` for chunks.
     """
-    for name, degree in {"dp": dp, "tp": tp, "pp": pp, "num_microbatches": num_microbatches}.items():
+    degrees = {"dp": dp, "tp": tp, "pp": pp, "num_microbatches": num_microbatches, "chunks": chunks}
+    for name, degree in degrees.items():
         if not isinstance(degree, int) or degree < 1:
             raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
+    if chunks == 1 or pp == 1:
+        return Method(
+            f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), schedule="1f1b",
+            data_axes=("x",), model_axes=("y",), zero=0,
+        )  # fmt: skip
+    if num_microbatches % pp:
+        raise PlanError(
+            f"megatron(num_microbatches={num_microbatches}, chunks={chunks}): interleaved, the microbatches must be a "
+            f"multiple of pp={pp}."
+        )
     return Method(
-        f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), schedule="1f1b",
+        f"megatron(dp={dp}, tp={tp}, pp={pp}, chunks={chunks})", num_microbatches=num_microbatches,
+        stages=(StageMethod(1, (dp, tp)),) * (pp * chunks), schedule="interleaved",
         data_axes=("x",), model_axes=("y",), zero=0,
     )  # fmt: skip
 
@@ -155,7 +169,8 @@ def pipeline(
     """A pipeline whose stages and meshes are fixed; shardings are free.
 
     Each of `stages` is a number of layers and the shape of a mesh. The forward pass is cut into as many layers of like
-    work as all stages have together, and the cluster's devices are dealt out in order.
+    work as all stages have together, and the cluster's devices are dealt out in order; once more in each further round
+    of stages where `schedule` is "interleaved".
 
     Raises:
       PlanError: there are no stages, or one is not a number of layers and the shape of a mesh of up to three

@@ -15,7 +15,7 @@ from autopar.finisher import Finisher
 from autopar.ir.graph import Equation, Phase
 from autopar.ir.plan import Plan
 from autopar.ir.plan_text import render
-from autopar.ir.schedule import make_schedule
+from autopar.ir.schedule import schedule_for
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.ir.units import seconds_text
@@ -105,7 +105,7 @@ class _Solved:
         mesh = plan.stages[stage].mesh
         self.problem = finisher.stages.problem(layered, lowered.placed, stage, mesh)
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
-        rows = make_schedule(plan.schedule, len(plan.stages), plan.num_microbatches)
+        rows = schedule_for(plan.schedule, [s.mesh for s in plan.stages], plan.num_microbatches)
         self.in_flight = rows.in_flight(stage)
         self.choice = _choice(self.problem, plan, stage)
         self.cost, _ = evaluate(self.problem.numbers.problem(self.in_flight), self.choice)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import pathlib
 import platform
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 def use_virtual_devices(count: int) -> None:
@@ -43,6 +48,13 @@ def machine() -> dict[str, Any]:
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
+
+
+def each_in_a_process(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+    """`work` of each item, one after the other, each in a fresh process."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+        yield from pool.map(work, items)
 
 
 @dataclasses.dataclass(frozen=True)

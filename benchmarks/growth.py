@@ -9,9 +9,7 @@ Bars: at most linear in the layers, at most quadratic in the hosts.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import multiprocessing
 import pathlib
 import time
 from collections.abc import Sequence
@@ -119,14 +117,12 @@ def bars(rows: Sequence[Measured]) -> dict[str, common.Bar]:
 
 def run(path: pathlib.Path | None) -> None:
     """Measure all, each in a process of its own, and report."""
-    context = multiprocessing.get_context("spawn")
     rows = []
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        for row in pool.map(measure, points()):
-            print(
-                f"{row.series}: {row.number}, {row.equations} equations traced in {row.tracing:.1f} s, planned in "
-                f"{row.planning:.1f} s; {row.seconds:.4g} s a step, {row.plan}",
-                flush=True,
-            )
-            rows.append(row)
+    for row in common.each_in_a_process(measure, points()):
+        print(
+            f"{row.series}: {row.number}, {row.equations} equations traced in {row.tracing:.1f} s, planned in "
+            f"{row.planning:.1f} s; {row.seconds:.4g} s a step, {row.plan}",
+            flush=True,
+        )
+        rows.append(row)
     common.report(bars(rows), [dataclasses.asdict(row) for row in rows], path)

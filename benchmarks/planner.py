@@ -12,23 +12,21 @@ longer; the largest is planned in 5 minutes.
 
 growth: planning time against the number of layers, scanned and unrolled, and of devices. Bars: the exponents.
 
-Planning time is wall time of a fresh process, once JAX is imported.
+Planning time is wall time of a fresh process, once JAX is imported; of growth, CPU time.
 """
 
 from __future__ import annotations
 
 import argparse
-import concurrent.futures
 import csv
 import dataclasses
 import json
 import math
-import multiprocessing
 import pathlib
 import resource
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import autopar
@@ -44,6 +42,7 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
     "moe": {"dtype": "fp16", "optimizer": "adafactor", "master_copy": "fp32", "remat": True, "mlp_factor": 8},
     "wresnet": {"optimizer": "sgd_momentum", "remat": True, "num_classes": 1024},
 }
+LARGEST = {"gpt 39B on 64": ("gpt_39B", 60.0), "megatron 1008.0B on 3072": ("megatron_1008B", 300.0)}  # seconds
 MICROBATCH_SIZES = (1, 2, 4)  # of Megatron-LM, where the table at hand does not say
 
 
@@ -118,20 +117,23 @@ def megatron_cases() -> list[Case]:
 
 def _megatron_case(row: Mapping[str, str]) -> Case:
     tp, pp, gpus, batch_size = (int(row[name]) for name in ("TP", "PP", "gpus", "global_batch"))
-    dp = gpus // (tp * pp)
+    dp, layers = gpus // (tp * pp), int(row["layers"])
     sizes = [int(row["microbatch"])] if row["microbatch"] else MICROBATCH_SIZES
     numbers = [batch_size // (dp * size) for size in sizes if batch_size % (dp * size) == 0]
+    # Interleaved with as few stages a device as the layers allow, where there is a pipeline.
+    chunks = next((n for n in (2, 3) if pp > 1 and layers % (pp * n) == 0), 1)
     return Case(
         name=f"megatron {row['params_B']}B on {gpus}",
         spec=published.megatron_spec(row),
         batch_size=batch_size,
         cluster=autopar.load_preset("dgx-a100", num_hosts=gpus // 8),
         num_microbatches=numbers[0],
-        rivals={f"megatron in {m}": recipes.megatron(dp, tp, pp, m) for m in numbers},
+        rivals={
+            f"megatron in {m}" + (f", {n} stages a device" if n > 1 else ""): recipes.megatron(dp, tp, pp, m, n)
+            for m in numbers
+            for n in dict.fromkeys((1, chunks if m % pp == 0 else 1))
+        },
     )
-
-
-LARGEST = {"gpt 39B on 64": ("gpt_39B", 60.0), "megatron 1008.0B on 3072": ("megatron_1008B", 300.0)}  # seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,13 +177,6 @@ def outcomes(case: Case) -> dict[str, Outcome]:
         "ours": planned(case, recipes.auto(baselines=False)),
         **{name: planned(case, method) for name, method in case.rivals.items()},
     }
-
-
-def run(cases: Sequence[Case]) -> Iterator[tuple[Case, dict[str, Outcome]]]:
-    """Each case in a process of its own, one after the other."""
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
-        yield from zip(cases, pool.map(outcomes, cases), strict=True)
 
 
 def margin(found: Mapping[str, Outcome]) -> float:
@@ -235,7 +230,7 @@ def main() -> None:
     if not cases:
         parser.error(f"--only {arguments.only!r}: no case has this in its name")
     rows = []
-    for case, found in run(cases):
+    for case, found in zip(cases, common.each_in_a_process(outcomes, cases), strict=True):
         print(f"{case.name}: {margin(found):.3f} of the best other's time")
         print(*(_line(name, outcome) for name, outcome in found.items()), sep="\n", flush=True)
         rows.append((case, found))

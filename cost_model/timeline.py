@@ -8,9 +8,9 @@ What waits for what, for a crossing (source stage, target stage, phase):
     BACKWARD   the target's backward of a microbatch waits for the source's backward of it
     UPDATE     the target's update waits for the source's last program (a global norm, a shared gradient)
 
-Besides, a stage runs its programs one after the other in the schedule's order, and its backward of a microbatch needs
-its own forward. A transfer starts when its program has ended and its link, the ordered pair of stages, is free; the
-sender goes on at once.
+Besides, a group of devices runs the programs of its stages one after the other in the schedule's order, and a stage's
+backward of a microbatch needs its own forward. A transfer starts when its program has ended and its link, the ordered
+pair of stages, is free; the sender goes on at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class TransferEvent:
 class Timeline:
     """A step in simulated time. A prologue or update that takes no time has no event."""
 
-    num_stages: int
+    num_groups: int  # of devices
     events: tuple[Event, ...]  # by start, then stage
     transfers: tuple[TransferEvent, ...]  # by start, then source and target
     makespan: float  # seconds until the last program has ended
@@ -85,11 +85,11 @@ class Timeline:
 
     @property
     def bubble_fraction(self) -> float:
-        """Share of the stages' time in which they run nothing; every stage counts the same."""
+        """Share of the time in which groups of devices run nothing; every group counts the same."""
         if not self.makespan:
             return 0.0
         busy = sum(event.end - event.start for event in self.events)
-        return 1.0 - busy / (self.num_stages * self.makespan)
+        return 1.0 - busy / (self.num_groups * self.makespan)
 
 
 def simulate(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> Timeline:
@@ -149,7 +149,7 @@ class _Simulation:
         self._times = times
         self._events: list[Event] = []
         self._sent: list[TransferEvent] = []
-        self._clock = [0.0] * schedule.num_stages  # when the stage is free
+        self._clock = [0.0] * schedule.num_groups  # when the group is free
         self._link: dict[tuple[int, int], float] = defaultdict(float)  # when the link is free
         self._done: set[Task] = set()
         # When all transfers so far have arrived that these wait for.
@@ -172,15 +172,16 @@ class _Simulation:
             for target, arrival in self._send(stage, Phase.PROLOGUE, ONCE, end):
                 self._arrived_first[target] = max(self._arrived_first[target], arrival)
         for stage in stages:
-            self._clock[stage] = max(self._clock[stage], self._arrived_first[stage])
+            group = self._schedule.group_of(stage)
+            self._clock[group] = max(self._clock[group], self._arrived_first[stage])
         self._run_tasks()
         for stage in stages:
-            for target, arrival in self._send(stage, Phase.UPDATE, ONCE, self._clock[stage]):
+            for target, arrival in self._send(stage, Phase.UPDATE, ONCE, self._clock[self._schedule.group_of(stage)]):
                 self._arrived_update[target] = max(self._arrived_update[target], arrival)
         for stage in stages:
             self._run(stage, Phase.UPDATE, ONCE, self._arrived_update[stage], self._times[stage].update)
         return Timeline(
-            self._schedule.num_stages,
+            self._schedule.num_groups,
             tuple(sorted(self._events, key=lambda event: (event.start, event.stage))),
             tuple(sorted(self._sent, key=lambda event: (event.start, event.source, event.target))),
             max(self._clock, default=0.0),
@@ -192,10 +193,10 @@ class _Simulation:
         moved = True
         while moved:
             moved = False
-            for stage, row in enumerate(rows):
-                while position[stage] < len(row) and not self._missing(row[position[stage]]):
-                    self._run_task(row[position[stage]])
-                    position[stage] += 1
+            for group, row in enumerate(rows):
+                while position[group] < len(row) and not self._missing(row[position[group]]):
+                    self._run_task(row[position[group]])
+                    position[group] += 1
                     moved = True
         stuck = [row[at] for row, at in zip(rows, position, strict=True) if at < len(row)]
         if stuck:
@@ -218,13 +219,14 @@ class _Simulation:
         self._done.add(task)
 
     def _run(self, stage: int, phase: Phase, microbatch: int, ready: float, seconds: float) -> float:
-        """Run a program as soon as the stage is free and its operands are ready; gives its end."""
+        """Run a program as soon as its devices are free and its operands are ready; gives its end."""
+        group = self._schedule.group_of(stage)
         if not seconds and microbatch == ONCE:
             # Nothing to show, but an update that does nothing still ends no earlier than what it waits for.
-            self._clock[stage] = max(self._clock[stage], ready)
-            return self._clock[stage]
-        start = max(self._clock[stage], ready)
-        self._clock[stage] = start + seconds
+            self._clock[group] = max(self._clock[group], ready)
+            return self._clock[group]
+        start = max(self._clock[group], ready)
+        self._clock[group] = start + seconds
         self._events.append(Event(stage, phase, microbatch, start, start + seconds))
         return start + seconds
 
@@ -252,16 +254,17 @@ def _name(task: Task) -> str:
 
 
 def _check(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> None:
-    if not len(times) == len(schedule.tasks) == schedule.num_stages:
+    if len(times) != schedule.num_stages or not schedule.tasks or schedule.num_stages % schedule.num_groups:
         raise InternalError(
             f"a schedule of {schedule.num_stages} stages has tasks for {len(schedule.tasks)} and times for {len(times)}"
         )
-    for stage, row in enumerate(schedule.tasks):
+    for group, row in enumerate(schedule.tasks):
         if len(set(row)) < len(row):
-            raise InternalError(f"stage {stage} has a task twice in the schedule {schedule.name!r}")
+            raise InternalError(f"group {group} has a task twice in the schedule {schedule.name!r}")
         for task in row:
-            if task.stage != stage or not task.phase.in_loop or not 0 <= task.microbatch < schedule.num_microbatches:
-                raise InternalError(f"{_name(task)} stands among the tasks of stage {stage}")
+            fits = schedule.group_of(task.stage) == group and 0 <= task.stage < schedule.num_stages
+            if not fits or not task.phase.in_loop or not 0 <= task.microbatch < schedule.num_microbatches:
+                raise InternalError(f"{_name(task)} stands among the tasks of group {group}")
     for stage, each in enumerate(times):
         if not all(0 <= seconds < float("inf") for seconds in dataclasses.astuple(each)):
             raise InternalError(f"stage {stage} cannot take {each}")

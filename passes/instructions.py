@@ -1,8 +1,9 @@
 """From a lowered step and a schedule to instruction lists.
 
- 1. Each stage's list: bridges and prologue, the schedule's tasks, bridges and update. 2. A register per (stage, value,
-sharding, microbatch). 3. The stages' lists are interleaved by playing them: an entry is issued once its inputs
-have been. A value is sent as soon as it has been made. 4. What nobody reads again is freed at its last reader.
+ 1. Lists: each stage's bridges and prologue, the schedule's tasks of each group of devices, each stage's bridges and
+update. 2. A register per (stage, value, sharding, microbatch). 3. The lists are interleaved by playing them: an entry
+is issued once its inputs have been. A value is sent as soon as it has been made. 4. What nobody reads again is freed at
+its last reader.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from autopar.ir.local import LocalProgram, Port
 from autopar.ir.schedule import Schedule
 from autopar.passes.lower import LoweredStep
 
-# A program with its microbatch, or a phase: "send what was stored before it".
-_Entry = tuple[int, int | None] | Phase
+# A program with its microbatch, or a stage and a phase: "send what was stored before it".
+_Entry = tuple[int, int | None] | tuple[int, Phase]
 
 
 class _Writer:
@@ -69,8 +70,9 @@ class _Writer:
     def run(self) -> InstructionList:
         stages = range(self.lowered.placed.num_stages)
         # No update is issued before the last microbatch of every stage: what fails till then leaves the state intact.
-        for queues in ([self._loop_queue(s) for s in stages], [self._once(s, Phase.UPDATE) for s in stages]):
-            self._interleave(queues)
+        self._interleave([self._once(s, Phase.PROLOGUE) for s in stages])
+        self._interleave([self._loop_queue(group) for group in range(self.schedule.num_groups)])
+        self._interleave([self._once(s, Phase.UPDATE) for s in stages])
         results = [None if r is None else self._register(r[0], r[1], None) for r in self.lowered.results]
         return InstructionList(
             tuple(self._with_frees({r for r in results if r is not None})), len(self.numbers), self.leaves,
@@ -81,26 +83,24 @@ class _Writer:
         heads = [0] * len(queues)
         while any(head < len(queue) for head, queue in zip(heads, queues, strict=True)):
             moved = False
-            for stage, queue in enumerate(queues):
-                while heads[stage] < len(queue) and self._issue(stage, queue[heads[stage]]):
-                    heads[stage] += 1
+            for number, queue in enumerate(queues):
+                while heads[number] < len(queue) and self._issue(queue[heads[number]]):
+                    heads[number] += 1
                     moved = True
             if not moved:
                 stuck = [queue[head] for head, queue in zip(heads, queues, strict=True) if head < len(queue)]
-                raise InternalError(f"the schedule cannot go on: every stage waits ({stuck})")
+                raise InternalError(f"the schedule cannot go on: all devices wait ({stuck})")
 
-    def _loop_queue(self, stage: int) -> list[_Entry]:
-        """The prologue and the schedule's tasks of a stage."""
-        queue = self._once(stage, Phase.PROLOGUE)
-        for task in self.schedule.tasks[stage]:
-            queue += [(i, task.microbatch) for i in self._programs(stage, task.phase)]
-        return queue
+    def _loop_queue(self, group: int) -> list[_Entry]:
+        """The schedule's tasks of a group of devices."""
+        tasks = self.schedule.tasks[group]
+        return [(i, task.microbatch) for task in tasks for i in self._programs(task.stage, task.phase)]
 
     def _once(self, stage: int, phase: Phase) -> list[_Entry]:
         """Bridges, then "send what was stored before this phase", then the phase's programs."""
         programs = self._programs(stage, phase)
         bridges = [i for i in programs if not self.lowered.programs[i].program.equations]
-        return [*((i, None) for i in bridges), phase, *((i, None) for i in programs if i not in bridges)]
+        return [*((i, None) for i in bridges), (stage, phase), *((i, None) for i in programs if i not in bridges)]
 
     def _programs(self, stage: int, phase: Phase) -> list[int]:
         return [
@@ -108,12 +108,13 @@ class _Writer:
             if local.program.stage == stage and local.program.phase is phase
         ]  # fmt: skip
 
-    def _issue(self, stage: int, entry: _Entry) -> bool:
-        if isinstance(entry, Phase):
-            self._send_stored(stage, entry)
-            return True
+    def _issue(self, entry: _Entry) -> bool:
         index, microbatch = entry
+        if isinstance(microbatch, Phase):
+            self._send_stored(index, microbatch)
+            return True
         local = self.lowered.programs[index]
+        stage = local.program.stage
         inputs = [self._register(stage, port, microbatch) for port in local.inputs]
         for register, port in zip(inputs, local.inputs, strict=True):
             if port.value in self.totals and register not in self.ready and local.program.in_loop:

@@ -247,7 +247,7 @@ def test_no_restriction_is_quicker_than_freedom() -> None:
         ({"data": 1}, "True, False or None"),
         ({"num_stages": 0}, "whole number above 0"),
         ({"mesh_shape": (0,)}, "one to three whole numbers"),
-        ({"schedule": "zb"}, "one of gpipe, 1f1b"),
+        ({"schedule": "zb"}, "one of 1f1b, gpipe"),
         ({"memory_limit": 0.5}, "whole number above 0"),
         ({"time_limit": 0}, "seconds above 0"),
         ({"data": False, "zero": 1}, "contradict"),

@@ -313,12 +313,14 @@ def _read_plan(value: Any, path: str) -> dict[str, Any]:
 
 
 def _check_devices(cluster: Cluster, stages: Sequence[StagePlan]) -> None:
+    """Each device has one stage, or every n-th where n groups of devices have several stages in turn."""
+    groups = len({stage.mesh.devices for stage in stages})
     owner: dict[int, int] = {}
     for index, stage in enumerate(stages):
         for position, device in enumerate(stage.mesh.devices):
             at = f"stages[{index}].mesh.devices[{position}]"
             if device >= cluster.num_devices:
                 raise bad(at, device, f"a device of the cluster, 0 to {cluster.num_devices - 1}")
-            if device in owner:
-                raise bad(at, device, f"a device that no other stage has; stage {owner[device]} has it, too")
-            owner[device] = index
+            first = owner.setdefault(device, index)
+            if (index - first) % groups or stage.mesh.devices != stages[first].mesh.devices:
+                raise bad(at, device, f"a device that no other stage has; stage {first} has it, too")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.ir.graph import LeafCut
@@ -20,11 +21,16 @@ class StageMemory:
     gradients: int  # running sums over microbatches
     activations: int  # held between programs, for all microbatches in flight
     temporaries: int  # inside the hungriest program
-    capacity: int  # bytes that one device offers to arrays
+    capacity: int  # bytes that one device offers to arrays of this stage
+
+    @property
+    def kept(self) -> int:
+        """Also while another stage of the device runs."""
+        return self.state + self.gradients + self.activations
 
     @property
     def total(self) -> int:
-        return self.state + self.gradients + self.activations + self.temporaries
+        return self.kept + self.temporaries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,9 +107,15 @@ class PlanRecord:
 
     @property
     def num_devices(self) -> int:
-        return sum(stage.mesh.size for stage in self.stages)
+        return sum(map(len, {stage.mesh.devices for stage in self.stages}))
 
     @property
     def peak_memory(self) -> int:
         """Predicted bytes on the device that needs most."""
-        return max(stage.memory.total for stage in self.stages)
+        kept: dict[tuple[int, ...], int] = defaultdict(int)
+        temporaries: dict[tuple[int, ...], int] = defaultdict(int)
+        for stage in self.stages:
+            devices, memory = stage.mesh.devices, stage.memory
+            kept[devices] += memory.kept
+            temporaries[devices] = max(temporaries[devices], memory.temporaries)
+        return max(kept[devices] + temporaries[devices] for devices in kept)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Literal
 
 from autopar.ir.graph import Phase
+from autopar.ir.mesh import Mesh
 
-ScheduleName = Literal["gpipe", "1f1b"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,32 +23,69 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Which task each stage runs when."""
+    """Which task each group of devices runs when; stage i is on group i modulo their number."""
 
     name: ScheduleName
     num_stages: int
     num_microbatches: int
-    tasks: tuple[tuple[Task, ...], ...]  # by stage, in execution order
+    tasks: tuple[tuple[Task, ...], ...]  # by group, in execution order
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.tasks)
+
+    def group_of(self, stage: int) -> int:
+        return stage % len(self.tasks)
 
     def in_flight(self, stage: int) -> int:
         """Most microbatches whose forward is done and whose backward is not, at this stage."""
         now = most = 0
-        for task in self.tasks[stage]:
-            now += 1 if task.phase is Phase.FORWARD else -1
-            most = max(most, now)
+        for task in self.tasks[self.group_of(stage)]:
+            if task.stage == stage:
+                now += 1 if task.phase is Phase.FORWARD else -1
+                most = max(most, now)
         return most
 
 
-def make_schedule(name: ScheduleName, num_stages: int, num_microbatches: int) -> Schedule:
-    """GPipe (Huang et al. 2019: all forwards, then all backwards) or 1F1B (Narayanan et al. 2021, section 2.2)."""
+def make_schedule(
+    name: ScheduleName, num_stages: int, num_microbatches: int, num_groups: int | None = None
+) -> Schedule:
+    """GPipe (Huang et al. 2019: all forwards, then all backwards), 1F1B or interleaved 1F1B (Narayanan et al. 2021).
+
+    `num_groups` of devices, a divisor of `num_stages` that is smaller where stages are interleaved: each group has
+    several stages, with all others between them, so that a pipeline fills and drains in shorter steps.
+    """
+    groups = num_stages if num_groups is None else num_groups
+    rounds = num_stages // groups
     rows = []
-    for stage in range(num_stages):
-        warmup = num_microbatches if name == "gpipe" else min(num_microbatches, num_stages - stage)
-        forward = [Task(stage, Phase.FORWARD, i) for i in range(num_microbatches)]
-        backward = [Task(stage, Phase.BACKWARD, i) for i in range(num_microbatches)]
+    for group in range(groups):
+        order = _order(groups, rounds, num_microbatches)
+        forward = [Task(k * groups + group, Phase.FORWARD, i) for k, i in order]
+        backward = [Task((rounds - 1 - k) * groups + group, Phase.BACKWARD, i) for k, i in order]
+        warmup = len(order)
+        # Interleaved, microbatches must come in whole groups, lest devices wait for one another.
+        if name != "gpipe" and (rounds == 1 or num_microbatches % groups == 0):
+            # Section 2.2: what follows in the same round, and twice the distance to the end where rounds follow.
+            behind = groups - group - 1
+            warmup = min(warmup, 1 + (behind if rounds == 1 else 2 * behind + (rounds - 1) * groups))
         row = forward[:warmup]
         for i, task in enumerate(backward):
             row.append(task)
             row += forward[warmup + i : warmup + i + 1]
         rows.append(tuple(row))
     return Schedule(name, num_stages, num_microbatches, tuple(rows))
+
+
+def schedule_for(name: ScheduleName, meshes: Sequence[Mesh], num_microbatches: int) -> Schedule:
+    """The schedule of stages on these meshes, in order; stages with the same devices are interleaved."""
+    return make_schedule(name, len(meshes), num_microbatches, len({mesh.devices for mesh in meshes}))
+
+
+def _order(groups: int, rounds: int, num_microbatches: int) -> list[tuple[int, int]]:
+    """(round, microbatch): as many microbatches as there are groups go through all rounds together."""
+    return [
+        (k, i)
+        for first in range(0, num_microbatches, groups)
+        for k in range(rounds)
+        for i in range(first, min(first + groups, num_microbatches))
+    ]

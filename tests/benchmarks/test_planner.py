@@ -59,10 +59,13 @@ def test_configurations_of_megatron() -> None:
     cases = {case.name: case for case in planner.megatron_cases()}
     assert len(cases) == 10
     largest = cases["megatron 1008.0B on 3072"]
-    assert largest.rivals == {
-        f"megatron in {m}": recipes.megatron(6, 8, 64, m) for m in (512, 256, 128)
-    }  # 3072 / 6 examples each
-    assert list(cases["megatron 39.1B on 512"].rivals) == ["megatron in 12"]  # the published 4 examples each
+    plain = {f"megatron in {m}": recipes.megatron(6, 8, 64, m) for m in (512, 256, 128)}  # 3072 / 6 examples each
+    interleaved = {f"{name}, 2 stages a device": recipes.megatron(6, 8, 64, m, 2)
+                   for name, m in zip(plain, (512, 256, 128), strict=True)}  # fmt: skip
+    assert largest.rivals == {**plain, **interleaved}
+    names = ["megatron in 12", "megatron in 12, 2 stages a device"]
+    assert list(cases["megatron 39.1B on 512"].rivals) == names  # the published 4 examples each
+    assert list(cases["megatron 1.7B on 32"].rivals) == ["megatron in 1"]
     parameters = 128 * 12 * 25600**2 + 51200 * 25600
     assert parameters == pytest.approx(1008e9, rel=0.01)
     assert largest.spec["hidden_size"] == 25600

@@ -49,6 +49,34 @@ def test_equal_stages_without_transfers(name: ScheduleName, stages: int, microba
     assert not timeline.transfers
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, 7])
+@pytest.mark.parametrize("rounds", [2, 3, 4])
+@pytest.mark.parametrize("times", [1, 2, 5])
+def test_interleaved_stages_without_transfers(groups: int, rounds: int, times: int) -> None:
+    # Narayanan et al. 2021, section 2.2.2: the bubble is 1 / v of (S - 1)(f + b), with v stages for each device.
+    microbatches, f, b = times * groups, 3.0, 5.0
+    schedule = make_schedule("interleaved", groups * rounds, microbatches, groups)
+    each = StageTimes(f / rounds, b / rounds)
+    timeline = simulate(schedule, [each] * (groups * rounds), _chain(groups * rounds))
+    assert timeline.makespan == pytest.approx((microbatches + (groups - 1) / rounds) * (f + b))
+    busy = microbatches * (f + b)
+    assert timeline.bubble_fraction == pytest.approx(1 - busy / timeline.makespan)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 5])
+@pytest.mark.parametrize("rounds", [1, 2, 3, 4])
+@pytest.mark.parametrize("microbatches", range(1, 13))
+def test_every_schedule_ends_and_runs_every_task_once(groups: int, rounds: int, microbatches: int) -> None:
+    stages = groups * rounds
+    names: tuple[ScheduleName, ...] = ("gpipe", "interleaved" if rounds > 1 else "1f1b")
+    for name in names:
+        schedule = make_schedule(name, stages, microbatches, groups)
+        simulate(schedule, [StageTimes(1.0, 2.0)] * stages, _chain(stages))
+        tasks = [task for row in schedule.tasks for task in row]
+        every = itertools.product(range(stages), (FORWARD, BACKWARD), range(microbatches))
+        assert sorted(map(str, tasks)) == sorted(str(Task(*one)) for one in every)
+
+
 def test_gpipe_with_transfers() -> None:
     # Forward: the last stage starts after 3 forwards and 3 transfers, then runs all 8 without a gap.
     # The backwards likewise: the first stage starts its own after 3 * 4 + 3 * 1.5 more and runs 8 * 4.
@@ -136,9 +164,11 @@ def test_nothing_to_do() -> None:
 
 def _random_case(seed: int) -> tuple[Schedule, list[StageTimes], dict[Crossing, float]]:
     random_ = random.Random(seed)
-    stages, microbatches = random_.randint(1, 5), random_.randint(1, 7)
-    names: tuple[ScheduleName, ...] = ("gpipe", "1f1b")
-    schedule = make_schedule(random_.choice(names), stages, microbatches)
+    names: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
+    name = random_.choice(names)
+    groups, rounds = random_.randint(1, 5), random_.randint(2, 3) if name == "interleaved" else 1
+    stages, microbatches = groups * rounds, groups * random_.randint(1, 2) if rounds > 1 else random_.randint(1, 7)
+    schedule = make_schedule(name, stages, microbatches, groups)
     times = [StageTimes(*(random_.uniform(0.5, 2.0) for _ in range(4))) for _ in range(stages)]
     crossings: dict[Crossing, float] = {}
     for source, target in itertools.permutations(range(stages), 2):
@@ -162,11 +192,12 @@ def test_longest_path_when_no_link_is_contended(seed: int) -> None:
     def seconds(stage: int, phase: Phase) -> float:
         return times[stage].forward if phase is FORWARD else times[stage].backward
 
-    for stage, row in enumerate(schedule.tasks):
-        graph.add_edge("start", row[0], weight=times[stage].prologue)
+    for group, row in enumerate(schedule.tasks):
+        mine = times[group :: schedule.num_groups]
+        graph.add_edge("start", row[0], weight=sum(each.prologue for each in mine))
         for before, after in itertools.pairwise(row):
-            graph.add_edge(before, after, weight=seconds(stage, before.phase))
-        graph.add_edge(row[-1], "end", weight=seconds(stage, row[-1].phase) + times[stage].update)
+            graph.add_edge(before, after, weight=seconds(before.stage, before.phase))
+        graph.add_edge(row[-1], "end", weight=seconds(row[-1].stage, row[-1].phase) + sum(t.update for t in mine))
     for (source, target, phase), transfer in crossings.items():
         for i in range(schedule.num_microbatches):
             weight = seconds(source, phase) + transfer
@@ -179,12 +210,13 @@ class _Events:
     """The step from a queue of events: programs and transfers end, and whoever waited for them looks again."""
 
     def __init__(self, schedule: Schedule, times: list[StageTimes], crossings: dict[Crossing, float]) -> None:
-        stages = range(schedule.num_stages)
-        self.times, self.crossings = times, crossings
+        self.times, self.crossings, self.group_of = times, crossings, schedule.group_of
+        groups = range(schedule.num_groups)
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
         self.order = itertools.count()
         self.rows = [list(row) for row in schedule.tasks]
-        self.free = [False for _ in stages]
+        self.updates = [list(range(group, schedule.num_stages, schedule.num_groups)) for group in groups]
+        self.free = [False for _ in groups]
         self.finished: dict[int, float] = {}
         self.waits: dict[object, set[tuple[int, Phase, int]]] = defaultdict(set)  # task or stage -> messages missing
         self.queues: dict[tuple[int, int], list[tuple[Phase, int]]] = defaultdict(list)  # the first is under way
@@ -196,8 +228,8 @@ class _Events:
                     self.waits[Task(target, phase, i)].add((source, phase, i))
 
     def makespan(self) -> float:
-        for stage, each in enumerate(self.times):
-            self.at(each.prologue, partial(self.stage_free, stage))
+        for group, stages in enumerate(self.updates):
+            self.at(sum(self.times[stage].prologue for stage in stages), partial(self.group_free, group))
         while self.heap:
             now, _, act = heapq.heappop(self.heap)
             act(now)
@@ -207,29 +239,34 @@ class _Events:
     def at(self, moment: float, act: Callable[[float], None]) -> None:
         heapq.heappush(self.heap, (moment, next(self.order), act))
 
-    def stage_free(self, stage: int, now: float) -> None:
-        self.free[stage] = True
-        self.look(stage, now)
+    def group_free(self, group: int, now: float) -> None:
+        self.free[group] = True
+        self.look(group, now)
 
-    def look(self, stage: int, now: float) -> None:
-        if not self.free[stage]:
+    def look(self, group: int, now: float) -> None:
+        if not self.free[group]:
             return
-        if self.rows[stage]:
-            task = self.rows[stage][0]
+        if self.rows[group]:
+            task = self.rows[group][0]
             if not self.waits[task]:
-                self.free[stage] = False
-                del self.rows[stage][0]
-                each = self.times[stage]
+                self.free[group] = False
+                del self.rows[group][0]
+                each = self.times[task.stage]
                 lasts = each.forward if task.phase is FORWARD else each.backward
                 self.at(now + lasts, partial(self.task_ends, task))
-        elif stage not in self.finished and not self.waits[stage]:
+        elif self.updates[group] and not self.waits[self.updates[group][0]]:
+            stage = self.updates[group].pop(0)
+            self.free[group] = False
             self.finished[stage] = now + self.times[stage].update
+            self.at(self.finished[stage], partial(self.group_free, group))
 
     def task_ends(self, task: Task, now: float) -> None:
         self.send(task.stage, task.phase, task.microbatch, now)
-        if not self.rows[task.stage]:
-            self.send(task.stage, Phase.UPDATE, ONCE, now)
-        self.stage_free(task.stage, now)
+        group = self.group_of(task.stage)
+        if not self.rows[group]:
+            for stage in self.updates[group]:
+                self.send(stage, Phase.UPDATE, ONCE, now)
+        self.group_free(group, now)
 
     def send(self, source: int, phase: Phase, microbatch: int, now: float) -> None:
         for origin, target, when in self.crossings:
@@ -249,7 +286,7 @@ class _Events:
             self.start_transfer(source, target, now)
         reader = target if phase is Phase.UPDATE else Task(target, phase, microbatch)
         self.waits[reader].discard((source, phase, microbatch))
-        self.look(target, now)
+        self.look(self.group_of(target), now)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -258,8 +295,12 @@ def test_event_simulation_with_contended_links(seed: int) -> None:
     crossings = {key: seconds * 4 for key, seconds in crossings.items()}
     timeline = simulate(schedule, times, crossings)
     assert timeline.makespan == pytest.approx(_Events(schedule, times, crossings).makespan(), rel=1e-12)
-    # Nothing overlaps on a stage or on a link.
-    for _, runs in itertools.groupby(sorted(timeline.events, key=lambda e: (e.stage, e.start)), key=lambda e: e.stage):
+    # Nothing overlaps on a group of devices or on a link.
+
+    def group(event: Event) -> int:
+        return schedule.group_of(event.stage)
+
+    for _, runs in itertools.groupby(sorted(timeline.events, key=lambda e: (group(e), e.start)), key=group):
         assert all(before.end <= after.start for before, after in itertools.pairwise(runs))
     links = sorted(timeline.transfers, key=lambda t: (t.source, t.target, t.start))
     for _, sent in itertools.groupby(links, key=lambda t: (t.source, t.target)):
@@ -326,11 +367,12 @@ TASK = Task(0, FORWARD, 0)
     ("schedule", "times", "crossings", "message"),
     [
         (make_schedule("gpipe", 2, 1), 1, {}, "2 stages has tasks for 2 and times for 1"),
+        (make_schedule("interleaved", 4, 2, 2), 2, {}, "4 stages has tasks for 2 and times for 2"),
         (make_schedule("gpipe", 2, 1), 2, {(0, 2, FORWARD): 1.0}, r"no crossing from stage 0 to stage 2 \(forward\)"),
         (make_schedule("gpipe", 2, 1), 2, {(1, 1, FORWARD): 1.0}, "no crossing from stage 1 to stage 1"),
         (make_schedule("gpipe", 2, 1), 2, {(0, 1, FORWARD): -1.0}, "forward transfer from stage 0 to 1 takes -1.0 s"),
-        (Schedule("gpipe", 1, 1, ((TASK, TASK),)), 1, {}, "stage 0 has a task twice"),
-        (Schedule("gpipe", 2, 1, ((TASK,), (TASK,))), 2, {}, "stands among the tasks of stage 1"),
+        (Schedule("gpipe", 1, 1, ((TASK, TASK),)), 1, {}, "group 0 has a task twice"),
+        (Schedule("gpipe", 2, 1, ((TASK,), (TASK,))), 2, {}, "stands among the tasks of group 1"),
         (Schedule("gpipe", 1, 1, ((Task(0, FORWARD, 1),),)), 1, {}, r"forward\(stage 0, microbatch 1\) stands among"),
     ],
 )

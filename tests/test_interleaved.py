@@ -1,0 +1,154 @@
+"""Interleaved pipelines: each mesh has several stages, with those of the others between them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import PlanError
+from autopar.ir.plan import Plan
+
+VOCABULARY, WIDTH, LAYERS, BATCH, TIME = 32, 16, 8, 16, 4
+OPTIMIZER = optax.adam(1e-2)
+
+
+def init(scan: bool, key: jax.Array) -> Any:
+    """A language model whose embedding is tied to its output: the first and the last stage share it."""
+    emb, *keys = jax.random.split(key, 1 + LAYERS)
+    layers = [jax.random.normal(k, (WIDTH, WIDTH)) / 4 for k in keys]
+    params = {"emb": jax.random.normal(emb, (VOCABULARY, WIDTH)), "layers": jnp.stack(layers) if scan else layers}
+    return {"params": params, "opt": OPTIMIZER.init(params)}
+
+
+def loss_of(params: Any, batch: Any) -> jax.Array:
+    h = params["emb"][batch["x"]]
+    if isinstance(params["layers"], list):
+        for w in params["layers"]:
+            h = h + jnp.tanh(h @ w)
+    else:
+        h, _ = jax.lax.scan(lambda h, w: (h + jnp.tanh(h @ w), None), h, params["layers"])
+    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(h @ params["emb"].T, batch["y"])
+    return losses.mean()
+
+
+def train_step(state: Any, batch: Any) -> Any:
+    loss, g = jax.value_and_grad(loss_of)(state["params"], batch)
+    norm = optax.tree.norm(g)
+    updates, opt = OPTIMIZER.update(g, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, {"loss": loss, "norm": norm}
+
+
+def examples() -> Any:
+    x, y = jax.random.randint(jax.random.key(1), (2, BATCH, TIME), 0, VOCABULARY)
+    return {"x": x, "y": y}
+
+
+METHODS = {
+    "2 meshes, 2 rounds": recipes.megatron(dp=2, tp=2, pp=2, num_microbatches=4, chunks=2),
+    "2 meshes, 4 rounds": recipes.megatron(dp=1, tp=4, pp=2, num_microbatches=2, chunks=4),
+    "4 meshes, 2 rounds": recipes.megatron(dp=2, tp=1, pp=4, num_microbatches=8, chunks=2),
+    "uneven": recipes.pipeline([(1, (4,)), (2, (2, 2)), (1, (4,)), (2, (2, 2))], 4, "interleaved"),
+    "in broken groups": recipes.pipeline([(1, (2,)), (1, (2,)), (1, (2,)), (1, (2,))] * 2, 2, "interleaved"),
+}
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_training_is_that_of_one_device(method: autopar.Method, scan: bool) -> None:
+    step = autopar.parallelize(train_step, method=method)
+    state, batch = init(scan, jax.random.key(0)), examples()
+    executable = step.compile(jax.eval_shape(lambda: state), batch)
+    plan = executable.plan
+    groups = len({stage.mesh.devices for stage in plan.stages})
+    assert plan.schedule == "interleaved"
+    assert len(plan.stages) > groups
+    assert all(stage.mesh == plan.stages[i % groups].mesh for i, stage in enumerate(plan.stages))
+    assert plan.num_devices == 8
+    assert Plan.from_json(plan.to_json()) == plan
+    wanted_state, wanted = state, {}
+    mine = step.init(lambda key: init(scan, key), jax.random.key(0))
+    got: Any = {}
+    for _ in range(3):
+        wanted_state, wanted = jax.jit(train_step)(wanted_state, batch)
+        mine, got = step(mine, batch)
+    np.testing.assert_allclose(got["loss"], wanted["loss"], rtol=2e-5)
+    np.testing.assert_allclose(got["norm"], wanted["norm"], rtol=2e-4)
+    for x, y in zip(jax.tree.leaves(autopar.gather(mine)), jax.tree.leaves(wanted_state), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-5)
+
+
+def test_another_step_follows_the_state() -> None:
+    step = autopar.parallelize(train_step, method=METHODS["2 meshes, 2 rounds"])
+    state, batch = init(False, jax.random.key(0)), examples()
+    step.compile(state, batch)
+    evaluate = autopar.parallelize(lambda state, batch: loss_of(state["params"], batch), follow=step)
+    mine = step.init(lambda key: init(False, key), jax.random.key(0))
+    np.testing.assert_allclose(evaluate(mine, batch), loss_of(state["params"], batch), rtol=1e-5)
+    mine, _ = step(mine, batch)
+    smaller = {name: x[: BATCH // 4] for name, x in batch.items()}
+    wanted, _ = jax.jit(train_step)(state, batch)
+    _, metrics = step(mine, smaller)  # other shapes: planned anew, where the state lies
+    np.testing.assert_allclose(metrics["loss"], loss_of(wanted["params"], smaller), rtol=1e-4)
+
+
+def test_a_plan_with_several_stages_a_device_counts_their_memory_together() -> None:
+    step = autopar.parallelize(train_step)
+    state, batch = init(False, jax.random.key(0)), examples()
+    plan = step.plan(state, batch, method=METHODS["2 meshes, 2 rounds"])
+    kind = plan.cluster.hosts[0].kind
+    there = kind.memory - kind.memory_reserve
+    for first in (0, 1):
+        mine = plan.stages[first::2]
+        for stage in mine:
+            others = sum(other.memory.kept for other in mine if other is not stage)
+            assert stage.memory.capacity == there - others
+        assert plan.peak_memory >= sum(stage.memory.kept for stage in mine)
+    enough = dataclasses.replace(METHODS["2 meshes, 2 rounds"], memory_limit=int(1.3 * plan.peak_memory))
+    assert step.plan(state, batch, method=enough).peak_memory <= 1.3 * plan.peak_memory
+
+
+def big_step(state: Any, batch: Any) -> Any:
+    def loss_of(params: Any) -> jax.Array:
+        h = batch["x"]
+        for w in params:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((h - batch["y"]) ** 2)
+
+    loss, g = jax.value_and_grad(loss_of)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, g), loss
+
+
+def test_the_planner_interleaves_where_that_is_quicker() -> None:
+    """Few microbatches: a large bubble."""
+    layers = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 16
+    batch = {name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for name in "xy"}
+    cluster = autopar.load_preset("dgx-a100", num_hosts=4)
+    step = autopar.parallelize(big_step)
+    fixed: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4}
+    plan = step.plan(layers, batch, cluster=cluster, method=recipes.auto(**fixed))
+    plain = step.plan(layers, batch, cluster=cluster, method=recipes.auto(schedule="1f1b", **fixed))
+    assert (plan.schedule, plain.schedule) == ("interleaved", "1f1b")
+    assert len(plan.stages) > len(plain.stages) == 4
+    assert plan.step_time < plain.step_time
+    assert plan.bubble < plain.bubble
+    assert step.plan(layers, batch, method=plan) == plan  # restored
+
+
+def test_rounds_must_be_alike() -> None:
+    state, batch = init(False, jax.random.key(0)), examples()
+    for stages in ([(1, (4,)), (1, (4,)), (1, (4,))], [(1, (4,)), (1, (4,)), (1, (2, 2)), (1, (4,))]):
+        method = recipes.pipeline(stages, 4, "interleaved")
+        with pytest.raises(PlanError, match=r"each round of interleaved stages|its stages have 4 devices"):
+            autopar.parallelize(train_step, method=method).plan(state, batch)
+    with pytest.raises(PlanError, match=r"must be a multiple of pp=4"):
+        recipes.megatron(dp=2, tp=1, pp=4, num_microbatches=6, chunks=2)
+    with pytest.raises(PlanError, match=r"chunks=0.*positive integer"):
+        recipes.megatron(dp=2, tp=1, pp=4, num_microbatches=6, chunks=0)
