@@ -37,6 +37,7 @@ _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
 _MOST_STAGES = 64  # that are tried
 _ROUNDS = (2, 3, 4)  # of interleaved stages
+_WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more transfers take a part of it
 _MOST_PARTS = 128  # stages of all rounds
 
 _Found = tuple[Plan, LoweredStep]
@@ -147,14 +148,15 @@ class Planner:
         round_ = tuple(StageMethod(1, stage.mesh.shape) for stage in plan.stages)
         for rounds in _ROUNDS:
             gain = (stages - 1) * (1 - 1 / rounds) / (m + stages - 1)
-            if gain < _LEAST_GAIN or stages * rounds > _MOST_PARTS:
+            if gain < _WORTH_INTERLEAVING or stages * rounds > _MOST_PARTS:
                 continue
             method = dataclasses.replace(self.method, stages=round_ * rounds, schedule="interleaved")
             planner = self._with(method)
             with contextlib.suppress(PlanError):  # the step has too few layers
                 found = planner._better(m, None, None)
-                if found is not None:
-                    yield found
+                if found is None:
+                    return  # what is sent more often costs more than the bubble
+                yield found
 
     def _with(self, method: Method) -> Planner:
         """A planner by another method, that looks for what is better than what this one has found."""

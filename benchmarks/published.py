@@ -3,7 +3,8 @@
 Alpa's rows (`alpa_osdi22_measured.json`) carry model, batch and plan; how single operators were sharded within a stage
 is never recorded: that is left to the solver, under the row's options. What the systems themselves do is said here
 once for all rows: Alpa looks tokens up by a product with one-hot rows, keeps weights in 16 bits beside a copy in
-float32, and takes the statistics of batch norm by microbatch; its figures of memory are GiB.
+float32, takes the statistics of batch norm by microbatch, and marks all gradients at once, so that the update begins
+when the last is there; its figures of memory are GiB.
 """
 
 from __future__ import annotations
@@ -238,6 +239,8 @@ def train_step(
         state = jax.eval_shape(lambda key: _narrowed(init(key), optimizer, dtype), jax.random.key(0))
     else:
         state = jax.eval_shape(init, jax.random.key(0))
+    if spec["alpa"]:
+        optimizer = _after_all_gradients(optimizer)
     return model.make_train_step(config, optimizer), state, model.abstract_batch(config, batch_size)
 
 
@@ -245,6 +248,14 @@ def _narrowed(state: Any, optimizer: optax.GradientTransformation, dtype: Any) -
     """With weights in 16 bits."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), state["params"])
     return {**state, "params": params, "opt_state": optimizer.init(params)}
+
+
+def _after_all_gradients(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    def update(gradient: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        updates, renewed = optimizer.update(jax.lax.optimization_barrier(gradient), state, params)
+        return updates, renewed
+
+    return optax.GradientTransformation(optimizer.init, update)
 
 
 def with_master_copy(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

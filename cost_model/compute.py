@@ -45,7 +45,10 @@ def peak_flops(kind: DeviceKind, dtype: str, *, matmul: bool) -> float:
 
 def product_share(kind: DeviceKind, sizes: ProductSizes | None) -> float:
     """Share of the speed of large products (`kind.matmul_efficiency`) that one of these sizes reaches; None: large."""
-    return 1.0 if sizes is None or not kind.multiprocessors else _share_of(kind.multiprocessors, sizes)
+    if sizes is None:
+        return 1.0
+    share = kind.convolution_share if sizes.convolution else 1.0
+    return share * _share_of(kind.multiprocessors, sizes) if kind.multiprocessors else share
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -56,7 +59,7 @@ def _share_of(multiprocessors: int, sizes: ProductSizes) -> float:
     multiprocessors, the last wave as if it were full. A long sum of products may be shared out (split-K).
     The best of a few tile sizes is taken, as the libraries choose.
     """
-    batch, rows, columns, depth = sizes
+    batch, rows, columns, depth, _ = sizes
     if not batch * rows * columns:
         return 1.0
     best = 0.0

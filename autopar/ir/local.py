@@ -30,6 +30,7 @@ class ProductSizes(NamedTuple):
     rows: float
     columns: float
     depth: float
+    convolution: bool = False  # whether the rows are windows of an array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ def least_seconds(
             launches += k.times
         if not rule.kernels:
             moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic[eqn.id]))
-            flops = rule.flops * rule.points()
+            flops = rule.work({})
             matmul = rule.unit == "matmul"
             shared += compute_time(kind, flops=flops, bytes_moved=moved, dtype=eqn.kernel_dtype(matmul), matmul=matmul)
             launches += traffic[eqn.id].launches

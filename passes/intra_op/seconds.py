@@ -42,7 +42,7 @@ class StrategySeconds:
         else:
             moved = self._moved(eqn, rule, lane_index, options, traffic)
             matmul = rule.unit == "matmul"
-            work = rule.flops * rule.points() * options.share
+            work = rule.work({}) * options.share
             share = self._share(rule.sides, cut)
             seconds = self._kernel(matmul, work / share, moved, eqn.kernel_dtype(matmul), traffic.launches)
         if lane_rule.reduced:

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -141,14 +141,28 @@ Moment = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the f
 
 
 Side = tuple[float, frozenset[int]]  # a size, and the factors that cut it
-Sides = tuple[Side, Side, Side, Side]  # of `ProductSizes`
+
+
+class Sides(NamedTuple):
+    """Of `ProductSizes`."""
+
+    batch: Side
+    rows: Side
+    columns: Side
+    depth: Side
+    convolution: bool
+
+    @property
+    def each(self) -> tuple[Side, Side, Side, Side]:
+        return self[:4]
 
 
 def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes | None:
     """The sizes of one piece of a product, with some factors cut in so many pieces; None if it is no product."""
     if sides is None:
         return None
-    return ProductSizes(*(size / math.prod(split.get(f, 1) for f in held) for size, held in sides))
+    batch, rows, columns, depth = (size / math.prod(split.get(f, 1) for f in held) for size, held in sides.each)
+    return ProductSizes(batch, rows, columns, depth, sides.convolution)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,6 +233,7 @@ class Rule:
     emit: Emit = emit_same
     flops: float = 1.0  # per point of the iteration space (the product of all factors)
     unit: Unit = "vector"  # "none": moves or renames data at most
+    convolution: bool = False  # a product of windows
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
@@ -245,6 +260,8 @@ class Rule:
         """FLOPs of one piece, with some factors cut in so many pieces."""
         if self.kernels:
             return sum(k.flops / math.prod(split.get(f, 1) for f in k.held) for k in self.kernels)
+        if not self.flops:
+            return 0.0  # the points of a separable rule may be more than a float can say
         return self.flops * self.points() / math.prod(split.values())
 
     def factor_of(self, choice: int) -> int:
@@ -292,13 +309,14 @@ class Rule:
             return None
         left, right, result = ({f for dim in dims for f in dim} for dims in (*self.inputs[:2], self.outputs[0]))
         both, columns = result & left & right, result & right - left
-        outer = [
+        batch, rows, wide = (
             (math.prod(self.factors[f] for f in side), frozenset(side))
             for side in (both, result - both - columns, columns)
-        ]
-        size = math.prod(size for size, _ in outer)
+        )
+        size = batch[0] * rows[0] * wide[0]
         depth = self.work({}) / (2 * size) if size else 0.0
-        return (outer[0], outer[1], outer[2], (depth, frozenset(range(len(self.factors))) - result))
+        summed = frozenset(range(len(self.factors))) - result
+        return Sides(batch, rows, wide, (depth, summed), self.convolution)
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""

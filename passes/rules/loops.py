@@ -412,8 +412,8 @@ def _outer(held: frozenset[int], splits: Mapping[int, int]) -> frozenset[int]:
 def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None:
     if sides is None:
         return None
-    batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides)
-    return batch, rows, columns, depth
+    batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides.each)
+    return Sides(batch, rows, columns, depth, sides.convolution)
 
 
 def _unit(kernels: Sequence[Kernel]) -> Unit:

@@ -182,6 +182,7 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         emit=emit,
         flops=work_per_point(work, factors),
         unit="matmul",
+        convolution=True,
         halos=_halos(eqn, 0, reaches, None),
     )
 

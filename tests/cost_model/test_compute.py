@@ -98,3 +98,12 @@ def test_products_of_any_size_are_as_fast_where_nothing_is_known_of_multiprocess
 
 def test_a_small_product_takes_longer() -> None:
     assert compute_time(TOY, flops=1e12, bytes_moved=0.0, dtype="float32", matmul=True, share=0.5) == pytest.approx(0.4)
+
+
+def test_large_convolutions_reach_a_share_of_what_products_do() -> None:
+    kind = dataclasses.replace(TOY, convolution_share=0.8)
+    for multiprocessors in (0, 80):
+        kind = dataclasses.replace(kind, multiprocessors=multiprocessors)
+        product = ProductSizes(1, 2560, 1024, 64)
+        assert product_share(kind, product) == 1.0
+        assert product_share(kind, product._replace(convolution=True)) == 0.8

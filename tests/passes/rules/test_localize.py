@@ -287,3 +287,9 @@ def test_look_ups_and_their_gradients(vocabulary: int, batch: list[int], mode: s
     numbers = lax.ScatterDimensionNumbers((len(batch),), (0,), (0,))
     update = floats(*batch, 2, seed=1)
     check_pieces(last_application(lambda x, i, u: lax.scatter_add(x, i, u, numbers, mode=mode), table, index, update))
+
+
+def test_what_fences_many_arrays_does_no_work() -> None:
+    """The points of such an equation, the product of all sizes, are more than a float can say."""
+    [fence] = equations_of(lambda *xs: lax.optimization_barrier(xs), *[floats(50, 60)] * 100)
+    assert rule_of(fence).work({}) == 0.0

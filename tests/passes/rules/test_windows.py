@@ -84,6 +84,17 @@ def test_forward_and_both_gradients_do_the_same_work(name: str) -> None:
     assert work == pytest.approx([work[0]] * 3)
 
 
+def test_convolutions_are_told_from_products_of_matrices() -> None:
+    x, w = floats(2, 8, 8, 3), floats(3, 3, 3, 4)
+    [convolution] = equations_of(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME",
+                                 dimension_numbers=("NHWC", "HWIO", "NHWC")), x, w)  # fmt: skip
+    [product] = equations_of(jnp.dot, floats(4, 3), floats(3, 5))
+    for equation, expected in ((convolution, True), (product, False)):
+        sides = rule_of(equation).sides
+        assert sides is not None
+        assert sides.convolution is expected
+
+
 def test_padding_and_holes_are_no_work() -> None:
     # Windows of 3 over 8 elements with one of padding on either side meet 3 * 8 - 2 elements; 2 features in, 4 out.
     (rule,) = map(rule_of, equations_of(convolution(1), floats(5, 2, 8), floats(4, 2, 3)))
