@@ -31,9 +31,9 @@ class Prices:
         self.cluster, self.memory_limit = cluster, memory_limit
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
 
-    def transfer(self, source: int, target: int, nbytes: int) -> float:
-        """Seconds to copy bytes from one device to another."""
-        return transfer_time(self.cluster, source, target, nbytes)
+    def transfer(self, copies: Sequence[tuple[int, int]], nbytes: int) -> float:
+        """Seconds to copy so many bytes from one device to another, for each of these pairs."""
+        return transfer_time(self.cluster, copies, nbytes)
 
     def resharder(self, mesh: Mesh) -> tuple[Resharder, StepPrice]:
         """Prices of communication on a mesh; local steps cost their memory traffic."""
@@ -69,8 +69,13 @@ class Prices:
         cluster = self.cluster
         low, high = cluster.host_of(first), cluster.host_of(last)
         slowest = cluster.hosts[low].link.among(2).bandwidth
-        if first == cluster.host_bounds[low] > 0 or cluster.num_devices > last + 1 == cluster.host_bounds[high + 1]:
-            slowest = min(slowest, cluster.network.bandwidth)
+        for host, ends in (
+            (low, first == cluster.host_bounds[low] > 0),
+            (high, cluster.num_devices > last + 1 == cluster.host_bounds[high + 1]),
+        ):
+            if ends:
+                here = min(last + 1, cluster.host_bounds[host + 1]) - max(first, cluster.host_bounds[host])
+                slowest = min(slowest, cluster.network.beside(here, cluster.hosts[host].num_devices))
         return slowest
 
     def surroundings(self, mesh: Mesh) -> Hashable:

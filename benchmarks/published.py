@@ -3,8 +3,8 @@
 Alpa's rows (`alpa_osdi22_measured.json`) carry model, batch and plan; how single operators were sharded within a stage
 is never recorded: that is left to the solver, under the row's options. What the systems themselves do is said here
 once for all rows: Alpa looks tokens up by a product with one-hot rows, keeps weights in 16 bits beside a copy in
-float32, takes the statistics of batch norm by microbatch, and marks all gradients at once, so that the update begins
-when the last is there; its figures of memory are GiB.
+float32, takes the statistics of batch norm by microbatch, and marks all gradients at once, so that all are held when
+the update begins; its figures of memory are GiB.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def train_step(
         state = jax.eval_shape(lambda key: _narrowed(init(key), optimizer, dtype), jax.random.key(0))
     else:
         state = jax.eval_shape(init, jax.random.key(0))
-    if spec["alpa"]:
+    if spec["alpa"] and num_microbatches == 1:  # with more, sums are what is marked
         optimizer = _after_all_gradients(optimizer)
     return model.make_train_step(config, optimizer), state, model.abstract_batch(config, batch_size)
 

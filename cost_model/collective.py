@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
 from autopar.errors import InternalError
@@ -96,9 +96,38 @@ def mesh_collective_time(cluster: Cluster, mesh: Mesh, kind: StepKind, axes: tup
     return make_collective_pricer(cluster, mesh)(kind, axes, payload)
 
 
-def transfer_time(cluster: Cluster, source: int, target: int, nbytes: int) -> float:
-    """Seconds to send bytes from one cluster device to another over an idle link; 0 to itself."""
-    return _cheapest(collective_lines("permute", group_links(cluster, sorted({source, target}))), nbytes)
+Copy = tuple[int, int]  # source and target device
+
+
+def transfer_time(cluster: Cluster, copies: Sequence[Copy], nbytes: int) -> float:
+    """Seconds in which all these copies of so many bytes are made; a copy from a device to itself takes none.
+
+    A device's copies follow one another, those of different devices overlap; those of one host share its network.
+    """
+    leaving: dict[int, set[int]] = defaultdict(set)
+    arriving: dict[int, set[int]] = defaultdict(set)
+    for source, target in copies:
+        low, high = cluster.host_of(source), cluster.host_of(target)
+        if low != high:
+            leaving[low].add(source)
+            arriving[high].add(target)
+    each: dict[tuple[int, int], float] = {}  # by the hosts of source and target
+    sending: dict[int, float] = defaultdict(float)
+    receiving: dict[int, float] = defaultdict(float)
+    for source, target in copies:
+        if source == target:
+            continue
+        low, high = hosts = cluster.host_of(source), cluster.host_of(target)
+        if hosts not in each:
+            links = group_links(cluster, sorted((source, target)))
+            if low != high:
+                ends = (len(leaving[low]), cluster.hosts[low]), (len(arriving[high]), cluster.hosts[high])
+                bandwidth = min(cluster.network.beside(count, host.num_devices) for count, host in ends)
+                links = dataclasses.replace(links, across=dataclasses.replace(cluster.network, bandwidth=bandwidth))
+            each[hosts] = _cheapest(collective_lines("permute", links), nbytes)
+        sending[source] += each[hosts]
+        receiving[target] += each[hosts]
+    return max((*sending.values(), *receiving.values()), default=0.0)
 
 
 def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

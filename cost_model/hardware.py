@@ -124,11 +124,10 @@ def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster
         hosts.append(host)
         networks.append(network)
     names = " + ".join(dict.fromkeys(host.kind.name for host in hosts))
-    slowest = Link(
-        networks[0].name if len(set(networks)) == 1 else "slowest of the hosts' networks",
-        max(network.latency for network in networks),
-        min(network.bandwidth for network in networks),
-    )
+    slowest = networks[0]
+    if len(set(networks)) > 1:
+        latency = max(network.latency for network in networks)
+        slowest = Link("slowest of the hosts' networks", latency, min(network.bandwidth for network in networks))
     return Cluster(f"{len(devices)} x {names}", tuple(hosts), slowest)
 
 

@@ -445,13 +445,13 @@ def plan_transfer(
     target_mesh: Mesh,
     source_resharder: Resharder,
     target_resharder: Resharder,
-    link: Callable[[int, int, int], float],
+    link: Callable[[Sequence[tuple[int, int]], int], float],
 ) -> TransferPlan:
     """The cheapest way to move an array from `source` on one mesh to `target` on another.
 
-    `link(source device, target device, bytes)` are the seconds of one copy. A device's copies follow one another,
-    those of different devices overlap. Sending every tile once and gathering at the target (Alpa, section 6.2:
-    "local all-gather") is one of the candidates, not a special case.
+    `link([(source device, target device), ..], bytes)` are the seconds of these copies of so many bytes. Sending every
+    tile once and gathering at the target (Alpa, section 6.2: "local all-gather") is one of the candidates, not a
+    special case.
 
     1. Candidates: all pairs of full (not partial) shardings, one a mesh, that cut the array alike.
     2. Reshard seconds on either side come from the two resharders.
@@ -475,12 +475,9 @@ def plan_transfer(
             break
         sent, received = senders[i], takers[j]
         nbytes = math.prod(sent.local_shape(shape, source_mesh)) * itemsize
-        sending, receiving = [0.0] * source_mesh.size, [0.0] * target_mesh.size
-        for giver, taker in tile_copies(shape, sent, source_mesh, received, target_mesh):
-            seconds = link(source_mesh.devices[giver], target_mesh.devices[taker], nbytes)
-            sending[giver] += seconds
-            receiving[taker] += seconds
-        total = resharding + max(*sending, *receiving)
+        copies = tile_copies(shape, sent, source_mesh, received, target_mesh)
+        pairs = [(source_mesh.devices[giver], target_mesh.devices[taker]) for giver, taker in copies]
+        total = resharding + link(pairs, nbytes)
         if best is None or total < best.seconds:
             best = TransferPlan(sent, received, total)
     if best is None:  # the replicated pair is always a candidate

@@ -76,7 +76,7 @@ def assemble(
     shardings: Sequence[StageSharding],
     rules: Mapping[int, Rule],
     resharders: Sequence[Resharder],
-    link: Callable[[int, int, int], float],
+    link: Callable[[Sequence[tuple[int, int]], int], float],
 ) -> LoweredStep:
     """Local programs of all stages with their ports, and the transfers between stages.
 

@@ -122,6 +122,7 @@ _LINK: Mapping[str, Reader] = {
     "latency": number("seconds, 0 or more", least=0),
     "bandwidth": number("bytes per second above 0", above=0),
     "pair_bandwidth": optional(number("bytes per second above 0, or null", above=0)),
+    "lone_bandwidth": optional(number("bytes per second above 0, or null", above=0)),
 }
 _DEVICE: Mapping[str, Reader] = {
     "name": read_string,
@@ -138,7 +139,7 @@ _DEVICE: Mapping[str, Reader] = {
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
-_read_link = record(_LINK, {"pair_bandwidth": None})
+_read_link = record(_LINK, {"pair_bandwidth": None, "lone_bandwidth": None})
 # What a kind that was never measured is taken to reach: what the preset of this kind has.
 _MEASURED_KIND = "A100-SXM4-80GB"
 _MEASURED = {

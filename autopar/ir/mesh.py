@@ -20,6 +20,8 @@ class Link:
     latency: float  # seconds per message
     bandwidth: float  # bytes per second and direction that one device gets out of it
     pair_bandwidth: float | None = None  # the part of it that goes to any one other device; None: all, by a switch
+    # Of a network that the devices of a host share: what one gets while the others send nothing. None: no more.
+    lone_bandwidth: float | None = None
 
     def among(self, count: int) -> Link:
         """What each of so many devices gets that send to one another only."""
@@ -27,6 +29,12 @@ class Link:
             return self
         bandwidth = min(self.bandwidth, (count - 1) * self.pair_bandwidth)
         return dataclasses.replace(self, bandwidth=bandwidth, pair_bandwidth=None)
+
+    def beside(self, senders: int, num_devices: int) -> float:
+        """What each of so many devices of a host gets, bytes per second, while its other devices send nothing."""
+        if self.lone_bandwidth is None:
+            return self.bandwidth
+        return min(self.lone_bandwidth, self.bandwidth * num_devices / senders)
 
     def __str__(self) -> str:
         return f"{self.name}, {metric_text(self.bandwidth, 'B/s')}, {seconds_text(self.latency)}"

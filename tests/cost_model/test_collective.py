@@ -1,5 +1,6 @@
 """Collectives by hand: n devices, payload P, latency a, bandwidth B."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -62,7 +63,7 @@ def test_without_a_switch_few_devices_have_few_links() -> None:
     for count, bandwidth in ((2, 3e10), (3, 6e10), (4, 9e10), (5, 1e11), (8, 1e11)):
         expected = 2 * (count - 1) / count * BIG / bandwidth + 2 * (count - 1) * 1e-6
         assert collective_time(meshed, range(count), "all_reduce", BIG) == pytest.approx(expected)
-    assert transfer_time(meshed, 0, 5, BIG) == pytest.approx(BIG / 3e10 + 1e-6)
+    assert transfer_time(meshed, [(0, 5)], BIG) == pytest.approx(BIG / 3e10 + 1e-6)
 
 
 def test_one_device_of_each_host() -> None:
@@ -189,10 +190,29 @@ def test_an_axis_of_one_device_is_free() -> None:
 
 
 def test_transfers() -> None:
-    assert transfer_time(TWO, 1, 3, 10**9) == transfer_time(TWO, 3, 1, 10**9) == pytest.approx(0.01 + 1e-6)
-    assert transfer_time(TWO, 3, 4, 10**9) == pytest.approx(1.0 + 1e-5)
-    assert transfer_time(TWO, 2, 2, 10**9) == 0.0
-    assert transfer_time(TWO, 3, 4, 0) == 0.0
+    def one(source: int, target: int, nbytes: int) -> float:
+        return transfer_time(TWO, [(source, target)], nbytes)
+
+    assert one(1, 3, 10**9) == one(3, 1, 10**9) == pytest.approx(0.01 + 1e-6)
+    assert one(3, 4, 10**9) == pytest.approx(1.0 + 1e-5)
+    assert one(2, 2, 10**9) == 0.0
+    assert one(3, 4, 0) == 0.0
+    assert transfer_time(TWO, [], 10**9) == 0.0
+    # A device's copies follow one another, those of others overlap.
+    assert transfer_time(TWO, [(0, 4), (0, 5)], 10**9) == pytest.approx(2 * (1.0 + 1e-5))
+    assert transfer_time(TWO, [(0, 4), (1, 5), (2, 3)], 10**9) == pytest.approx(1.0 + 1e-5)
+
+
+@pytest.mark.parametrize(("senders", "seconds"), [(1, 0.4), (2, 0.5), (4, 1.0)])
+def test_a_network_that_the_devices_of_a_host_share(senders: int, seconds: float) -> None:
+    """Each has 1e9 bytes per second beside the three others, all of 4e9 are there for few; one gets 2.5e9 at most."""
+    network = dataclasses.replace(TWO.network, latency=0.0, lone_bandwidth=2.5e9)
+    cluster = dataclasses.replace(TWO, network=network)
+    assert network.bandwidth == 1e9
+    copies = [(device, 4 + device) for device in range(senders)]
+    assert transfer_time(cluster, copies, 10**9) == pytest.approx(seconds)
+    together = [(device, 4) for device in range(senders)]  # the one receiver's link is theirs in turn
+    assert transfer_time(cluster, together, 10**9) == pytest.approx(senders * max(seconds, 0.4))
 
 
 def test_groups_that_are_none() -> None:

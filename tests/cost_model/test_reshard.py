@@ -2,7 +2,8 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
@@ -302,8 +303,21 @@ FIRST = Mesh((0, 1, 2, 3), (4,), ("x",))
 SECOND = Mesh((4, 5, 6, 7), (4,), ("x",))
 
 
+def at_once(copies: Sequence[tuple[int, int]], seconds: Callable[[int, int], float]) -> float:
+    """A device's copies follow one another, those of different devices overlap."""
+    busy: dict[int, float] = defaultdict(float)
+    for giver, taker in copies:
+        busy[giver] += seconds(giver, taker)
+        busy[taker] += seconds(giver, taker)
+    return max(busy.values(), default=0.0)
+
+
 def transfer(source: str, target: str, step: StepPrice, second: float) -> tuple[str, str, float]:
     """A float32[8, 16] (512 bytes) from four devices to four others, at `second` seconds a byte."""
+
+    def price(giver: int, taker: int, nbytes: int) -> float:
+        return nbytes * second if giver < 4 <= taker else math.nan
+
     plan = plan_transfer(
         (8, 16),
         4,
@@ -313,7 +327,9 @@ def transfer(source: str, target: str, step: StepPrice, second: float) -> tuple[
         SECOND,
         Resharder(FIRST, step),
         Resharder(SECOND, step),
-        lambda giver, taker, nbytes: nbytes * second if giver < 4 <= taker else math.nan,
+        lambda copies, nbytes: at_once(
+            copies, lambda giver, taker: nbytes * second if giver < 4 <= taker else math.nan
+        ),
     )
     return str(plan.sent), str(plan.received), plan.seconds
 
@@ -345,9 +361,12 @@ def test_transfers_between_meshes_of_different_sizes_are_optimal() -> None:
     def link(giver: int, taker: int, nbytes: int) -> float:
         return nbytes * (3e-7 if giver % 2 else 1e-7)
 
+    def links(copies: Sequence[tuple[int, int]], nbytes: int) -> float:
+        return at_once(copies, lambda giver, taker: link(giver, taker, nbytes))
+
     shape = (8, 16)
     for source, target in itertools.product(shardings(2, big), shardings(2, small)):
-        plan = plan_transfer(shape, 4, source, big, target, small, at_big, at_small, link)
+        plan = plan_transfer(shape, 4, source, big, target, small, at_big, at_small, links)
         least = math.inf
         for sent, received in itertools.product(shardings(2, big), shardings(2, small)):
             if sent.partial or received.partial or sent.tiles(big) != received.tiles(small):
