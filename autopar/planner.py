@@ -119,7 +119,7 @@ class Planner:
             for found in self._other_numbers(best):
                 best = found
                 yield found
-        if best is not None and self.method.schedule is None and self.method.stages is None:
+        if best is not None and self.method.schedule is None and self.method.num_stages is None:
             yield from self._interleaved(best[0])
 
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:

@@ -132,11 +132,12 @@ def test_the_planner_interleaves_where_that_is_quicker() -> None:
     batch = {name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for name in "xy"}
     cluster = autopar.load_preset("dgx-a100", num_hosts=4)
     step = autopar.parallelize(big_step)
-    fixed: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4}
+    fixed: dict[str, Any] = {"pipeline": True, "num_microbatches": 4, "mesh_shape": (2, 4)}
     plan = step.plan(layers, batch, cluster=cluster, method=recipes.auto(**fixed))
     plain = step.plan(layers, batch, cluster=cluster, method=recipes.auto(schedule="1f1b", **fixed))
-    assert (plan.schedule, plain.schedule) == ("interleaved", "1f1b")
-    assert len(plan.stages) > len(plain.stages) == 4
+    asked = step.plan(layers, batch, cluster=cluster, method=recipes.auto(num_stages=4, **fixed))
+    assert (plan.schedule, plain.schedule, asked.schedule) == ("interleaved", "1f1b", "1f1b")
+    assert len(plan.stages) > len(plain.stages) == len(asked.stages) == 4
     assert plan.step_time < plain.step_time
     assert plan.bubble < plain.bubble
     assert step.plan(layers, batch, method=plan) == plan  # restored
