@@ -1,9 +1,10 @@
 """autopar: an auto-parallelizing compiler for JAX."""
 
 from autopar import recipes
-from autopar.api import Executable, Parallelized, parallelize
+from autopar.api import Parallelized, parallelize
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
 from autopar.errors import AutoparError, InternalError, UserError
+from autopar.executable import Executable
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.graph import Graph
 from autopar.ir.hint import hint

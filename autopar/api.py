@@ -16,7 +16,8 @@ import jax
 from autopar.baselines import plan_beside_recipes
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
-from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, StateError, TraceError
+from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError
+from autopar.executable import Executable
 from autopar.finisher import Finisher, LeafHome
 from autopar.ir.cluster_json import check_cluster
 from autopar.ir.graph import Graph
@@ -27,124 +28,17 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
-from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.relaxations import smallest_relaxations
-from autopar.runtime.callbacks import Callbacks
-from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
 from autopar.trace import leaf_specs, trace
 from autopar.why import Why, explain
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Executable:
-    """A step compiled for given shapes."""
-
-    plan: Plan
-    _runtime: RuntimeExecutable
-    _graph: Graph  # as traced
-    _planned: Graph  # with an input for each piece of a leaf that is cut between stages
-    _devices: tuple[jax.Device, ...]
-    _is_static: IsStatic
-
-    @property
-    def cost(self) -> float:
-        """Predicted seconds per step."""
-        return self.plan.step_time
-
-    @property
-    def memory(self) -> dict[str, int]:
-        """Bytes that XLA has set aside per device for each program: arguments, results and temporaries."""
-        found = {}
-        for source, program in zip(self._runtime.sources, self._runtime.programs, strict=True):
-            use = program.memory_analysis()
-            borders = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
-            found[source.name] = int(borders + use.temp_size_in_bytes)
-        return found
-
-    @property
-    def instruction_count(self) -> int:
-        """Programs and transfers that the worker issues per step."""
-        return self._runtime.instruction_count
-
-    @property
-    def dispatch_seconds(self) -> float:
-        """Host seconds that issuing the last step's instructions took."""
-        return self._runtime.dispatch_seconds
-
-    def as_text(self) -> dict[str, str]:
-        """XLA's optimised HLO of each program, by name."""
-        return {s.name: p.as_text() for s, p in zip(self._runtime.sources, self._runtime.programs, strict=True)}
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """One step; static arguments are left out, as in `jax.stages.Compiled`.
-
-        Raises:
-          PlanMismatchError: the arguments have another structure or other shapes than those compiled for.
-          StateError, StateLostError: see `autopar.errors`.
-        """
-        leaves, tree = flatten_arrays((args, kwargs), self._is_static)
-        graph = self._graph
-        if tree != graph.in_tree:
-            raise PlanMismatchError(
-                f"{graph.name} was compiled for arguments of structure {graph.in_tree}, called with {tree}."
-            )
-        for path, value, (shape, dtype) in zip(graph.input_paths, graph.inputs, leaf_specs(leaves), strict=True):
-            if (value.shape, value.dtype) != (shape, dtype):
-                raise PlanMismatchError(
-                    f"{graph.name} was compiled for {path} of {value.dtype}{list(value.shape)}, called with "
-                    f"{dtype}{list(shape)}. Compile it for these shapes, or call the parallelized function itself."
-                )
-        return renew(self._run(leaves), args, kwargs)
-
-    def _run(self, leaves: Sequence[Any]) -> Any:
-        results = self._runtime(self._inputs(leaves))
-        cuts = self._planned.output_cuts
-        if cuts:
-            results = [
-                Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
-                for o, at in enumerate(self._planned.outputs_of)
-            ]
-        tree = self._graph.out_tree
-        if self._graph.callbacks:
-            self._callbacks(results[tree.num_leaves :])
-        unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
-        return unflatten(tree, results[: tree.num_leaves])
-
-    @functools.cached_property
-    def _returns_static(self) -> bool:
-        return has_static(self._graph.out_tree)
-
-    @functools.cached_property
-    def _callbacks(self) -> Callbacks:
-        return Callbacks(self._graph.callbacks, self._devices[0])
-
-    def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
-        """The arguments' leaves, in the pieces that the plan cuts them into."""
-        cuts = self._planned.input_cuts
-        if not cuts and not any(isinstance(leaf, Pieces) for leaf in leaves):
-            return leaves
-        found: list[Any] = []
-        for i, leaf in enumerate(leaves):
-            cut = cuts.get(i)
-            if not isinstance(leaf, Pieces):
-                found += [leaf] if cut is None else pieces_of(leaf, cut)
-            elif leaf.cut == cut:
-                found += leaf.pieces
-            else:
-                kept = "whole" if cut is None else f"in pieces {cut.bounds} of axis {cut.axis}"
-                raise StateError(
-                    f"{self._graph.input_paths[i]} lies in pieces {leaf.cut.bounds} of axis {leaf.cut.axis}, but the "
-                    f"plan of {self._graph.name} keeps it {kept}. State is never moved silently: make the function "
-                    "with follow=, or pass autopar.gather(state)."
-                )
-        return found
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -252,11 +146,13 @@ class Parallelized:
                 f"fewest_devices(step_time={step_time!r}, clusters={len(clusters)} of them): give seconds above 0, and "
                 "at least one cluster."
             )
+        analysis = self._analyse(self._call(args, kwargs))
+        chosen = self._method if method is None else _method(method)
         best: Plan | None = None
         reason = ""
         for cluster in sorted(clusters, key=lambda c: c.num_devices):
             try:
-                plan = self.plan(*args, cluster=cluster, method=method or self._method, **kwargs)
+                plan, _ = self._planned_on(analysis, cluster, chosen)
             except InfeasiblePlanError as error:
                 reason = str(error)
                 continue
@@ -420,7 +316,7 @@ class Parallelized:
         lies = _homes(leader, analysis.graph, call.leaves)
         fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
         finisher = Finisher(analysis, leader.plan.cluster)
-        limit = 1 if analysis.couplings else analysis.max_microbatches
+        limit = analysis.most_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
         return finisher.follow([stage.mesh for stage in leader.plan.stages], count, fixed)
@@ -428,6 +324,18 @@ class Parallelized:
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
     ) -> tuple[Plan, LoweredStep]:
+        """An infeasible request is told what it has to give up."""
+        try:
+            return self._planned_on(analysis, cluster, method)
+        except InfeasiblePlanError as error:
+            if isinstance(method, Plan):
+                raise
+            relaxations = smallest_relaxations(analysis, cluster, method, self._num_microbatches)
+            if relaxations:
+                raise InfeasiblePlanError(f"{error} {relaxations}") from error
+            raise
+
+    def _planned_on(self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan) -> tuple[Plan, LoweredStep]:
         check_cluster(cluster)
         if isinstance(method, Plan):
             if self._hints:
@@ -446,13 +354,7 @@ class Parallelized:
         shards = _data_shards(method, cluster.num_devices)
         if shards > 1:
             analysis.check_shards(self._num_microbatches or method.num_microbatches or 1, shards, method.name)
-        try:
-            return plan_beside_recipes(analysis, cluster, method, self._num_microbatches)
-        except InfeasiblePlanError as error:
-            relaxations = smallest_relaxations(analysis, cluster, method, self._num_microbatches)
-            if relaxations:
-                raise InfeasiblePlanError(f"{error} {relaxations}") from error
-            raise
+        return plan_beside_recipes(analysis, cluster, method, self._num_microbatches)
 
     def _executable(self, call: _Call) -> Executable:
         found = self._executables.get(call.key)
@@ -495,8 +397,7 @@ def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int,
 
 def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
     """The hints by number of the argument leaf. Raises PlanError where one fits no leaf, or two contradict."""
-    found: dict[int, Hint] = {}
-    pattern_of: dict[int, str] = {}
+    found: dict[int, tuple[str, Hint]] = {}
     for pattern, hint in hints.items():
         # Brackets are those of paths, not sets of characters.
         matching = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
@@ -509,13 +410,13 @@ def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
             )
         for i in numbers:
             hint.check(graph.inputs[i].shape, f"hints[{pattern!r}], {graph.input_paths[i]}")
-            if found.setdefault(i, hint) != hint:
+            before, other = found.setdefault(i, (pattern, hint))
+            if other != hint:
                 raise PlanError(
-                    f"hints[{pattern_of[i]!r}] and hints[{pattern!r}] both match {graph.input_paths[i]} of "
-                    f"{graph.name}, with {found[i]} and {hint}: let one pattern match it."
+                    f"hints[{before!r}] and hints[{pattern!r}] both match {graph.input_paths[i]} of {graph.name}, with "
+                    f"{other} and {hint}: let one pattern match it."
                 )
-            pattern_of.setdefault(i, pattern)
-    return found
+    return {i: hint for i, (_, hint) in found.items()}
 
 
 def _bind_static(fun: Callable[..., Any], call: _Call) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, 
     candidates = [*_within_one_stage(fixed or 1)]
     hosts = cluster.hosts
     if len(hosts) > 1 and len(set(hosts)) == 1:
-        most = analysis.max_microbatches if not analysis.couplings else 1
+        most = analysis.most_microbatches
         number = max(m for m in range(1, min(most, 8 * cluster.num_devices) + 1) if most % m == 0)
         candidates.append(recipes.megatron(1, hosts[0].num_devices, len(hosts), fixed or number))
     found = []

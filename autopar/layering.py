@@ -71,7 +71,7 @@ class Layering:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
         self.analysis.check(m)
         analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
-        if (analysis.couplings and m > 1) or analysis.max_microbatches % m:
+        if analysis.most_microbatches % m:
             if analysis is not self.analysis:
                 self._warn_of_whole_loops()
             analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums

@@ -151,12 +151,12 @@ class Planner:
             if gain < _WORTH_INTERLEAVING or stages * rounds > _MOST_PARTS:
                 continue
             method = dataclasses.replace(self.method, stages=round_ * rounds, schedule="interleaved")
-            planner = self._with(method)
+            found = None
             with contextlib.suppress(PlanError):  # the step has too few layers
-                found = planner._better(m, None, None)
-                if found is None:
-                    return  # what is sent more often costs more than the bubble
-                yield found
+                found = self._with(method)._better(m, None, None)
+            if found is None:
+                return  # what is sent more often costs more than the bubble
+            yield found
 
     def _with(self, method: Method) -> Planner:
         """A planner by another method, that looks for what is better than what this one has found."""
@@ -253,8 +253,8 @@ class Planner:
 
     def _divisors(self) -> list[int]:
         """Numbers of microbatches above 1 that the batch can be cut into."""
-        limit = 1 if self.analysis.couplings else self.analysis.max_microbatches
-        return [m for m in range(2, limit + 1) if limit % m == 0]
+        most = self.analysis.most_microbatches
+        return [m for m in range(2, most + 1) if most % m == 0]
 
     def _many(self) -> list[int]:
         """Numbers of microbatches where few do not fit, each about half of that before: the least memory first."""

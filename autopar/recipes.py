@@ -24,7 +24,7 @@ def auto(
     schedule: ScheduleName | None = None,
     memory_limit: int | None = None,
     time_limit: float | None = None,
-    baselines: bool | None = None,
+    baselines: bool = True,
 ) -> Method:
     """What "auto" searches, with parts of it fixed; None leaves a part to the search.
 
@@ -47,6 +47,8 @@ def auto(
     """
     given = {name: value for name, value in locals().items() if value is not None}
     _check_auto(given)
+    if baselines:
+        del given["baselines"]
     if mesh_shape is not None:
         mesh_shape = tuple(mesh_shape)
     sharded = zero is not None and zero > 0
@@ -66,7 +68,7 @@ def auto(
         f"auto({', '.join(f'{name}={value!r}' for name, value in given.items())})" if given else "auto",
         1 if pipeline is False else num_stages, num_microbatches, mesh_shape, schedule=schedule, data_axes=data_axes,
         model_axes=model_axes, zero=zero, min_stages=2 if pipeline else 1, axes=tuple(forced),
-        memory_limit=memory_limit, time_limit=time_limit, baselines=baselines is not False,
+        memory_limit=memory_limit, time_limit=time_limit, baselines=baselines,
         options=tuple(given.items()),
     )  # fmt: skip
 

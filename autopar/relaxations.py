@@ -19,6 +19,7 @@ from autopar.ir.units import bytes_text, count_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.planner import Planner
 
+_HARMLESS = frozenset({"time_limit", "baselines"})  # options that exclude no plan
 _SECONDS = 10.0  # of planning, for each try
 _MOST_TRIES = 24
 _MOST_AT_ONCE = 3
@@ -82,7 +83,7 @@ def _parts(request: Request, analysis: BatchAnalysis) -> dict[str, Relaxation]:
     found: dict[str, Relaxation] = {
         f"{name}={value!r}": functools.partial(_without_option, name)
         for name, value in request.options.items()
-        if name not in ("time_limit", "baselines")
+        if name not in _HARMLESS
     }
     if request.num_microbatches is not None:
         found[f"num_microbatches={request.num_microbatches}"] = _without_number
@@ -120,12 +121,12 @@ def _found_text(
 ) -> str:  # fmt: skip
     """What was left out, and what there is instead."""
     if "memory_limit" in request.options and "memory_limit" not in relaxed.options:
-        too_little, enough = request.options["memory_limit"], max(stage.memory.total for stage in plan.stages)
+        too_little, enough = request.options["memory_limit"], plan.peak_memory
         while enough > _CLOSE * too_little:
             middle = int(math.sqrt(too_little * enough))
             raised = dataclasses.replace(relaxed, options={**relaxed.options, "memory_limit": middle})
             if (other := raised.any_plan(analysis, cluster, method)) is not None:
-                enough = max(stage.memory.total for stage in other.stages)
+                enough = other.peak_memory
             else:
                 too_little = middle
         others = [name for name in names if not name.startswith("memory_limit=")]

@@ -93,7 +93,7 @@ def explain(finisher: Finisher, plan: Plan, where: str, most: int) -> tuple[Why,
         )
     found.sort(key=lambda one: -one[0])
     chosen = sorted(found[:most], key=lambda one: (one[2], one[3].id))
-    stages = {stage: _Solved(finisher, plan, layered, lowered, stage) for _, stage, _, _ in chosen}
+    stages = {k: _Solved(finisher, plan, layered, lowered, k) for k in {stage for _, stage, _, _ in chosen}}
     return tuple(why for _, stage, program, eqn in chosen for why in stages[stage].why(program, eqn))
 
 
@@ -101,9 +101,10 @@ class _Solved:
     """The problem of one stage, with the choice that the plan has made."""
 
     def __init__(self, finisher: Finisher, plan: Plan, layered: Layered, lowered: LoweredStep, stage: int) -> None:
-        self.stage, self.layered = stage, layered
-        mesh = plan.stages[stage].mesh
-        self.problem = finisher.stages.problem(layered, lowered.placed, stage, mesh)
+        self.stage = stage
+        mesh, capacity = plan.stages[stage].mesh, plan.stages[stage].memory.capacity
+        withheld = finisher.stages.prices.memory(mesh) - capacity  # by a limit, or for other stages of these devices
+        self.problem = finisher.stages.problem(layered, lowered.placed, stage, mesh, withheld=withheld)
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
         rows = schedule_for(plan.schedule, [s.mesh for s in plan.stages], plan.num_microbatches)
         self.in_flight = rows.in_flight(stage)

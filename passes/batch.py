@@ -92,6 +92,11 @@ class BatchAnalysis:
     couplings: tuple[Coupling, ...]
     max_microbatches: int  # legal numbers of microbatches divide this
 
+    @property
+    def most_microbatches(self) -> int:
+        """Possible numbers of microbatches divide this: 1 where examples are coupled."""
+        return 1 if self.couplings else self.max_microbatches
+
     def check(self, num_microbatches: int) -> None:
         """Raise unless the step can be cut into this many microbatches.
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from benchmarks.models import decoder, moe
 
 Params = dict[str, Any]
-Loss = Callable[[Params, dict[str, Any]], Any]
+Loss = Callable[[Any, dict[str, Any]], Any]
 Step = Callable[[Any, dict[str, Any]], tuple[Any, Any]]
 
 RATE = 0.1
@@ -51,6 +51,14 @@ def sgd_state(params: Params) -> Any:
 def adam_state(params: Params) -> Any:
     zeros = jax.tree.map(jnp.zeros_like, params)
     return (params, zeros, zeros, jnp.float32(0))
+
+
+def chain_loss(params: Sequence[Any], batch: dict[str, Any]) -> Any:
+    """Mean squared error of products with these matrices, tanh after each."""
+    x = batch["x"]
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - batch["y"]) ** 2)
 
 
 def mlp_loss(params: Params, batch: dict[str, Any]) -> Any:

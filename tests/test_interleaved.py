@@ -15,6 +15,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
+from tests.models import chain_loss, sgd
 
 VOCABULARY, WIDTH, LAYERS, BATCH, TIME = 32, 16, 8, 16, 4
 OPTIMIZER = optax.adam(1e-2)
@@ -115,23 +116,12 @@ def test_a_plan_with_several_stages_a_device_counts_their_memory_together() -> N
     assert step.plan(state, batch, method=enough).peak_memory <= 1.3 * plan.peak_memory
 
 
-def big_step(state: Any, batch: Any) -> Any:
-    def loss_of(params: Any) -> jax.Array:
-        h = batch["x"]
-        for w in params:
-            h = jnp.tanh(h @ w)
-        return jnp.mean((h - batch["y"]) ** 2)
-
-    loss, g = jax.value_and_grad(loss_of)(state)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, state, g), loss
-
-
 def test_the_planner_interleaves_where_that_is_quicker() -> None:
     """Few microbatches: a large bubble."""
     layers = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 16
     batch = {name: jax.ShapeDtypeStruct((4096, 4096), jnp.float32) for name in "xy"}
     cluster = autopar.load_preset("dgx-a100", num_hosts=4)
-    step = autopar.parallelize(big_step)
+    step = autopar.parallelize(sgd(chain_loss))
     fixed: dict[str, Any] = {"pipeline": True, "num_microbatches": 4, "mesh_shape": (2, 4)}
     plan = step.plan(layers, batch, cluster=cluster, method=recipes.auto(**fixed))
     plain = step.plan(layers, batch, cluster=cluster, method=recipes.auto(schedule="1f1b", **fixed))

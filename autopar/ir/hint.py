@@ -37,8 +37,6 @@ class Hint:
     @staticmethod
     def of(spec: Any, where: str) -> Hint:
         """The hint that a user's spec means; raises PlanError, whose message names `where` it was given."""
-        if isinstance(spec, Hint):
-            return spec
         if isinstance(spec, str) or not isinstance(spec, tuple | list | PartitionSpec):
             raise PlanError(f"{where}: the spec is {spec!r}; {_EXPECTED}")
         entries = tuple(tuple(entry) if isinstance(entry, list) else entry for entry in spec)

@@ -251,10 +251,9 @@ class Rule:
         values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "emit")
         return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
-    def points(self, split: Mapping[int, int] | None = None) -> int:
-        """Size of the iteration space, with some factors cut in so many pieces."""
-        split = split or {}
-        return math.prod(size // split.get(f, 1) for f, size in enumerate(self.factors))
+    def points(self) -> int:
+        """Size of the iteration space."""
+        return math.prod(self.factors)
 
     def work(self, split: Mapping[int, int]) -> float:
         """FLOPs of one piece, with some factors cut in so many pieces."""

@@ -1,0 +1,126 @@
+"""A step compiled for given shapes: the caller's pytrees in and out of what the runtime plays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar.errors import PlanMismatchError, StateError
+from autopar.ir.graph import Graph
+from autopar.ir.in_place import renew
+from autopar.ir.pieces import Pieces
+from autopar.ir.plan import Plan
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
+from autopar.runtime.callbacks import Callbacks
+from autopar.runtime.executable import Executable as RuntimeExecutable
+from autopar.state import pieces_of
+from autopar.trace import leaf_specs
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Executable:
+    """A step compiled for given shapes."""
+
+    plan: Plan
+    _runtime: RuntimeExecutable
+    _graph: Graph  # as traced
+    _planned: Graph  # with an input for each piece of a leaf that is cut between stages
+    _devices: tuple[jax.Device, ...]
+    _is_static: IsStatic
+
+    @property
+    def cost(self) -> float:
+        """Predicted seconds per step."""
+        return self.plan.step_time
+
+    @property
+    def memory(self) -> dict[str, int]:
+        """Bytes that XLA has set aside per device for each program: arguments, results and temporaries."""
+        found = {}
+        for source, program in zip(self._runtime.sources, self._runtime.programs, strict=True):
+            use = program.memory_analysis()
+            borders = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
+            found[source.name] = int(borders + use.temp_size_in_bytes)
+        return found
+
+    @property
+    def instruction_count(self) -> int:
+        """Programs and transfers that the worker issues per step."""
+        return self._runtime.instruction_count
+
+    @property
+    def dispatch_seconds(self) -> float:
+        """Host seconds that issuing the last step's instructions took."""
+        return self._runtime.dispatch_seconds
+
+    def as_text(self) -> dict[str, str]:
+        """XLA's optimised HLO of each program, by name."""
+        return {s.name: p.as_text() for s, p in zip(self._runtime.sources, self._runtime.programs, strict=True)}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """One step; static arguments are left out, as in `jax.stages.Compiled`.
+
+        Raises:
+          PlanMismatchError: the arguments have another structure or other shapes than those compiled for.
+          StateError, StateLostError: see `autopar.errors`.
+        """
+        leaves, tree = flatten_arrays((args, kwargs), self._is_static)
+        graph = self._graph
+        if tree != graph.in_tree:
+            raise PlanMismatchError(
+                f"{graph.name} was compiled for arguments of structure {graph.in_tree}, called with {tree}."
+            )
+        for path, value, (shape, dtype) in zip(graph.input_paths, graph.inputs, leaf_specs(leaves), strict=True):
+            if (value.shape, value.dtype) != (shape, dtype):
+                raise PlanMismatchError(
+                    f"{graph.name} was compiled for {path} of {value.dtype}{list(value.shape)}, called with "
+                    f"{dtype}{list(shape)}. Compile it for these shapes, or call the parallelized function itself."
+                )
+        return renew(self._run(leaves), args, kwargs)
+
+    def _run(self, leaves: Sequence[Any]) -> Any:
+        results = self._runtime(self._inputs(leaves))
+        cuts = self._planned.output_cuts
+        if cuts:
+            results = [
+                Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
+                for o, at in enumerate(self._planned.outputs_of)
+            ]
+        tree = self._graph.out_tree
+        if self._graph.callbacks:
+            self._callbacks(results[tree.num_leaves :])
+        unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
+        return unflatten(tree, results[: tree.num_leaves])
+
+    @functools.cached_property
+    def _returns_static(self) -> bool:
+        return has_static(self._graph.out_tree)
+
+    @functools.cached_property
+    def _callbacks(self) -> Callbacks:
+        return Callbacks(self._graph.callbacks, self._devices[0])
+
+    def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
+        """The arguments' leaves, in the pieces that the plan cuts them into."""
+        cuts = self._planned.input_cuts
+        if not cuts and not any(isinstance(leaf, Pieces) for leaf in leaves):
+            return leaves
+        found: list[Any] = []
+        for i, leaf in enumerate(leaves):
+            cut = cuts.get(i)
+            if not isinstance(leaf, Pieces):
+                found += [leaf] if cut is None else pieces_of(leaf, cut)
+            elif leaf.cut == cut:
+                found += leaf.pieces
+            else:
+                kept = "whole" if cut is None else f"in pieces {cut.bounds} of axis {cut.axis}"
+                raise StateError(
+                    f"{self._graph.input_paths[i]} lies in pieces {leaf.cut.bounds} of axis {leaf.cut.axis}, but the "
+                    f"plan of {self._graph.name} keeps it {kept}. State is never moved silently: make the function "
+                    "with follow=, or pass autopar.gather(state)."
+                )
+        return found
