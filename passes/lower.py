@@ -32,7 +32,6 @@ from autopar.passes.intra_op.strategies import (
     inner_collectives,
     kept_operands,
     kept_results,
-    lane_rules,
     operand_shardings,
     pieces,
     result_shardings,
@@ -194,14 +193,14 @@ def _natural_layouts(
 
 def _results(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Sharding, ...]:
     return tuple(
-        s for lane_rule, lane in zip(lane_rules(rule), strategy, strict=True)
+        s for lane_rule, lane in zip(rule.lanes, strategy, strict=True)
         for s in result_shardings(lane_rule, lane, mesh)
     )  # fmt: skip
 
 
 def _operands(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Sharding, ...]:
     return tuple(
-        s for lane_rule, lane in zip(lane_rules(rule), strategy, strict=True)
+        s for lane_rule, lane in zip(rule.lanes, strategy, strict=True)
         for s in operand_shardings(lane_rule, lane, mesh)
     )  # fmt: skip
 

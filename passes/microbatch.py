@@ -8,7 +8,7 @@ bits), else by a slice of the whole. What crosses the end of the loop is summed 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Builder, live_equations, trace_emission
-from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, sum_dtype
+from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, operand_signature, sum_dtype
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Local, Rule, emit_piece
 from autopar.passes.rules.split import (
@@ -79,6 +79,7 @@ class _Splitter:
         self.backward: set[Operand] = set()  # loop values that depend on the backward pass
         self.replicable: set[int] = set()
         self.partial: set[Value] = set()
+        self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal equations are traced once
 
     def _all_values(self) -> list[Value]:
         values = [*self.graph.inputs, *self.graph.constants]
@@ -296,10 +297,16 @@ class _Splitter:
             *xs, index = args
             return emit_piece(rule, _TimeLocal(rule, split, self.m, index), eqn, xs, addends)
 
-        return self._trace(emit, [*operands, self.microbatch], phase, eqn.source)
+        key = (eqn.signature, split, tuple(addends), tuple(map(operand_signature, operands)))
+        if key not in self.emissions:
+            self.emissions[key], _ = trace_emission(emit, [*operands, self.microbatch])
+        values = [v for v in operands if isinstance(v, Value)]
+        return self._inline(self.emissions[key], [*values, self.microbatch], phase, eqn.source)
 
     def _trace(self, fun: Callable[..., Any], operands: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
-        closed, values = trace_emission(fun, operands)
+        return self._inline(*trace_emission(fun, operands), phase, source)
+
+    def _inline(self, closed: Any, values: Sequence[Value], phase: Phase, source: str) -> list[Operand]:
         first = len(self.builder.equations)
         results = self.builder.inline(closed.jaxpr, closed.consts, values, source=source, phase=phase)
         if phase is Phase.BACKWARD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -266,50 +266,6 @@ def _phase(name_stack: str) -> Phase:
     return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
 
 
-class SameProgram:
-    """A closed jaxpr that is equal to those that compute the same, wherever they were traced: a key for caches."""
-
-    def __init__(self, closed: Any) -> None:
-        self.closed = closed
-        self._structure = (_structure(closed.jaxpr), tuple(map(id, closed.consts)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, SameProgram) and self._structure == other._structure
-
-    def __hash__(self) -> int:
-        return hash(self._structure)
-
-
-def _structure(jaxpr: Any) -> Hashable:
-    """Equations with numbered variables; parameters that are no jaxprs by their own equality."""
-    numbers: dict[Any, int] = {}
-
-    def operand(v: Any) -> Hashable:
-        if isinstance(v, jex_core.Literal):
-            return (str(v.aval), np.asarray(v.val).tobytes())
-        return numbers.setdefault(v, len(numbers))
-
-    def parameter(value: Any) -> Hashable:
-        if isinstance(value, jex_core.ClosedJaxpr):
-            return (_structure(value.jaxpr), tuple(map(id, value.consts)))
-        if isinstance(value, jex_core.Jaxpr):
-            return _structure(value)
-        if isinstance(value, tuple | list):
-            return tuple(map(parameter, value))
-        return value if isinstance(value, Hashable) else id(value)
-
-    def variables(values: Sequence[Any]) -> Hashable:
-        return tuple((operand(v), v.aval) for v in values)
-
-    inputs = variables([*jaxpr.constvars, *jaxpr.invars])
-    equations = tuple(
-        (eqn.primitive, tuple((name, parameter(value)) for name, value in sorted(eqn.params.items())),
-         tuple(map(operand, eqn.invars)), variables(eqn.outvars))
-        for eqn in jaxpr.eqns
-    )  # fmt: skip
-    return (inputs, equations, tuple(map(operand, jaxpr.outvars)))
-
-
 def live_jaxpr(closed: Any) -> Any:
     """The jaxpr of a closed one without what its results do not need, operands that a loop or branch never reads too.
 
@@ -330,7 +286,7 @@ def live_equations(equations: Sequence[Equation], outputs: Sequence[Operand]) ->
     return kept[::-1]
 
 
-def trace_emission(emit: Callable[..., Sequence[Any]], operands: Sequence[Operand]) -> tuple[Any, list[Any]]:
+def trace_emission(emit: Callable[..., Sequence[Any]], operands: Sequence[Operand]) -> tuple[Any, list[Value]]:
     """Trace a rule's emission on abstract operands of the given shapes; literals stay literals.
 
     Returns the closed jaxpr over the operands that are `Value`s, and those operands.

@@ -7,13 +7,14 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.hint import Hint
+from autopar.ir.same import Signature, number_signature, parameters_signature
 
 
 class Phase(enum.Enum):
@@ -90,6 +91,13 @@ class Literal:
 Operand = Value | Literal
 
 
+def operand_signature(operand: Operand) -> Hashable:
+    """Equal for arrays of the same shape and type, and for literals of the same number as well."""
+    if isinstance(operand, Value):
+        return (operand.shape, operand.dtype, operand.weak_type)
+    return (number_signature(operand.value), operand.dtype, operand.weak_type)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
     """One primitive applied to operands. `shape`s are those of the graph the equation stands in."""
@@ -113,6 +121,13 @@ class Equation:
     def values(self) -> tuple[Value, ...]:
         """The operands that are not literals."""
         return tuple(v for v in self.inputs if isinstance(v, Value))
+
+    @functools.cached_property
+    def signature(self) -> Signature[Equation]:
+        """Equal for equations that do the same to arrays of the same shapes and types, whenever they run."""
+        inputs = tuple([operand_signature(v) for v in self.inputs])
+        outputs = tuple([operand_signature(v) for v in self.outputs])
+        return Signature(self, (self.primitive, parameters_signature(self.params), inputs, outputs))
 
     def __repr__(self) -> str:
         ins = ", ".join(map(repr, self.inputs))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -28,6 +28,8 @@ class Limits:
     allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
     # Whether a strategy cuts as it has to be what the user has pinned.
     heeds_hints: Callable[[Rule, Lane], bool] = lambda rule, lane: True
+    # Equal for equations of one rule that are allowed the same lanes.
+    kind: Callable[[Equation], Hashable] = lambda equation: None
 
 
 def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, frozenset[int]]:
@@ -115,7 +117,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
             return False
         return recipe.allow_layout(value, sharding)
 
-    return Limits(allow_lane, allow_layout, heeds)
+    return Limits(allow_lane, allow_layout, heeds, recipe.kind)
 
 
 def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
@@ -131,10 +133,17 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
     zero = 3 if method.zero is None else method.zero  # as far as it may go
     free = method.zero is None
 
-    def allow_lane(eqn: Equation, rule: Rule, lane: Lane) -> bool:
-        factors = batch.get(eqn.id, frozenset())
+    def of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
+        """The factors that hold examples, whether it varies with them, and which ZeRO may split what holds none."""
         varies = eqn.phase.in_loop and any(v in examples for v in (*eqn.values, *eqn.outputs))
-        least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1  # that may split what holds no examples
+        least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1
+        return batch.get(eqn.id, frozenset()), varies, least_zero
+
+    def kind(eqn: Equation) -> Hashable:
+        return (*of(eqn), eqn.phase.in_loop)
+
+    def allow_lane(eqn: Equation, rule: Rule, lane: Lane) -> bool:
+        factors, varies, least_zero = of(eqn)
         for axis, choice in zip(mesh.axes, lane, strict=True):
             size = mesh.axis_size(axis)
             if size == 1:
@@ -175,7 +184,7 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
             return True  # cannot be cut
         return all(a in sharding.axes for a in data)
 
-    return Limits(allow_lane, allow_layout)
+    return Limits(allow_lane, allow_layout, kind=kind)
 
 
 def _is_tensor(value: Value) -> bool:

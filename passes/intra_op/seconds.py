@@ -19,7 +19,6 @@ from autopar.passes.intra_op.strategies import (
     exchanges,
     inner_collectives,
     lane_operands,
-    lane_rules,
     pieces,
 )
 from autopar.passes.rules.base import Rule, Sides, product_sizes
@@ -34,7 +33,7 @@ class StrategySeconds:
 
     def of(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
         """One run of a lane of an equation."""
-        lane_rule = lane_rules(rule)[lane_index]
+        lane_rule = rule.lanes[lane_index]
         outputs = [eqn.outputs[lane_index]] if rule.separable else eqn.outputs
         cut = [] if rule.separable else [pieces(rule, lane, self.mesh) for lane in options.lanes]
         if rule.kernels:

@@ -36,7 +36,6 @@ from autopar.passes.intra_op.strategies import (
     OptionsCache,
     Shardings,
     lane_operands,
-    lane_rules,
     temporaries,
 )
 from autopar.passes.rules.base import Rule
@@ -171,11 +170,11 @@ class StageProblem:
     def _strategies(self, eqn: Equation, index: int, addends: frozenset[int], traffic: Traffic) -> Any:
         """The options of a lane of an equation, and the seconds of each."""
         known = self.setting.remembered.equations
-        key = (eqn.id, index, addends, traffic)
+        key = (eqn.signature, self.setting.limits.kind(eqn), index, addends, traffic)
         if key not in known:
             rule = self.stage.rules[eqn.id]
             options = self.setting.remembered.options.of(
-                lane_rules(rule)[index], addends, functools.partial(self.setting.limits.allow_lane, eqn, rule)
+                rule.lanes[index], addends, functools.partial(self.setting.limits.allow_lane, eqn, rule)
             )
             if not self.setting.limits.heeds_hints(rule, options.lanes[0]):
                 raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
@@ -187,7 +186,7 @@ class StageProblem:
         traffic = self.traffic[program.index]
         for eqn in program.equations:
             rule = stage.rules[eqn.id]
-            for index, lane_rule in enumerate(lane_rules(rule)):
+            for index, lane_rule in enumerate(rule.lanes):
                 positions = lane_operands(eqn, rule, index)
                 addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in stage.addends)
                 outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)

@@ -14,7 +14,7 @@ from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
-from autopar.passes.intra_op.strategies import can_sum, lane_operands, lane_rules
+from autopar.passes.intra_op.strategies import can_sum, lane_operands
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.fusion import memory_traffic
 
@@ -67,7 +67,7 @@ class Stage:
         for program in self.programs:
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
-                for index, lane_rule in enumerate(lane_rules(rule)):
+                for index, lane_rule in enumerate(rule.lanes):
                     positions = lane_operands(eqn, rule, index)
                     partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
                     if can_sum(lane_rule) or any(partial & operands for operands in lane_rule.linear):

@@ -85,16 +85,6 @@ class OptionsCache:
         return LaneOptions(lanes, [*map(self.shardings, operands)], [*map(self.shardings, results)], share)
 
 
-def lane_rules(rule: Rule) -> tuple[Rule, ...]:
-    """One rule per lane: the rule itself, or for a separable one that of each operand and its result."""
-    if not rule.separable:
-        return (rule,)
-    return tuple(
-        dataclasses.replace(rule, inputs=(ins,), outputs=(outs,), separable=False, linear=(frozenset({0}),))
-        for ins, outs in zip(rule.inputs, rule.outputs, strict=True)
-    )
-
-
 def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lane, ...]:
     """All strategies of one lane, the fully replicated one first; `addends` are the operands that can be partial."""
     factors = rule.splittable

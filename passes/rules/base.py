@@ -251,6 +251,16 @@ class Rule:
         values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "emit")
         return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
+    @functools.cached_property
+    def lanes(self) -> tuple[Rule, ...]:
+        """What is split in ways of its own: the rule itself, or of a separable one each operand with its result."""
+        if not self.separable:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, inputs=(ins,), outputs=(outs,), separable=False, linear=(frozenset({0}),))
+            for ins, outs in zip(self.inputs, self.outputs, strict=True)
+        )
+
     def points(self) -> int:
         """Size of the iteration space."""
         return math.prod(self.factors)

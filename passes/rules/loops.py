@@ -17,8 +17,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from autopar.ir.build import Builder, SameProgram, live_equations
+from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Operand, Value, sum_dtype
+from autopar.ir.same import Signature, program_signature
 from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
     DimMap,
@@ -50,10 +51,10 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     @functools.lru_cache(maxsize=256)
     def scan_body(
-        program: SameProgram, consts: int, carries: int
+        program: Signature[Any], consts: int, carries: int
     ) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
         """Also each stacked input's way to where it is gathered if it comes in pieces."""
-        closed = program.closed
+        closed = program.of
         carried = {k: consts + k for k in range(carries)}
         body = make_body(closed.in_avals, [(closed, range(len(closed.in_avals)))], rule_of, carried=carried)
         cuts = find_cuts(body)
@@ -92,7 +93,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
-        body, cuts, stacked_in = scan_body(SameProgram(p["jaxpr"]), consts, carries)
+        body, cuts, stacked_in = scan_body(program_signature(p["jaxpr"]), consts, carries)
         everything = range(len(body.outputs))
 
         def run(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 
 from autopar.errors import MissingRuleWarning, UserError
 from autopar.ir.graph import Equation, Value
+from autopar.ir.same import Signature
 from autopar.passes.rules import (
     dot,
     elementwise,
@@ -60,10 +62,16 @@ def rule_of(equation: Equation) -> Rule:
     Raises:
         UserError: a registered rule does not fit its equation.
     """
+    return _rule_of(equation.signature, _REGISTERED.get(equation.primitive.name))
+
+
+@functools.lru_cache(maxsize=8192)
+def _rule_of(signature: Signature[Equation], registered: RuleBuilder | None) -> Rule:
+    equation = signature.of
     name = equation.primitive.name
-    if name not in _REGISTERED:
+    if registered is None:
         return _BUILT_IN.get(name, replicated)(equation)
-    rule = _REGISTERED[name](equation)
+    rule = registered(equation)
     if not isinstance(rule, Rule):
         raise UserError(
             f"the sharding rule registered for primitive '{name}' returned {type(rule).__name__} instead of a Rule"
@@ -158,6 +166,7 @@ def register_sharding_rule(primitive_name: str) -> Callable[[RuleBuilder], RuleB
                 f"but is {builder!r}"
             )
         _REGISTERED[primitive_name] = builder
+        _rule_of.cache_clear()
         _forget_bodies()
         return builder
 

@@ -1,4 +1,4 @@
-"""Which jaxprs count as the same program."""
+"""Which jaxprs and equations count as the same."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.ir.build import SameProgram
+from autopar.ir.same import Signature, program_signature
+from autopar.trace import trace
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 TABLE = np.arange(4.0, dtype=np.float32)
 
 
-def program(fun: Callable[..., Any], *args: Any) -> SameProgram:
-    return SameProgram(jax.make_jaxpr(fun)(*args))
+def program(fun: Callable[..., Any], *args: Any) -> Signature[Any]:
+    return program_signature(jax.make_jaxpr(fun)(*args))
 
 
 def layered(scale: float, length: int = 3) -> Callable[..., Any]:
@@ -40,7 +41,7 @@ def test_what_was_traced_twice_is_the_same() -> None:
         program(lambda x: layered(2.0)(x) + x, X),
     ],
 )
-def test_what_computes_something_else_is_not(other: SameProgram) -> None:
+def test_what_computes_something_else_is_not(other: Signature[Any]) -> None:
     assert program(layered(2.0), X) != other
 
 
@@ -53,3 +54,24 @@ def test_constants_are_the_same_if_they_are_one_array() -> None:
     one, other = jnp.asarray(TABLE), jnp.asarray(TABLE + 1)
     assert program(lambda x: x + one, X) == program(lambda x: x + one, X)
     assert program(lambda x: x + one, X) != program(lambda x: x + other, X)
+
+
+def equation(fun: Callable[..., Any], *args: Any) -> Signature[Any]:
+    (found,) = trace(fun, args, {}, name="f").equations
+    return found.signature
+
+
+def test_equations_are_the_same_for_alike_arrays_and_equal_parameters() -> None:
+    assert equation(lambda x: jnp.sin(x), X) == equation(lambda x: jnp.sin(x), X)
+    assert equation(lambda x: jnp.sin(x), X) != equation(lambda x: jnp.cos(x), X)
+    assert equation(lambda x: jnp.sin(x), X) != equation(lambda x: jnp.sin(x), jax.ShapeDtypeStruct((5,), X.dtype))
+    assert equation(lambda x: jax.lax.slice(x, (0,), (2,)), X) != equation(lambda x: jax.lax.slice(x, (2,), (4,)), X)
+
+
+def test_equations_with_other_numbers_are_others() -> None:
+    """Down to the sign of zero, which division tells."""
+    assert equation(lambda x: x / 2.0, X) == equation(lambda x: x / 2.0, X)
+    assert equation(lambda x: x / 2.0, X) != equation(lambda x: x / 3.0, X)
+    assert equation(lambda x: x * 0.0, X) != equation(lambda x: x * -0.0, X)
+    pads = [equation(lambda x, z=z: jax.lax.pad(x, z, [(1, 1, 0)]), X) for z in (0.0, -0.0, 0.0)]
+    assert pads[0] == pads[2] != pads[1]
