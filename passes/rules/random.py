@@ -90,11 +90,15 @@ def _threefry_dtype() -> Any:
     return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
 
 
+def is_partitionable() -> bool:
+    """Whether JAX is configured so that threefry counts the elements of a draw; rules depend on nothing else of it."""
+    return bool(getattr(jax.config, "jax_threefry_partitionable", True))
+
+
 def _has_windows(eqn: Equation) -> bool:
     """Whether element i of this draw, or of these new keys, depends on nothing but the key and i."""
     (key,) = eqn.inputs
-    partitionable = getattr(jax.config, "jax_threefry_partitionable", True)
-    return key.shape == () and bool(key.dtype == _threefry_dtype()) and bool(partitionable)
+    return key.shape == () and bool(key.dtype == _threefry_dtype()) and is_partitionable()
 
 
 def _starts(local: Local, dims: DimMap) -> Any:

@@ -62,11 +62,11 @@ def rule_of(equation: Equation) -> Rule:
     Raises:
         UserError: a registered rule does not fit its equation.
     """
-    return _rule_of(equation.signature, _REGISTERED.get(equation.primitive.name))
+    return _rule_of(equation.signature, _REGISTERED.get(equation.primitive.name), random.is_partitionable())
 
 
 @functools.lru_cache(maxsize=8192)
-def _rule_of(signature: Signature[Equation], registered: RuleBuilder | None) -> Rule:
+def _rule_of(signature: Signature[Equation], registered: RuleBuilder | None, partitionable: bool) -> Rule:
     equation = signature.of
     name = equation.primitive.name
     if registered is None:
