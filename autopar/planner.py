@@ -165,19 +165,32 @@ class Planner:
         return planner
 
     def _uniform(self, fixed: int | None) -> Iterator[_Found | None]:
-        """Better plans of more stages than the search tells apart, each of as many hosts as the others."""
+        """Better plans of equal stages that the search cannot make of the layers that it tells apart."""
         hosts, method = self.cluster.hosts, self.method
-        if len(hosts) <= MAX_LAYERS or len(set(hosts)) > 1 or not self._divisors():
+        if len(hosts) == 1 or len(set(hosts)) > 1 or not self._divisors():
             return
         if method.num_stages is not None or method.mesh_shape is not None or method.axes:
             return
-        for stages in (n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if len(hosts) % n == 0):
-            each = len(hosts) // stages  # and of a microbatch's examples, so that each host has one
-            m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
-            shape = (each, hosts[0].num_devices) if each > 1 else (hosts[0].num_devices,)
+        for stages, shape, m in self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed):
             planner = self._with(dataclasses.replace(method, num_stages=stages, mesh_shape=shape))
             with contextlib.suppress(PlanError):  # the step has too few layers
                 yield planner._better(m, stages, None)
+
+    def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
+        """Numbers of stages of as many hosts each, their meshes' shape, numbers of microbatches."""
+        count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
+        for stages in (n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if count % n == 0):
+            each = count // stages  # and of a microbatch's examples, so that each host has one
+            m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
+            yield stages, (each, width) if each > 1 else (width,), m
+
+    def _of_parts_of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
+        """The same of stages of an equal part of a host each."""
+        count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
+        m = fixed or self._likely[-1]
+        for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count <= MAX_LAYERS):
+            if self.layering.layered(m, True).num_layers % (parts * count):
+                yield parts * count, (width // parts,), m
 
     def _fewer(self, plan: Plan) -> int | None:
         """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
@@ -235,21 +248,26 @@ class Planner:
             self.analysis.check(fixed)
             hosts = len(self.cluster.hosts)
             return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= MAX_LAYERS else [(fixed, stages)]
-        devices, hosts = self.cluster.num_devices, len(self.cluster.hosts)
+        hosts = len(self.cluster.hosts)
         found: list[tuple[int, int | None]] = []
         if stages in (None, 1) and self.method.min_stages == 1:
             found.append((1, 1))
-        if devices > 1 and stages != 1:
-            # With as many stages as there may be, a microbatch has an example for each host of a stage.
-            most = min(8 * devices, MAX_LAYERS * self.analysis.batch_size // hosts)
-            numbers = [m for m in self._many() if m <= most] or self._many()[-1:]
-            likely = numbers[:2][::-1]
+        if self.cluster.num_devices > 1 and stages != 1:
+            likely = self._likely
             if stages is None and 1 < hosts <= MAX_LAYERS:
                 found += [(m, hosts) for m in likely[:1]]
             found += [(m, stages) for m in likely]
             if stages is not None:
                 found.append((1, stages))
         return found
+
+    @property
+    def _likely(self) -> list[int]:
+        """Numbers of microbatches of which a pipeline has one, probably, rising."""
+        # With as many stages as there may be, a microbatch has an example for each host of a stage.
+        most = min(8 * self.cluster.num_devices, MAX_LAYERS * self.analysis.batch_size // len(self.cluster.hosts))
+        numbers = [m for m in self._many() if m <= most] or self._many()[-1:]
+        return numbers[:2][::-1]
 
     def _divisors(self) -> list[int]:
         """Numbers of microbatches above 1 that the batch can be cut into."""

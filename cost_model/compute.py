@@ -47,7 +47,7 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None) -> float:
     """Share of the speed of large products (`kind.matmul_efficiency`) that one of these sizes reaches; None: large."""
     if sizes is None:
         return 1.0
-    share = kind.convolution_share if sizes.convolution else 1.0
+    share = kind.convolution_share if sizes.convolution else kind.batched_share if sizes.batch > 1 else 1.0
     return share * _share_of(kind.multiprocessors, sizes) if kind.multiprocessors else share
 
 

@@ -79,6 +79,8 @@ class _Splitter:
         self.backward: set[Operand] = set()  # loop values that depend on the backward pass
         self.replicable: set[int] = set()
         self.partial: set[Value] = set()
+        self.behind_fence: dict[Value, bool] = {}
+        self.keys_in_loop: set[Value] = set()
         self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal equations are traced once
 
     def _all_values(self) -> list[Value]:
@@ -205,11 +207,34 @@ class _Splitter:
             if batch is not None and state.kind is Kind.ALIKE:
                 whole = self.loop[key] = self._slice(whole, batch)
             return whole
+        if v.is_key and self._is_behind_fence(v):
+            return self._key_in_loop(v)
         whole = self._free(v)
         if batch is None:
             return whole
         self.loop[key] = result = self._slice_by_rule(self._unfenced(v), batch) or self._slice(whole, batch)
         return result
+
+    def _is_behind_fence(self, v: Value) -> bool:
+        """Whether a FREE value comes from what a fence of the loop passes on."""
+        if v not in self.behind_fence:
+            eqn = self.producer.get(v)
+            self.behind_fence[v] = eqn is not None and (
+                self._is_fence(eqn) or any(self._is_behind_fence(x) for x in eqn.values)
+            )
+        return self.behind_fence[v]
+
+    def _key_in_loop(self, v: Value) -> Value:
+        """A key made behind the fence again, so that what is drawn from it is drawn again: it is not worth its memory.
+
+        Of what else is FREE, fences are left out: it is computed once.
+        """
+        eqn = self.producer[v]
+        operands = [self._in_loop(x, None, frozenset()) for x in eqn.inputs]
+        results = self._copy(eqn, operands, self._loop_phase(eqn, operands), {})
+        self.loop.update({(old, None): new for old, new in zip(eqn.outputs, results, strict=True)})
+        self.keys_in_loop.update(results)
+        return results[eqn.outputs.index(v)]
 
     def _value(self, v: Value, batch: BatchDim) -> Value:
         shape = tuple(batch.local_size(self.m) if d == batch.dim else n for d, n in enumerate(v.shape))
@@ -232,7 +257,8 @@ class _Splitter:
         except (Unsplittable, IndexError):
             return None
         emitted = self.builder.equations[first:]
-        if all(x is not self.microbatch for e in emitted for x in e.values) and rule.unit != "matmul":
+        own = {self.microbatch, *self.keys_in_loop}
+        if own.isdisjoint(x for e in emitted for x in e.values) and rule.unit != "matmul":
             self.replicable.update(e.id for e in emitted)  # alike in every microbatch
         return found
 

@@ -54,6 +54,7 @@ class DeviceKind:
     dispatch_overhead: float  # seconds on the host to start one program
     memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
     convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
+    batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
 
     def __hash__(self) -> int:

@@ -190,10 +190,13 @@ def look_up(table: jax.Array, tokens: jax.Array, one_hot: bool) -> jax.Array:
 
 
 def dropout(x: jax.Array, rate: float, key: jax.Array | None) -> jax.Array:
-    """Zeroes a share `rate` of the elements and scales the others; nothing without a key."""
+    """Zeroes a share `rate` of the elements and scales the others; nothing without a key.
+
+    By 16 random bits for each, half the memory traffic of 32: the share is right to 1 in 65536.
+    """
     if key is None or rate == 0:
         return x
-    kept = jax.random.bernoulli(key, 1 - rate, x.shape)
+    kept = jax.random.bits(key, x.shape, jnp.uint16) >= round(rate * 2**16)
     return jnp.where(kept, x / (1 - rate), jnp.zeros_like(x))
 
 

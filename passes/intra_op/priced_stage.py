@@ -14,7 +14,7 @@ from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.solve import solve
 
-PATIENCE = 10.0  # of the solver: plans depend on the work done, not on how busy the machine is
+PATIENCE = 100.0  # of the solver: plans depend on the work done, not on how busy the machine is
 _ALIKE = 0.015  # relative: a solution that costs no more than this over a bound need not be improved
 
 

@@ -107,3 +107,10 @@ def test_large_convolutions_reach_a_share_of_what_products_do() -> None:
         product = ProductSizes(1, 2560, 1024, 64)
         assert product_share(kind, product) == 1.0
         assert product_share(kind, product._replace(convolution=True)) == 0.8
+
+
+def test_large_batched_products_reach_a_share_of_what_single_ones_do() -> None:
+    kind = dataclasses.replace(TOY, batched_share=0.5)
+    assert product_share(kind, ProductSizes(1, 2560, 1024, 64)) == 1.0
+    assert product_share(kind, ProductSizes(8, 2560, 1024, 64)) == 0.5
+    assert product_share(kind, ProductSizes(8, 2560, 1024, 64, convolution=True)) == 1.0

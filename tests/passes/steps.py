@@ -394,6 +394,27 @@ def rematerialized_dropout() -> Case:
     return Case(step, {"params": params(), "key": jax.random.key(0)}, examples())
 
 
+@case
+def rematerialized_dropout_of_split_keys() -> Case:
+    def step(state: Any, b: Any) -> Any:
+        key, sub = jax.random.split(state["key"])
+
+        @jax.checkpoint
+        def block(w: Any, x: Any, key: Any) -> Any:
+            first, second = jax.random.split(key)
+            x = jnp.where(jax.random.bernoulli(first, 0.5, x.shape), x, 0)
+            return jnp.where(jax.random.bernoulli(second, 0.5, x.shape), jnp.tanh(x @ w), 0)
+
+        def loss(p: Any) -> Any:
+            h = block(p["w"], block(p["w"], b["x"], sub), jax.random.fold_in(sub, 1))
+            return optax.softmax_cross_entropy_with_integer_labels(h @ p["v"], b["y"]).mean()
+
+        value, g = jax.value_and_grad(loss)(state["params"])
+        return {"params": sgd(state["params"], g), "key": key}, value
+
+    return Case(step, {"params": params(), "key": jax.random.key(0)}, examples())
+
+
 # Ways to write a backward pass.
 
 

@@ -85,7 +85,8 @@ def test_four_microbatches_give_the_numbers_of_one_device(name: str) -> None:
 
 
 # Whole batches read before or after the loop at other stages than its slices, sums over stages, recomputed dropout.
-PIPELINED = ["ignored_labels", "auxiliary_outputs", "loss_after_the_update", "rematerialized_dropout"]
+PIPELINED = ["ignored_labels", "auxiliary_outputs", "loss_after_the_update", "rematerialized_dropout",
+             "rematerialized_dropout_of_split_keys"]  # fmt: skip
 ONE_PRODUCT = ["class_token", "transposed", "custom_jvp"]  # no two stages
 
 
@@ -285,6 +286,17 @@ def test_dropout_draws_the_bits_of_one_device() -> None:
     assert 0 < np.asarray(mask).sum() < mask.size
     bits = [e for e in steps_of("dropout")[Phase.FORWARD] if e.primitive.name.startswith("random_bits")]
     assert [e.outputs[0].shape for e in bits] == [(BATCH // 2, WIDTH)]  # at a microbatch's cost
+
+
+def test_recomputed_dropout_is_drawn_again() -> None:
+    """By keys of its own, as behind the fence of `jax.checkpoint`: else XLA would keep every bit of the forward pass."""
+    steps = steps_of("rematerialized_dropout_of_split_keys")
+    first, again = (
+        [set(e.values) for e in steps[phase] if e.primitive.name.startswith("random_bits")]
+        for phase in (Phase.FORWARD, Phase.BACKWARD)
+    )
+    assert len(first) == len(again) == 4
+    assert set.union(*first).isdisjoint({v for values in again for v in values if v.is_key})
 
 
 def test_running_sums_have_32_bits() -> None:
