@@ -53,7 +53,7 @@ class Finisher:
     ) -> None:
         self.graph, self.method = analysis.graph, method
         self.layering = Layering(analysis, cluster, method, num_layers)
-        self.stages = StageCosts(Prices(cluster, method.memory_limit), method)
+        self.stages = StageCosts(Prices(cluster, method.memory_limit, narrow_sums=self.graph.narrow_sums), method)
 
     def finish(
         self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName

@@ -26,9 +26,12 @@ from autopar.passes.lower import LoweredStep
 class Prices:
     """Seconds and bytes on one cluster."""
 
-    def __init__(self, cluster: Cluster, memory_limit: int | None = None) -> None:
-        """`memory_limit`: bytes per device that a plan may use, where that is less than there are."""
-        self.cluster, self.memory_limit = cluster, memory_limit
+    def __init__(self, cluster: Cluster, memory_limit: int | None = None, *, narrow_sums: bool = False) -> None:
+        """`memory_limit`: bytes per device that a plan may use, where that is less than there are.
+
+        `narrow_sums`: of a step whose addends of 16 bits are summed as such.
+        """
+        self.cluster, self.memory_limit, self._narrow_sums = cluster, memory_limit, narrow_sums
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
 
     def transfer(self, copies: Sequence[tuple[int, int]], nbytes: int) -> float:
@@ -47,7 +50,7 @@ class Prices:
                     return payload / bandwidth + kind.launch_overhead / 10
                 return collective(step, axes, payload) + kind.launch_overhead
 
-            self._resharders[mesh] = (Resharder(mesh, price), price)
+            self._resharders[mesh] = (Resharder(mesh, price, self._narrow_sums), price)
         return self._resharders[mesh]
 
     def kind(self, mesh: Mesh) -> DeviceKind:

@@ -67,10 +67,12 @@ def trace(
     *,
     name: str,
     is_static: IsStatic = callable,
+    narrow_sums: bool = False,
 ) -> Graph:
     """Trace `fun(*args, **kwargs)`; leaves are arrays or `jax.ShapeDtypeStruct`s, static values are bound before.
 
     Leaves that are static are those of the structure, of arguments (in a `StaticLeaf`) and results alike.
+    `narrow_sums`: addends of 16 bits are summed as such.
 
     Raises:
       TraceError: an argument leaf or an output is not an array, or the function has side effects.
@@ -128,7 +130,7 @@ def trace(
         ) from error
     if closed.effects:
         _check_effects(name, closed)
-    builder = Builder()
+    builder = Builder(narrow=narrow_sums)
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
     outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
@@ -266,7 +268,7 @@ def _children(tree: Any, first: int) -> Iterator[tuple[Any, int]]:
 
 def _fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Operand]) -> str:
     """Equal for equal programs in any process: structure, shapes, dtypes and plain parameters."""
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(b"narrow sums" if any(v.narrow for v in inputs) else b"")
 
     def name(v: Operand) -> str:
         return f"{v.id}:{v.dtype}{v.shape}" if isinstance(v, Value) else f"{v.value}:{v.dtype}"

@@ -65,7 +65,9 @@ class Predictor:
 def _predict(row: Measurement, way: Way) -> Prediction:
     started = time.process_time()
     function, state, batch = row.step(way)
-    step = autopar.parallelize(function, cluster=row.cluster, method=way.method, num_microbatches=way.num_microbatches)
+    step = autopar.parallelize(
+        function, cluster=row.cluster, method=way.method, num_microbatches=way.num_microbatches, narrow_sums=True
+    )
     try:
         with warnings.catch_warnings(action="ignore"):
             plan = step.plan(state, batch)

@@ -4,7 +4,8 @@ Alpa's rows (`alpa_osdi22_measured.json`) carry model, batch and plan; how singl
 is never recorded: that is left to the solver, under the row's options. What the systems themselves do is said here
 once for all rows: Megatron-LM and DeepSpeed drop out a tenth, Alpa nothing; Alpa looks tokens up by a product with
 one-hot rows, keeps weights in 16 bits beside a copy in float32, takes the statistics of batch norm by microbatch, and
-marks all gradients at once, so that all are held when the update begins; its figures of memory are GiB.
+marks all gradients at once, so that all are held when the update begins; its figures of memory are GiB. All of them
+sum in 16 bits what has 16.
 """
 
 from __future__ import annotations
@@ -98,7 +99,9 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
         method=row["method"],
         ablation=row["exp"].startswith("intra"),
         spec={
-            **row["model_spec"], "family": row["model"], "alpa": row["method"].startswith("alpa"),
+            **row["model_spec"],
+            "family": row["model"],
+            "alpa": row["method"].startswith("alpa"),
             "dropout": 0.0 if row["method"].startswith("alpa") else _DROPOUT,
         },
         batch_size=row["batch_size"] or 0,

@@ -66,7 +66,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
             for step in op.steps:
                 axes = step_axes(step, mesh)
                 if axes:
-                    payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh)
+                    payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
                     communication += price(step.kind, axes, payload)
                     if payload and step.kind not in ("slice", "mask"):
                         collectives.append(Collective(step.kind, axes, payload))

@@ -79,10 +79,12 @@ def step_result(step: ReshardStep, sharding: Sharding) -> Sharding:
     return Sharding(tuple(dims), tuple(sorted(partial)))
 
 
-def step_payload(step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh) -> int:
+def step_payload(
+    step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh, narrow: bool = False
+) -> int:
     """Bytes of the local result of the step applied to `sharding`; of the local operand for a reduce-scatter."""
     state = sharding if step.kind == "reduce_scatter" else step_result(step, sharding)
-    width = sum_itemsize(itemsize) if step.kind in SUM_KINDS or state.partial else itemsize
+    width = sum_itemsize(itemsize, narrow) if step.kind in SUM_KINDS or state.partial else itemsize
     return math.prod(state.local_shape(shape, mesh)) * width
 
 
@@ -124,14 +126,19 @@ def step_axes(step: ReshardStep, mesh: Mesh) -> tuple[str, ...]:
 
 
 def step_collectives(
-    steps: Sequence[ReshardStep], shape: tuple[int, ...], itemsize: int, before: Sharding, mesh: Mesh
+    steps: Sequence[ReshardStep],
+    shape: tuple[int, ...],
+    itemsize: int,
+    before: Sharding,
+    mesh: Mesh,
+    narrow: bool = False,
 ) -> tuple[Collective, ...]:
     """The collectives among the steps, in order; steps over axes of size 1 are none."""
     found = []
     for step in steps:
         axes = step_axes(step, mesh)
         if axes and step.kind not in LOCAL_KINDS:
-            found.append(Collective(step.kind, axes, step_payload(step, shape, itemsize, before, mesh)))
+            found.append(Collective(step.kind, axes, step_payload(step, shape, itemsize, before, mesh, narrow)))
         before = step_result(step, before)
     return tuple(found)
 
@@ -313,8 +320,9 @@ class _Prices:
 class Resharder:
     """Plans and prices reshardings on one mesh; remembers what it found."""
 
-    def __init__(self, mesh: Mesh, price: StepPrice) -> None:
-        self.mesh = mesh
+    def __init__(self, mesh: Mesh, price: StepPrice, narrow: bool = False) -> None:
+        """`narrow`: addends of two bytes are summed as such, see `sum_dtype`."""
+        self.mesh, self.narrow = mesh, narrow
         self._price = price
         # Meshes that differ only in their devices share the network.
         self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
@@ -325,7 +333,7 @@ class Resharder:
 
     def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _Prices:
         gcds, size = tuple(math.gcd(n, self.mesh.size) for n in shape), math.prod(shape)
-        return self._prices(gcds, size * itemsize, size * sum_itemsize(itemsize))
+        return self._prices(gcds, size * itemsize, size * sum_itemsize(itemsize, self.narrow))
 
     def _states(self, prices: _Prices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
         """Indices of the shardings. Raises InternalError for one that the array cannot have."""
@@ -355,7 +363,7 @@ class Resharder:
     ) -> tuple[Collective, ...]:
         """The collectives of the cheapest steps, in order."""
         steps = self.plan(shape, itemsize, source, target)
-        return step_collectives(steps, shape, itemsize, source, self.mesh)
+        return step_collectives(steps, shape, itemsize, source, self.mesh, self.narrow)
 
     def matrix(
         self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]

@@ -21,10 +21,13 @@ from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum
 from autopar.passes.rules.base import halo_hops
 
 
-def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh, dtype: Any) -> Any:
+def apply_steps(
+    x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh, dtype: Any, narrow: bool = False
+) -> Any:
     """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
 
-    `before` is the sharding of the piece, `dtype` that of the whole; addends are held as they are summed. PRNG keys
+    `before` is the sharding of the piece, `dtype` that of the whole; addends are held as they are summed, in two bytes
+    if that is enough (`narrow`, see `sum_dtype`). PRNG keys
     travel as their words, which are never summed. Of arrays without elements nothing is sent.
     """
     if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -39,25 +42,25 @@ def apply_steps(x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Me
         before = step_result(step, before)
         # XLA refuses some collectives of arrays without elements.
         x = _apply(x, step, mesh) if x.size else jnp.zeros(before.local_shape(whole_shape, mesh), x.dtype)
-        x = x.astype(sum_dtype(dtype) if before.partial else dtype)
+        x = x.astype(sum_dtype(dtype, narrow) if before.partial else dtype)
     return x
 
 
-def sum_kinds(size: int, itemsize: int, count: int) -> tuple[tuple[StepKind, int], ...]:
+def sum_kinds(size: int, itemsize: int, count: int, narrow: bool = False) -> tuple[tuple[StepKind, int], ...]:
     """The collectives of a sum over `count` devices of so many elements, each with the bytes of an element in it.
 
     What is summed in a wider type than its own is gathered in its own: three quarters of the bytes.
     """
-    wide = sum_itemsize(itemsize)
+    wide = sum_itemsize(itemsize, narrow)
     if wide == itemsize or not size or size % count:
         return (("all_reduce", wide),)
     return (("reduce_scatter", wide), ("all_gather", itemsize))
 
 
-def psum_at_once(x: Any, axes: Sequence[str], dtype: Any) -> Any:
+def psum_at_once(x: Any, axes: Sequence[str], dtype: Any, narrow: bool) -> Any:
     """The sum over mesh axes of addends of a value of type `dtype`, by `sum_kinds`."""
-    x = x.astype(sum_dtype(dtype))
-    if len(sum_kinds(x.size, jnp.dtype(dtype).itemsize, jax.lax.axis_size(tuple(axes)))) == 1:
+    x = x.astype(sum_dtype(dtype, narrow))
+    if len(sum_kinds(x.size, jnp.dtype(dtype).itemsize, jax.lax.axis_size(tuple(axes)), narrow)) == 1:
         return jax.lax.psum(x, tuple(axes))
     return all_gather(psum_scatter(x.reshape(-1), axes, 0).astype(dtype), axes, 0).reshape(x.shape)
 

@@ -403,8 +403,8 @@ class SpaceLocal(Local):
             index = index * self.mesh.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.int32)
         return index * self.size(factor)
 
-    def total(self, factor: int, x: Any, dtype: Any) -> Any:
-        return psum_at_once(x, self.axes[factor], dtype) if self.is_split(factor) else x
+    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+        return psum_at_once(x, self.axes[factor], dtype, narrow) if self.is_split(factor) else x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if not self.is_split(factor) or not (before or after):
@@ -438,7 +438,7 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
         for op in local.ops:
             if isinstance(op, Reshard):
                 env[op.value, op.target] = apply_steps(
-                    env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype
+                    env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
                 )
             elif isinstance(op, Accumulate):
                 key = (op.total, op.sharding)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Builder, live_equations, trace_emission
-from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, operand_signature, sum_dtype
+from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, operand_signature
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Local, Rule, emit_piece
 from autopar.passes.rules.split import (
@@ -51,7 +51,7 @@ class _TimeLocal(Local):
         check_position(self.split.batch)
         return self.index * self.size(factor)
 
-    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
         raise Unsplittable("examples are added up on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -68,7 +68,8 @@ class _Splitter:
         self.m = num_microbatches
         self.graph = analysis.graph
         self.producer = {v: eqn for eqn in self.graph.equations for v in eqn.outputs}
-        self.builder = Builder(1 + max((v.id for v in self._all_values()), default=-1))
+        first = 1 + max((v.id for v in self._all_values()), default=-1)
+        self.builder = Builder(first, narrow=self.graph.narrow_sums)
         self.microbatch = self.builder.value(jax.ShapeDtypeStruct((), jnp.int32))
         self.loop: dict[tuple[Value, BatchDim | None], Operand] = {}  # loop operands, sliced versions of FREE ones too
         self.full: dict[Value, Operand] = {}  # FREE and FINAL values in full size
@@ -361,7 +362,7 @@ class _Splitter:
         if isinstance(local, Literal):
             raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
         if state.kind is Kind.PARTIAL:
-            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, sum_dtype(v.dtype), weak_type=v.weak_type))
+            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.sum_dtype, weak_type=v.weak_type))
             self.accumulate[local] = total
             whole: Operand = total
             if total.dtype != v.dtype:
@@ -425,7 +426,8 @@ def split_batch(analysis: BatchAnalysis, num_microbatches: int) -> StepGraph:
 def _uncut(analysis: BatchAnalysis) -> StepGraph:
     """One microbatch: nothing is rewritten, couplings are harmless; only phases are settled."""
     graph = analysis.graph
-    builder = Builder(1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs)))
+    first = 1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs))
+    builder = Builder(first, narrow=graph.narrow_sums)
     microbatch = builder.value(jax.ShapeDtypeStruct((), jnp.int32))
     depends = {v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED}  # on the examples
     for eqn in graph.equations:

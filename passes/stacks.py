@@ -215,7 +215,7 @@ class _Piece(Local):
         check_position(self.split.batch)
         return jnp.int32(self.start_unit * self.split.batch.inner)
 
-    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
         raise Unsplittable("pieces are added up on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -228,7 +228,7 @@ class _Cutter:
     def __init__(self, spread: _Spread) -> None:
         self.spread, self.graph = spread, spread.graph
         values = [*self.graph.inputs, *self.graph.constants, *(v for e in self.graph.equations for v in e.outputs)]
-        self.builder = Builder(1 + max((v.id for v in values), default=-1))
+        self.builder = Builder(1 + max((v.id for v in values), default=-1), narrow=self.graph.narrow_sums)
         self.wholes: dict[Value, Operand] = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
         self.pieces: dict[tuple[Value, BatchDim, Bounds], list[Operand]] = {}
         self.here: Equation | None = None  # what is written

@@ -54,15 +54,16 @@ class Planned:
         return Counter(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]).collectives)
 
 
-def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto") -> BatchAnalysis:
-    graph = trace(step, args, {}, name="step")
+def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto", narrow_sums: bool = False) -> BatchAnalysis:
+    graph = trace(step, args, {}, name="step", narrow_sums=narrow_sums)
     return analyse_batch(graph, resolve_batch_axes(graph, batch_axes), rule_of)
 
 
 def plan_step(
-    step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int | None
-) -> Planned:
-    planner = Planner(analyse(step, *args), cluster, method)
+    step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int | None,
+    narrow_sums: bool = False,
+) -> Planned:  # fmt: skip
+    planner = Planner(analyse(step, *args, narrow_sums=narrow_sums), cluster, method)
     return Planned(*planner.plan(m))
 
 

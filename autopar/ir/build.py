@@ -53,8 +53,9 @@ _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 class Builder:
     """Collects equations while values are numbered in order of creation."""
 
-    def __init__(self, first_id: int = 0, *, counting: bool = False) -> None:
+    def __init__(self, first_id: int = 0, *, counting: bool = False, narrow: bool = False) -> None:
         self.counting = counting  # whether "all" and "any" become counts, which are sums
+        self.narrow = narrow  # of the values, see `Value`
         self.origin = (-1, 0)  # of the equations that are added
         self.equations: list[Equation] = []
         self.callbacks: list[Callback] = []
@@ -66,7 +67,7 @@ class Builder:
         dtype = aval.dtype
         if not jnp.issubdtype(dtype, jax.dtypes.extended):
             dtype = np.dtype(dtype)
-        return Value(self._next - 1, tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)))
+        return Value(self._next - 1, tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)), self.narrow)
 
     def add(
         self,

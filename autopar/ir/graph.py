@@ -38,6 +38,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: Any  # numpy dtype, or JAX's key dtype
     weak_type: bool = False
+    narrow: bool = False  # whether its addends may be summed in two bytes
 
     @property
     def is_key(self) -> bool:
@@ -56,22 +57,28 @@ class Value:
     @property
     def sum_nbytes(self) -> int:
         """Bytes of the whole value in the type in which its addends are summed."""
-        return math.prod(self.shape) * (8 if self.is_key else sum_dtype(self.dtype).itemsize)
+        return math.prod(self.shape) * (8 if self.is_key else self.sum_dtype.itemsize)
+
+    @property
+    def sum_dtype(self) -> Any:
+        """The type in which its addends are held and summed."""
+        return sum_dtype(self.dtype, self.narrow)
 
     def held_dtype(self, partial: bool) -> Any:
         """The type in which it is held, or in which its addends are."""
-        return sum_dtype(self.dtype) if partial else self.dtype
+        return self.sum_dtype if partial else self.dtype
 
     def __repr__(self) -> str:
         return f"%{self.id}:{self.dtype}{list(self.shape)}"
 
 
-def sum_dtype(dtype: Any) -> Any:
+def sum_dtype(dtype: Any, narrow: bool = False) -> Any:
     """The type in which addends of this type are held and summed: of four bytes at least, whatever makes the sum.
 
-    16-bit floats are summed in float32, and small integers in 32 bits, which wrap in the end as they would.
+    16-bit floats are summed in float32, and small integers in 32 bits, which wrap in the end as they would. Narrow sums
+    leave types of two bytes as they are.
     """
-    if not isinstance(dtype, np.dtype) or dtype.itemsize >= 4:
+    if not isinstance(dtype, np.dtype) or dtype.itemsize >= (2 if narrow else 4):
         return dtype
     if jnp.issubdtype(dtype, np.integer):
         return np.dtype(np.int32 if jnp.issubdtype(dtype, np.signedinteger) else np.uint32)
@@ -94,7 +101,7 @@ Operand = Value | Literal
 def operand_signature(operand: Operand) -> Hashable:
     """Equal for arrays of the same shape and type, and for literals of the same number as well."""
     if isinstance(operand, Value):
-        return (operand.shape, operand.dtype, operand.weak_type)
+        return (operand.shape, operand.dtype, operand.weak_type, operand.narrow)
     return (number_signature(operand.value), operand.dtype, operand.weak_type)
 
 
@@ -187,6 +194,11 @@ class Graph:
     callbacks: tuple[Callback, ...] = ()  # called on the host after each step
     hints: Mapping[int, Hint] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     heeds_hints: bool = True  # those of equations
+
+    @property
+    def narrow_sums(self) -> bool:
+        """Whether addends of 16 bits are summed as such."""
+        return any(v.narrow for v in (*self.inputs, *(v for eqn in self.equations[:1] for v in eqn.outputs)))
 
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:

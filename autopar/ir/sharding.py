@@ -11,9 +11,9 @@ from autopar.ir.mesh import Mesh
 StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "slice", "mask"]
 
 
-def sum_itemsize(itemsize: int) -> int:
-    """Bytes of an element while addends are summed: at least four. See `autopar.ir.graph.sum_dtype`."""
-    return max(itemsize, 4)
+def sum_itemsize(itemsize: int, narrow: bool = False) -> int:
+    """Bytes of an element while addends are summed: four at least, or two where sums are narrow. See `sum_dtype`."""
+    return max(itemsize, 2 if narrow else 4)
 
 
 @dataclasses.dataclass(frozen=True)

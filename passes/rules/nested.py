@@ -77,9 +77,10 @@ class Body:
 def make_body(
     avals: Sequence[Any], parts: Sequence[tuple[Any, Sequence[int]]], rule_of: RuleOf, *,
     carried: Mapping[int, int] | None = None, agreeing: tuple[tuple[int, ...], ...] = (), whole: tuple[int, ...] = (),
+    narrow: bool = False,
 ) -> Body:  # fmt: skip
     """The body of closed jaxprs, each with the positions of its inputs; outputs follow one another. Calls inlined."""
-    builder = Builder(counting=True)  # so that whether all examples are done is known to every piece
+    builder = Builder(counting=True, narrow=narrow)  # so that whether all examples are done is known to every piece
     inputs = tuple(builder.value(aval) for aval in avals)
     outputs: list[Operand] = []
     for closed, positions in parts:
@@ -486,7 +487,7 @@ class _Anywhere(Local):
             check_position(self.split.batch)
         return 0
 
-    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:

@@ -289,7 +289,7 @@ def test_dropout_draws_the_bits_of_one_device() -> None:
 
 
 def test_recomputed_dropout_is_drawn_again() -> None:
-    """By keys of its own, as behind the fence of `jax.checkpoint`: else XLA would keep every bit of the forward pass."""
+    """By keys of its own, behind the fence of `jax.checkpoint`: else XLA would keep every bit of the forward pass."""
     steps = steps_of("rematerialized_dropout_of_split_keys")
     first, again = (
         [set(e.values) for e in steps[phase] if e.primitive.name.startswith("random_bits")]

@@ -121,7 +121,7 @@ class Piece(Local):
     def start(self, factor: int) -> Any:
         return self.starts.get(factor, 0)
 
-    def total(self, factor: int, x: Any, dtype: Any) -> Any:
+    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
         raise NotImplementedError("these pieces are computed apart")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
