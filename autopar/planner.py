@@ -188,8 +188,9 @@ class Planner:
         """The same of stages of an equal part of a host each."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         m = fixed or self._likely[-1]
-        for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count <= MAX_LAYERS):
-            if self.layering.layered(m, True).num_layers % (parts * count):
+        layers = self.layering.layered(m, True).num_layers
+        for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count < layers):
+            if layers % (parts * count):
                 yield parts * count, (width // parts,), m
 
     def _fewer(self, plan: Plan) -> int | None:

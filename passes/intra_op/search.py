@@ -227,6 +227,8 @@ class Search:
     def _ascend(self, relaxation: Relaxation) -> None:
         """Climb, and offer choices on the way; raises Contradiction if none fits."""
         network, until = relaxation.network, self.work * (1 - _SHARE)
+        most = network.most() if self.best is None else math.inf  # no choice costs more
+        most += _TOLERANCE * abs(most)
         for step in range(_STEPS):
             if step < _WARM:
                 relaxation.sweep()
@@ -238,8 +240,8 @@ class Search:
             self.bound = max(self.bound, relaxation.value)
             if self._closed() or self._spent() or relaxation.ended or (self.work < until and self.best is not None):
                 break
-            if self.best is None and self.bound > (most := network.most()) + _TOLERANCE * abs(most):
-                raise Contradiction  # no choice of finite cost fits
+            if self.best is None and self.bound > most:
+                raise Contradiction  # nothing that fits has a finite cost
 
     def _target(self, relaxation: Relaxation) -> float:
         guess = relaxation.value + _GUESS * abs(relaxation.value)
