@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
@@ -43,6 +43,7 @@ class Network:
     times: Integers  # number of each point in time, the same in all copies
     offset: float  # seconds that every choice pays
     lifts: list[Lift]
+    touched: dict[int, None] = dataclasses.field(default_factory=dict)  # nodes whose costs, strategies or edges changed
 
     @staticmethod
     def of(problem: Problem) -> Network:
@@ -125,6 +126,10 @@ class Network:
             matrix = self.adjacent[u][v] + matrix
         self.adjacent[u][v] = matrix
         self.adjacent[v][u] = matrix.T
+        self._touch(u, v)
+
+    def _touch(self, *nodes: int) -> None:
+        self.touched.update(dict.fromkeys(nodes))
 
     def keep(self, node: int, kept: Mask) -> None:
         """Restrict a node to some of its strategies."""
@@ -132,6 +137,7 @@ class Network:
             raise Contradiction
         if kept.all():
             return
+        self._touch(node, *self.adjacent[node])
         self.unary[node] = self.unary[node][kept]
         self.labels[node] = self.labels[node][kept]
         for neighbour, matrix in list(self.adjacent[node].items()):
@@ -155,18 +161,19 @@ class Network:
                 self.keep(node, kept)
                 waiting.update(dict.fromkeys(self.adjacent[node]))
 
-    def absorb_single(self) -> None:
-        """Nodes with one strategy become costs of their neighbours."""
-        for node in [node for node, unary in self.unary.items() if unary.size == 1]:
+    def absorb_single(self, nodes: Iterable[int]) -> None:
+        """Those of the nodes that have one strategy become costs of their neighbours."""
+        for node in [node for node in nodes if node in self.unary and self.unary[node].size == 1]:
             for neighbour, matrix in self.adjacent[node].items():
                 self.unary[neighbour] = self.unary[neighbour] + matrix[0]
             self.offset += float(self.unary[node][0])
             strategy = int(self.labels[node][0])
             self._remove(node, _constant(node, strategy))
 
-    def merge_followers(self) -> None:
-        """Step 2."""
-        waiting = dict.fromkeys(self.edges)  # no set: the order must be the same in all processes
+    def merge_followers(self, nodes: Collection[int]) -> None:
+        """Step 2, at the edges of some nodes."""
+        near = ((min(u, v), max(u, v)) for u in nodes if u in self.unary for v in self.adjacent[u])
+        waiting = dict.fromkeys(near)  # no set: the order must be the same in all processes
         followers: dict[int, list[tuple[int, Integers]]] = {}
         while waiting:
             u, v = waiting.popitem()[0]
@@ -190,9 +197,9 @@ class Network:
             if leader in self.unary:
                 self._set_spans(leader, _gathered(leader, usages, followers))
 
-    def eliminate_free(self) -> None:
-        """Step 3, for nodes that use no memory beyond their least."""
-        waiting = dict.fromkeys(self.unary)
+    def eliminate_free(self, nodes: Iterable[int]) -> None:
+        """Step 3, for those of the nodes that use no memory beyond their least."""
+        waiting = dict.fromkeys(node for node in nodes if node in self.unary)
         while waiting:
             node = next(iter(waiting))
             del waiting[node]
@@ -201,9 +208,9 @@ class Network:
             waiting.update(dict.fromkeys(self.adjacent[node]))
             self._eliminate(node)
 
-    def remove_dominated(self) -> None:
-        """Step 4, one sweep."""
-        for node in list(self.unary):
+    def remove_dominated(self, nodes: Iterable[int]) -> None:
+        """Step 4, one sweep over some nodes."""
+        for node in [node for node in nodes if node in self.unary]:
             self._drop_pairs(node)
             cost = self.unary[node]
             if cost.size == 1:
@@ -215,21 +222,24 @@ class Network:
             self.keep(node, undominated(cost, links, borders, np.ascontiguousarray(used.T)))
 
     def reduce(self, *, dominated: bool) -> None:
-        """All reductions until no strategy goes any more; raises Contradiction."""
-        before = -1
-        while before != (before := self.num_strategies):
-            self.make_consistent(self.unary)
-            self.absorb_single()
-            self.eliminate_free()
-            self.merge_followers()
+        """All reductions until none finds anything more, each only where something changed; raises Contradiction."""
+        changed = dict.fromkeys(self.unary)
+        while changed:
+            self.touched = {}
+            self.make_consistent(node for node in changed if node in self.unary)
+            self.absorb_single({**changed, **self.touched})
+            self.eliminate_free({**changed, **self.touched})
+            self.merge_followers({**changed, **self.touched})
             if not dominated:
                 break
-            self.remove_dominated()
+            self.remove_dominated({**changed, **self.touched})
+            changed = self.touched
         self._drop_times()
 
     # Steps in detail
 
     def _remove(self, node: int, lift: Lift) -> None:
+        self._touch(*self.adjacent[node])
         for neighbour in self.adjacent.pop(node):
             del self.adjacent[neighbour][node]
         del self.unary[node], self.usages[node], self.labels[node]
@@ -268,6 +278,7 @@ class Network:
         def lift(choice: list[int]) -> None:
             choice[node] = int(own[np.searchsorted(labels, choice[leader])])
 
+        self._touch(*self.adjacent[node])
         for neighbour in self.adjacent.pop(node):
             del self.adjacent[neighbour][node]
         del self.unary[node], self.labels[node]  # the usages are gathered when all leaders are known
@@ -290,10 +301,12 @@ class Network:
             equal = total[better] == total
             strictly = lighter[better][:, None] & (cheaper | (equal & ~same[better][:, None]))
             dropped |= strictly | (equal & (same & first)[better][:, None])
+        dropped &= np.isfinite(total)
         if dropped.any():
             matrix = np.where(dropped, np.inf, matrix)
             self.adjacent[node][neighbour] = matrix
             self.adjacent[neighbour][node] = matrix.T
+            self._touch(node, neighbour)
             self.make_consistent([node])
 
     # Memory
