@@ -27,8 +27,8 @@ def apply_steps(
     """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
 
     `before` is the sharding of the piece, `dtype` that of the whole; addends are held as they are summed, in two bytes
-    if that is enough (`narrow`, see `sum_dtype`). PRNG keys
-    travel as their words, which are never summed. Of arrays without elements nothing is sent.
+    if that is enough (`narrow`, see `sum_dtype`). PRNG keys travel as their words, which are never summed. Of arrays
+    without elements nothing is sent.
     """
     if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(x)

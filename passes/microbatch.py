@@ -80,7 +80,7 @@ class _Splitter:
         self.backward: set[Operand] = set()  # loop values that depend on the backward pass
         self.replicable: set[int] = set()
         self.partial: set[Value] = set()
-        self.behind_fence: dict[Value, bool] = {}
+        self.behind_fence = self._find_behind_fence()
         self.keys_in_loop: set[Value] = set()
         self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal equations are traced once
 
@@ -208,7 +208,7 @@ class _Splitter:
             if batch is not None and state.kind is Kind.ALIKE:
                 whole = self.loop[key] = self._slice(whole, batch)
             return whole
-        if v.is_key and self._is_behind_fence(v):
+        if batch is None and v.is_key and v in self.behind_fence:
             return self._key_in_loop(v)
         whole = self._free(v)
         if batch is None:
@@ -216,26 +216,39 @@ class _Splitter:
         self.loop[key] = result = self._slice_by_rule(self._unfenced(v), batch) or self._slice(whole, batch)
         return result
 
-    def _is_behind_fence(self, v: Value) -> bool:
-        """Whether a FREE value comes from what a fence of the loop passes on."""
-        if v not in self.behind_fence:
-            eqn = self.producer.get(v)
-            self.behind_fence[v] = eqn is not None and (
-                self._is_fence(eqn) or any(self._is_behind_fence(x) for x in eqn.values)
-            )
-        return self.behind_fence[v]
+    def _find_behind_fence(self) -> set[Value]:
+        """FREE values that come from what a fence of the loop passes on, by FREE values alone."""
+        found: set[Value] = set()
+        for eqn in self.graph.equations:
+            if self._is_fence(eqn):
+                found.update(v for v in eqn.outputs if self.analysis.states[v].kind is Kind.FREE)
+            elif found.isdisjoint(eqn.values):
+                continue
+            elif self.analysis.when[eqn.id] is When.FREE and not self.analysis.before[eqn.id]:
+                found.update(eqn.outputs)
+        return found
 
-    def _key_in_loop(self, v: Value) -> Value:
+    def _key_in_loop(self, v: Value) -> Operand:
         """A key made behind the fence again, so that what is drawn from it is drawn again: it is not worth its memory.
 
         Of what else is FREE, fences are left out: it is computed once.
         """
-        eqn = self.producer[v]
-        operands = [self._in_loop(x, None, frozenset()) for x in eqn.inputs]
-        results = self._copy(eqn, operands, self._loop_phase(eqn, operands), {})
-        self.loop.update({(old, None): new for old, new in zip(eqn.outputs, results, strict=True)})
-        self.keys_in_loop.update(results)
-        return results[eqn.outputs.index(v)]
+        missing: dict[int, Equation] = {}
+        stack = [v]
+        while stack:
+            eqn = self.producer[stack.pop()]
+            missing[eqn.id] = eqn
+            stack += [x for x in eqn.values if x.is_key and x in self.behind_fence and (x, None) not in self.loop]
+        for i in sorted(missing):
+            eqn = missing[i]
+            operands = [self._in_loop(x, None, frozenset()) for x in eqn.inputs]
+            phase = self._loop_phase(eqn, operands)
+            results = self._copy(eqn, operands, phase, {})
+            self.loop.update({(old, None): new for old, new in zip(eqn.outputs, results, strict=True)})
+            self.keys_in_loop.update(results)
+            if phase is Phase.BACKWARD:
+                self.backward.update(results)
+        return self.loop[v, None]
 
     def _value(self, v: Value, batch: BatchDim) -> Value:
         shape = tuple(batch.local_size(self.m) if d == batch.dim else n for d, n in enumerate(v.shape))

@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -42,11 +41,13 @@ def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: 
     copied: dict[Value, Equation] = {v: e for e in step.equations if e.id in step.replicable for v in e.outputs}
 
     def use(value: Value, stage: int) -> None:
-        if last_use.get(value, -1) < stage:
-            last_use[value] = stage
-            if value in copied:
-                for operand in copied[value].values:
-                    use(operand, stage)
+        reached = [value]
+        while reached:
+            now = reached.pop()
+            if last_use.get(now, -1) < stage:
+                last_use[now] = stage
+                if now in copied:
+                    reached += copied[now].values
 
     for eqn in step.equations:
         if eqn.phase is Phase.FORWARD and eqn.id not in step.replicable:
@@ -140,22 +141,21 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
         for v in eqn.values:
             users[v].append(eqn)
 
-    @functools.cache
-    def first_loop_stage(value: Value) -> int | None:
-        """The first stage whose loop uses a value, through copied equations too."""
-        found = []
-        for eqn in users[value]:
-            if eqn.id in stages and eqn.phase.in_loop:
-                found.append(stages[eqn.id])
-            elif eqn.id in step.replicable:
-                found += [s for v in eqn.outputs if (s := first_loop_stage(v)) is not None]
-        return min(found, default=None)
-
+    first_use: dict[Value, int] = {}  # the first stage whose loop uses a value, through copied equations too
+    for eqn in reversed(step.equations):
+        if eqn.id in stages and eqn.phase.in_loop:
+            at = [stages[eqn.id]]
+        elif eqn.id in step.replicable:
+            at = [first_use[v] for v in eqn.outputs if v in first_use]
+        else:
+            continue
+        for v in eqn.values if at else ():
+            first_use[v] = min(first_use.get(v, min(at)), *at)
     fed = {source: loop_value for loop_value, (source, _) in step.feeds.items()}
     for value in stored:
-        stage = first_loop_stage(fed.get(value, value))
-        if stage is not None:
-            where[value] = stage
+        value_in_loop = fed.get(value, value)
+        if value_in_loop in first_use:
+            where[value] = first_use[value_in_loop]
     where.update(homes)
 
     renewed = {out: step.graph.inputs[i] for k, i in step.graph.carried.items()
@@ -167,7 +167,7 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
             stages[eqn.id] = kept[0]
             where.update(dict.fromkeys(eqn.outputs, kept[0]))
     for eqn in reversed([e for e in todo if e.phase is Phase.PROLOGUE]):
-        found = [s for v in eqn.outputs if (s := first_loop_stage(v)) is not None]
+        found = [first_use[v] for v in eqn.outputs if v in first_use]
         found += [stages[u.id] for v in eqn.outputs for u in users[v] if u.id in stages]
         stages.setdefault(eqn.id, min(found, default=0))
     for eqn in todo:

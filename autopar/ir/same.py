@@ -92,6 +92,11 @@ def _parameter(value: Any) -> Hashable:
         return _structure(value)
     if isinstance(value, tuple | list):
         return (type(value), *map(_parameter, value))
-    if isinstance(value, float | bool):  # equal to others that say something else: 0.0 and -0.0, True and 1
+    if isinstance(value, float | complex | bool | np.generic):  # equal to others: 0.0 and -0.0, True and 1
         return (type(value), repr(value))
-    return value if isinstance(value, Hashable) else _This(value)
+    try:
+        hash(value)
+    except TypeError:
+        return _This(value)
+    found: Hashable = value
+    return found

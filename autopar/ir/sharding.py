@@ -12,8 +12,8 @@ StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "
 
 
 def sum_itemsize(itemsize: int, narrow: bool = False) -> int:
-    """Bytes of an element while addends are summed: four at least, or two where sums are narrow. See `sum_dtype`."""
-    return max(itemsize, 2 if narrow else 4)
+    """Bytes of an element while addends are summed: see `autopar.ir.graph.sum_dtype`."""
+    return itemsize if itemsize >= (2 if narrow else 4) else 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,7 @@ from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
 from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
+from autopar.passes.rules.random import is_partitionable
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 
@@ -51,9 +52,12 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     @functools.lru_cache(maxsize=256)
     def scan_body(
-        program: Signature[Any], consts: int, carries: int, narrow: bool
+        program: Signature[Any], consts: int, carries: int, narrow: bool, partitionable: bool
     ) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
-        """Also each stacked input's way to where it is gathered if it comes in pieces."""
+        """Also each stacked input's way to where it is gathered if it comes in pieces.
+
+        `partitionable`: the rules in the body depend on it.
+        """
         closed = program.of
         carried = {k: consts + k for k in range(carries)}
         body = make_body(
@@ -96,7 +100,9 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
-        body, cuts, stacked_in = scan_body(program_signature(p["jaxpr"]), consts, carries, _is_narrow(eqn))
+        body, cuts, stacked_in = scan_body(
+            program_signature(p["jaxpr"]), consts, carries, _is_narrow(eqn), is_partitionable()
+        )
         everything = range(len(body.outputs))
 
         def run(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.ir.same import Signature, program_signature
+from autopar.ir.same import Signature, parameters_signature, program_signature
 from autopar.trace import trace
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
@@ -66,6 +66,20 @@ def test_equations_are_the_same_for_alike_arrays_and_equal_parameters() -> None:
     assert equation(lambda x: jnp.sin(x), X) != equation(lambda x: jnp.cos(x), X)
     assert equation(lambda x: jnp.sin(x), X) != equation(lambda x: jnp.sin(x), jax.ShapeDtypeStruct((5,), X.dtype))
     assert equation(lambda x: jax.lax.slice(x, (0,), (2,)), X) != equation(lambda x: jax.lax.slice(x, (2,), (4,)), X)
+
+
+class Unhashable:
+    """A parameter whose type can be hashed, and which cannot."""
+
+    def __hash__(self) -> int:
+        raise TypeError
+
+
+def test_what_cannot_be_hashed_is_itself_only() -> None:
+    one, other = Unhashable(), Unhashable()
+    assert parameters_signature({"a": one}) == parameters_signature({"a": one}) != parameters_signature({"a": other})
+    zeros = [parameters_signature({"a": number}) for number in (np.float32(0.0), np.float32(-0.0), 0.0, -0.0)]
+    assert len(set(zeros)) == 4
 
 
 def test_equations_with_other_numbers_are_others() -> None:

@@ -17,6 +17,7 @@ from autopar.ir.graph import Equation, Phase, Value
 from autopar.passes.batch import BatchAnalysis, Kind, State, When, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.microbatch import split_batch
+from autopar.passes.pipeline import place
 from autopar.passes.rules.base import bind
 from autopar.passes.rules.table import rule_of
 from autopar.trace import trace
@@ -297,6 +298,26 @@ def test_recomputed_dropout_is_drawn_again() -> None:
     )
     assert len(first) == len(again) == 4
     assert set.union(*first).isdisjoint({v for values in again for v in values if v.is_key})
+
+
+def test_long_chains_of_keys_are_no_recursion() -> None:
+    def step(w: Any, key: Any, x: Any) -> Any:
+        for _ in range(400):
+            key, sub = jax.random.split(key)
+
+        @jax.checkpoint
+        def block(w: Any, x: Any, key: Any) -> Any:
+            for _ in range(400):
+                key, sub = jax.random.split(key)
+            return jnp.where(jax.random.bernoulli(sub, 0.5, x.shape), x, 0) @ w
+
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(block(w, x, sub))))(w)
+
+    arguments = jnp.ones((4, 4)), jax.random.key(0), jnp.ones((8, 4))
+    graph = trace(step, arguments, {}, name="step")
+    split = split_batch(analyse_batch(graph, resolve_batch_axes(graph, (None, None, 0)), rule_of), 2)
+    forward = {e.id: 0 for e in split.equations if e.phase is Phase.FORWARD and e.id not in split.replicable}
+    assert place(split, forward, 1, {}).num_stages == 1
 
 
 def test_running_sums_have_32_bits() -> None:
