@@ -28,6 +28,8 @@ from autopar.pricing import Prices
 from autopar.stage_costs import StageCosts
 
 _SECONDS = 1.0  # the work limit of a solution
+_MORE_SECONDS = 4.0  # .. of one that may be far from the best
+_WIDE_GAP = 0.5  # relative to the bound: so far
 _GOOD_GAP = 0.01  # relative: what is better by less is not looked for
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
@@ -215,7 +217,10 @@ class Finisher:
 
 
 def _solve(problem: Problem, start: Sequence[int] | None = None) -> Solution:
-    return solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start)
+    found = solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start)
+    if found.cost > (1 + _WIDE_GAP) * found.lower_bound > 0:
+        found = solve(problem, seconds=_MORE_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=found.choice)
+    return found
 
 
 def with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:
