@@ -45,7 +45,7 @@ def auto(
     Raises:
       PlanError: a value is out of range, or two contradict each other.
     """
-    given = {name: value for name, value in locals().items() if value is not None}
+    given = {name: value for name, value in locals().items() if value is not None or name == "baselines"}
     _check_auto(given)
     if baselines:
         del given["baselines"]
@@ -79,10 +79,11 @@ def _check_auto(given: Mapping[str, Any]) -> None:
     def whole(least: int) -> Callable[[Any], bool]:
         return lambda x: type(x) is int and x >= least
 
-    flags = ("data", "tensor", "pipeline", "baselines")
+    flags = ("data", "tensor", "pipeline")
     ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
         **dict.fromkeys(flags, (lambda x: isinstance(x, bool), "True, False or None")),
         **dict.fromkeys(("num_stages", "num_microbatches", "memory_limit"), (whole(1), "a whole number above 0")),
+        "baselines": (lambda x: isinstance(x, bool), "True or False"),
         "zero": (lambda x: whole(0)(x) and x <= 3, "0, 1, 2 or 3"),
         "mesh_shape": (_is_mesh_shape, "(-1,), or one to three whole numbers above 0"),
         "schedule": (lambda x: x in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),

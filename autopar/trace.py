@@ -24,7 +24,7 @@ from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
 from autopar.ir.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
-from autopar.ir.graph import Equation, Graph, Operand, Value
+from autopar.ir.graph import Equation, Graph, Operand, Value, are_narrow
 from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
 from autopar.ir.shown import CALLBACKS
@@ -268,7 +268,7 @@ def _children(tree: Any, first: int) -> Iterator[tuple[Any, int]]:
 
 def _fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Operand]) -> str:
     """Equal for equal programs in any process: structure, shapes, dtypes and plain parameters."""
-    digest = hashlib.sha256(b"narrow sums" if any(v.narrow for v in inputs) else b"")
+    digest = hashlib.sha256(b"narrow sums" if are_narrow(inputs, equations) else b"")
 
     def name(v: Operand) -> str:
         return f"{v.id}:{v.dtype}{v.shape}" if isinstance(v, Value) else f"{v.value}:{v.dtype}"

@@ -144,13 +144,14 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
     first_use: dict[Value, int] = {}  # the first stage whose loop uses a value, through copied equations too
     for eqn in reversed(step.equations):
         if eqn.id in stages and eqn.phase.in_loop:
-            at = [stages[eqn.id]]
-        elif eqn.id in step.replicable:
-            at = [first_use[v] for v in eqn.outputs if v in first_use]
+            at = stages[eqn.id]
+        elif eqn.id in step.replicable and (uses := [first_use[v] for v in eqn.outputs if v in first_use]):
+            at = min(uses)
         else:
             continue
-        for v in eqn.values if at else ():
-            first_use[v] = min(first_use.get(v, min(at)), *at)
+        for v in eqn.values:
+            first_use[v] = min(first_use.get(v, at), at)
+
     fed = {source: loop_value for loop_value, (source, _) in step.feeds.items()}
     for value in stored:
         value_in_loop = fed.get(value, value)

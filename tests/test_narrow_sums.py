@@ -55,8 +55,8 @@ METHODS = {
 def test_it_gives_nearly_the_numbers_of_one_device(name: str) -> None:
     params, batch = arguments()
     expected, value = jax.jit(step)(params, batch)
-    found, loss = autopar.gather(parallelized(METHODS[name], True)(params, batch))
-    assert float(loss) == pytest.approx(float(value), rel=2e-2)
+    found, found_value = autopar.gather(parallelized(METHODS[name], True)(params, batch))
+    assert float(found_value) == pytest.approx(float(value), rel=2e-2)
     for new, reference in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         assert np.asarray(new, np.float32) == pytest.approx(np.asarray(reference, np.float32), abs=1e-2)
 

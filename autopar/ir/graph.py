@@ -7,7 +7,7 @@ import enum
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -70,6 +70,11 @@ class Value:
 
     def __repr__(self) -> str:
         return f"%{self.id}:{self.dtype}{list(self.shape)}"
+
+
+def are_narrow(inputs: Iterable[Value], equations: Sequence[Equation]) -> bool:
+    """Whether addends of 16 bits are summed as such in a program: all of its values agree on it."""
+    return any(v.narrow for v in (*inputs, *(v for eqn in equations[:1] for v in eqn.outputs)))
 
 
 def sum_dtype(dtype: Any, narrow: bool = False) -> Any:
@@ -198,7 +203,7 @@ class Graph:
     @property
     def narrow_sums(self) -> bool:
         """Whether addends of 16 bits are summed as such."""
-        return any(v.narrow for v in (*self.inputs, *(v for eqn in self.equations[:1] for v in eqn.outputs)))
+        return are_narrow(self.inputs, self.equations)
 
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:

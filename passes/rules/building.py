@@ -107,10 +107,10 @@ def linear_sets(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ..
 
 
 def linear_if_wide(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ...]:
-    """`linear_sets`, but none in fewer than 32 bits.
+    """`linear_sets`, but none of results in fewer than 32 bits.
 
-    Such addends are held in more bits, in which a product of matrices takes several times as long, and what windows
-    borrow from their neighbours is twice as much: they are better summed before.
+    Unless sums are narrow, such addends are held in more bits, in which a product of matrices takes several times as
+    long, and what windows borrow from their neighbours is twice as much: they are better summed before.
     """
     return linear_sets(eqn, *sets) if eqn.outputs[0].dtype.itemsize >= 4 else ()
 
