@@ -22,7 +22,7 @@ from autopar.passes.intra_op.priced_stage import PATIENCE
 from autopar.passes.intra_op.problem import Infeasible, Problem, Solution
 from autopar.passes.intra_op.shard import Contradiction, StageProblem
 from autopar.passes.intra_op.solve import solve
-from autopar.passes.lower import LoweredStep, assemble
+from autopar.passes.lower import LoweredStep, assemble, keeps_gathered
 from autopar.passes.pipeline import place
 from autopar.pricing import Prices
 from autopar.stage_costs import StageCosts
@@ -33,7 +33,7 @@ _WIDE_GAP = 0.5  # relative to the bound: so far
 _GOOD_GAP = 0.01  # relative: what is better by less is not looked for
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
-_MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
+_MOST_ROUNDS = 5  # in which a stage is solved with less and less memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +67,7 @@ class Finisher:
         rows = schedule_for(schedule, meshes, layered.step.num_microbatches)
         # Interleaved stages begin with an equal part of their devices' memory each.
         rounds = placed.num_stages // rows.num_groups
+        again = set(range(len(meshes))) if self.method.zero == 3 else set()  # stages that gather parameters again
         withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
         known: list[_Known] = []
@@ -84,7 +85,8 @@ class Finisher:
                         self.stages.note_contradiction(error)
                         return None
                     solved[stage] = problem.read(solution), solution
-            lowered = self.lower(layered, placed, [solved[stage][0] for stage in range(len(meshes))])
+            chosen = [dataclasses.replace(solved[i][0], regathers=i in again) for i in range(len(meshes))]
+            lowered = self.lower(layered, placed, chosen)
             objective = sum(solution.cost for _, solution in solved.values())
             bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
             gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
@@ -95,6 +97,9 @@ class Finisher:
             if not above:
                 return plan, lowered
             for stage, needed in above.items():
+                if stage not in again and keeps_gathered(lowered, stage):
+                    again.add(stage)
+                    continue
                 uncounted = needed.total - solved.pop(stage)[1].peak
                 excess = needed.total - needed.capacity
                 withheld[stage] = max(uncounted, withheld[stage] + excess) + _MARGIN * needed.capacity
@@ -192,7 +197,7 @@ class Finisher:
             shardings = [
                 StageSharding(
                     stage.mesh, stage.strategies, {(p, values[v]): s for (p, v), s in stage.layouts.items()},
-                    stage.forward, plan.lower_bound,
+                    stage.forward, plan.lower_bound, stage.regathers,
                 )
                 for stage in plan.stages
             ]  # fmt: skip

@@ -174,6 +174,7 @@ class Prices:
                     (chosen[0], chosen[-1] + 1) if chosen else (0, 0),
                     sharding.strategies,
                     {(p, v.id): s for (p, v), s in sharding.layouts.items()},
+                    sharding.regathers,
                     times[index].forward,
                     times[index].backward,
                     times[index].prologue + times[index].update,

@@ -105,7 +105,7 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
             "dropout": 0.0 if row["method"].startswith("alpa") else _DROPOUT,
         },
         batch_size=row["batch_size"] or 0,
-        cluster=autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts),
+        cluster=_cluster(hosts, row["num_gpus"] // hosts, row["method"].startswith("alpa")),
         ways=ways,
         seconds=seconds,
         memory=memory * 2**30 if memory > 0 else None,
@@ -113,6 +113,14 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
         doubt="; ".join(text for text, holds in doubts.items() if holds),
         ranked=not suspect and not projected,
     )
+
+
+def _cluster(hosts: int, devices_per_host: int, alpa: bool) -> autopar.Cluster:
+    cluster = autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=devices_per_host)
+    if not alpa:
+        return cluster
+    kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=cluster.hosts[0].kind.memory)
+    return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(host, kind=kind) for host in cluster.hosts))
 
 
 def _gpt_flops(spec: Mapping[str, Any], batch_size: int) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection
+from typing import Any
 
 from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
 from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.ir.graph import Value
 from autopar.ir.liveness import Step, last_reads
-from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reshard
+from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
@@ -61,7 +62,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
             communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)
         elif isinstance(op, Accumulate):
             compute += accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
-        else:
+        elif isinstance(op, Reshard):
             at = op.source
             for step in op.steps:
                 axes = step_axes(step, mesh)
@@ -71,7 +72,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
                     if payload and step.kind not in ("slice", "mask"):
                         collectives.append(Collective(step.kind, axes, payload))
                 at = step_result(step, at)
-    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local))
+    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local, kind.combined_sums))
 
 
 _Held = tuple[Value, Sharding]
@@ -103,17 +104,49 @@ def _step(op: LocalOp) -> Step[_Held]:
         return Step([(op.value, op.source)], [(op.value, op.target)], here=True)
     if isinstance(op, Accumulate):
         return Step([(op.addend, op.sharding)], [], here=True)
+    if isinstance(op, Reread):
+        return Step([(op.value, op.sharding)], [(op.copy, op.sharding)], here=False)
     operands = zip(op.equation.inputs, op.operands, strict=True)
     reads = [(v, s) if isinstance(v, Value) and s is not None else None for v, s in operands]
     makes = [*zip(op.equation.outputs, op.results, strict=True)]
     return Step(reads, makes, any(op.traffic.writes), op.fence)
 
 
-def temporaries(local: LocalProgram) -> int:
+def _combined(local: LocalProgram, most: int) -> dict[int, int]:
+    """The position at which each sum over devices runs that becomes one with later ones, of up to so many bytes.
+
+    Those of one kind and type over the same axes do, unless one needs the result of another.
+    """
+    groups: list[list[int]] = []  # positions of sums that are one
+    needs: dict[_Held, dict[Any, int]] = {}  # the last group of each kind that a value needs
+    joined: dict[Any, tuple[int, int]] = {}  # the group of a kind that takes more, and its bytes
+    for position, op in enumerate(local.ops):
+        step = _step(op)
+        needed: dict[Any, int] = {}
+        for read in step.reads:
+            for key, group in needs.get(read, {}).items() if read is not None else ():
+                needed[key] = max(needed.get(key, -1), group)
+        if isinstance(op, Reshard) and [each.kind in SUM_KINDS for each in op.steps] == [True]:
+            key = (op.steps[0].kind, step_axes(op.steps[0], local.mesh), op.value.dtype)
+            nbytes = local_bytes(op.value, op.source, local.mesh)
+            group, before = joined.get(key, (-1, most))
+            if before + nbytes > most or needed.get(key, -1) >= group:
+                group, before = len(groups), 0
+                groups.append([])
+            groups[group].append(position)
+            joined[key] = group, before + nbytes
+            needed[key] = group
+        if needed:
+            needs.update(dict.fromkeys(step.makes, needed))
+    return {position: group[-1] for group in groups for position in group}
+
+
+def temporaries(local: LocalProgram, combined_sums: int = 0) -> int:
     """Most bytes of values live at once that are neither inputs nor outputs."""
     mesh = local.mesh
     dies = last_reads([_step(op) for op in local.ops], [(p.value, p.sharding) for p in local.outputs])
     sent = _sent(local)
+    combined = _combined(local, combined_sums) if combined_sums else {}
     count = len(local.ops)
     born: dict[_Held, int] = {}
     given = {(p.value, p.sharding) for p in local.inputs}
@@ -123,8 +156,16 @@ def temporaries(local: LocalProgram) -> int:
             for key, written in zip(results, op.traffic.writes, strict=True):
                 if written or key in sent:
                     born.setdefault(key, position)
+        elif isinstance(op, Reread):
+            given.add((op.copy, op.sharding))  # its buffer is the value's
         elif isinstance(op, Reshard) and ((op.value, op.source) in born or (op.value, op.source) in given):
             born.setdefault((op.value, op.target), position)
+            run = combined.get(position, position)
+            if run > position:
+                source, target = (op.value, op.source), (op.value, op.target)
+                in_place = op.steps[0].kind == "all_reduce"
+                dies[source] = max(dies[source], run - in_place)
+                born[target] = min(run, dies.get(target, run))
     changes = [0] * (count + 1)
     for position, op in enumerate(local.ops):
         if isinstance(op, Compute):

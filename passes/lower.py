@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,17 @@ import numpy as np
 from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer, step_result
 from autopar.errors import InternalError
 from autopar.ir.graph import Equation, Literal, Phase, Value
-from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reshard, StageSharding
+from autopar.ir.local import (
+    Accumulate,
+    Compute,
+    LocalKernel,
+    LocalOp,
+    LocalProgram,
+    Port,
+    Reread,
+    Reshard,
+    StageSharding,
+)
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
@@ -142,7 +152,7 @@ def assemble(
     programs: list[LocalProgram] = []
     for program in placed.programs:
         stage = program.stage
-        writer = _Writer(program, shardings[stage], rules, resharders[stage])
+        writer = _Writer(program, shardings[stage], rules, resharders[stage], step.batched)
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
@@ -168,6 +178,18 @@ def assemble(
     order = list(Phase)
     programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
     return LoweredStep(placed, rules, tuple(shardings), tuple(programs), tuple(crossings), homes, tuple(results))
+
+
+def keeps_gathered(lowered: LoweredStep, stage: int) -> bool:
+    """Whether a stage may keep what the forward pass has gathered until the backward pass, in one program."""
+    for local in lowered.programs:
+        phases = {eqn.phase for eqn in local.program.equations}
+        if local.program.stage == stage and {Phase.FORWARD, Phase.BACKWARD} <= phases:
+            batched = lowered.placed.step.batched
+            gathers = (op for op in local.ops if isinstance(op, Reshard) and op.value not in batched)
+            if any(step.kind == "all_gather" for op in gathers for step in op.steps):
+                return True
+    return False
 
 
 def _natural_layouts(
@@ -209,14 +231,19 @@ class _Writer:
     """Writes one local program."""
 
     def __init__(
-        self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder
-    ) -> None:
+        self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
+        batched: Collection[Value],
+    ) -> None:  # fmt: skip
+        """`batched`: the values that hold examples."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
+        self.batched = batched
         self.traffic = memory_traffic(program.equations, rules, program.inputs, program.outputs)
         self.ops: list[LocalOp] = []
         self.inputs: list[Port] = []
         self.outputs: dict[Port, None] = {}
         self.have: dict[Value, list[Sharding]] = {}
+        self.made: dict[Value, int] = {}  # how many operations there were when an equation made it
+        self.named: dict[tuple[Value, Phase], Value] = {}  # what stands for a value in a pass that gathers it
 
     def arrive(self, value: Value, sharding: Sharding) -> None:
         self.inputs.append(Port(value, sharding))
@@ -250,6 +277,8 @@ class _Writer:
         strategy = self.sharding.strategies[self.program.index, eqn.id]
         wanted = _operands(rule, strategy, self.sharding.mesh)
         operands = []
+        if self.sharding.regathers and eqn.phase.in_loop:
+            eqn = self._anew(eqn, wanted)
         for v, sharding in zip(eqn.inputs, wanted, strict=True):
             if isinstance(v, Value):
                 self.want(v, sharding)
@@ -292,6 +321,30 @@ class _Writer:
         )
         for v, sharding in zip(eqn.outputs, results, strict=True):
             self.have[v] = [sharding]
+            self.made[v] = len(self.ops)
+
+    def _anew(self, eqn: Equation, wanted: Sequence[Sharding]) -> Equation:
+        """The equation, reading what holds no examples and has to be gathered under a name of its pass.
+
+        The gathers wait for what was made last of its operands: else XLA would do all of them when a program begins.
+        """
+        made = sorted((v for v in eqn.values if v in self.made), key=lambda v: self.made[v])
+        inputs = list(eqn.inputs)
+        for i, (v, target) in enumerate(zip(eqn.inputs, wanted, strict=True)):
+            if not isinstance(v, Value) or v in self.batched:
+                continue
+            held = self.sharding.layout(self.program, v) or self.have[v][0]
+            if held.partial or held == target:
+                continue
+            steps = self.resharder.plan(v.shape, v.itemsize, held, target)
+            if (v, eqn.phase) not in self.named and all(step.kind == "all_gather" for step in steps):
+                after = next(((u, self.have[u][0]) for u in reversed(made) if u is not v), None)
+                copy = self.named[v, eqn.phase] = dataclasses.replace(v)
+                self.want(v, held)
+                self.ops.append(Reread(v, held, copy, after))
+                self.have[copy] = [held]
+            inputs[i] = self.named.get((v, eqn.phase), v)
+        return dataclasses.replace(eqn, inputs=tuple(inputs))
 
     def accumulate(self, value: Value, total: Value, sharding: Sharding) -> None:
         self.want(value, sharding)
@@ -320,6 +373,10 @@ def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp,
     for op in reversed(ops):
         if isinstance(op, Accumulate):
             needed.add((op.addend, op.sharding))
+        elif isinstance(op, Reread):
+            if (op.copy, op.sharding) not in needed:
+                continue
+            needed.update({(op.value, op.sharding), *([op.after] if op.after else [])})
         elif isinstance(op, Reshard):
             if (op.value, op.target) not in needed:
                 continue
@@ -358,7 +415,7 @@ def _bridge(
 ) -> LocalProgram:  # fmt: skip
     inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
     program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
-    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder)
+    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, ())
     for port, _ in pairs:
         if port.value not in writer.have:
             writer.arrive(port.value, port.sharding)
@@ -440,6 +497,9 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
                 env[op.value, op.target] = apply_steps(
                     env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
                 )
+            elif isinstance(op, Reread):
+                first = [env[op.value, op.sharding], *([env[op.after]] if op.after else [])]
+                env[op.copy, op.sharding] = jax.lax.optimization_barrier(first)[0]
             elif isinstance(op, Accumulate):
                 key = (op.total, op.sharding)
                 env[key] = env[key] + env[op.addend, op.sharding]

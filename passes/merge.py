@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.graph import Equation, Operand, Value
-from autopar.ir.local import Accumulate, Compute, LocalOp, Port, Reshard
+from autopar.ir.local import Accumulate, Compute, LocalOp, Port, Reread, Reshard
 from autopar.ir.sharding import Sharding
 from autopar.passes.rules.base import Rule
 
@@ -35,6 +35,9 @@ def merge_equal_ops(ops: Sequence[LocalOp], outputs: Iterable[Port], rules: Mapp
     for op in ops:
         if isinstance(op, Accumulate):
             kept.append(dataclasses.replace(op, addend=standing_for(op.addend, op.sharding)))
+        elif isinstance(op, Reread):
+            kept.append(dataclasses.replace(op, value=standing_for(op.value, op.sharding)))
+            made.add((op.copy, op.sharding))
         elif isinstance(op, Reshard):
             value = standing_for(op.value, op.source)
             if value is not op.value:

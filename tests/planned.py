@@ -11,7 +11,7 @@ import jax
 
 from autopar.compiler import build
 from autopar.cost_model.program import program_cost
-from autopar.ir.local import LocalProgram
+from autopar.ir.local import LocalProgram, Reread, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
@@ -52,6 +52,21 @@ class Planned:
     def priced(self, local: LocalProgram) -> Counter[Collective]:
         prices = Prices(self.plan.cluster)
         return Counter(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]).collectives)
+
+
+def as_xla_for_cpus_merges(local: LocalProgram) -> LocalProgram:
+    """Without what is gathered again: for CPUs, XLA drops fences before it looks for what is equal."""
+    names = {op.copy: op.value for op in local.ops if isinstance(op, Reread)}
+    made = set()
+    ops = []
+    for op in local.ops:
+        if isinstance(op, Reshard):
+            what = (names.get(op.value, op.value), op.source, op.target)
+            if what in made:
+                continue
+            made.add(what)
+        ops.append(op)
+    return dataclasses.replace(local, ops=tuple(ops))
 
 
 def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto", narrow_sums: bool = False) -> BatchAnalysis:

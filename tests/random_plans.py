@@ -6,6 +6,7 @@ lots takes its place.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 from unittest import mock
@@ -49,4 +50,8 @@ def plan_by_lot(
         ]
         finished = search.finish(layered, layered.placed(range(1, stages)), meshes, "1f1b")
     assert finished is not None
-    return Planned(*finished)
+    plan, lowered = finished
+    if random.integers(2):
+        again = [dataclasses.replace(sharding, regathers=True) for sharding in lowered.shardings]
+        lowered = search.lower(layered, lowered.placed, again)
+    return Planned(plan, lowered)

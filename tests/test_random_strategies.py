@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.graph import Value
-from autopar.ir.local import Accumulate, LocalProgram, Reshard
+from autopar.ir.local import Accumulate, LocalProgram, Reread, Reshard
 from autopar.ir.sharding import Sharding
 from tests.planned import analyse, compiled_collectives, lowered_collectives
 from tests.random_plans import MESHES, plan_by_lot
@@ -28,6 +28,8 @@ def _reads(local: LocalProgram) -> set[tuple[Value, Sharding]]:
     for op in local.ops:
         if isinstance(op, Reshard):
             found.add((op.value, op.source))
+        elif isinstance(op, Reread):
+            found.add((op.value, op.sharding))
         elif isinstance(op, Accumulate):
             found.add((op.addend, op.sharding))
         else:

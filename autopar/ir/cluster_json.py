@@ -136,6 +136,7 @@ _DEVICE: Mapping[str, Reader] = {
     "memory_reserve": whole("a whole number of bytes, 0 or more", least=0),
     "convolution_share": number("a share above 0 and at most 1", above=0, most=1),
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
+    "combined_sums": whole("a whole number of bytes, 0 or more", least=0),
     "multiprocessors": whole("a whole number, 0 or more", least=0),
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
@@ -146,7 +147,9 @@ _MEASURED_KIND = "A100-SXM4-80GB"
 _MEASURED = {
     "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
 }  # fmt: skip
-_UNSAID = {"memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0}
+_UNSAID = {
+    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0, "multiprocessors": 0,
+}  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 
 

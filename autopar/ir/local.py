@@ -86,6 +86,16 @@ class Reshard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Reread:
+    """A value's piece under another name, so that what is made of it is made anew."""
+
+    value: Value
+    sharding: Sharding
+    copy: Value
+    after: tuple[Value, Sharding] | None  # it is not there before this is
+
+
+@dataclasses.dataclass(frozen=True)
 class Accumulate:
     """Add this microbatch's addend to the running sum (both in `sharding`)."""
 
@@ -94,7 +104,7 @@ class Accumulate:
     sharding: Sharding
 
 
-LocalOp = Compute | Reshard | Accumulate
+LocalOp = Compute | Reshard | Reread | Accumulate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,6 +129,9 @@ class StageSharding:
     layouts: Mapping[tuple[int | None, Value], Sharding]
     objective: float  # seconds per step, the solver's
     lower_bound: float  # seconds per step: no choice of strategies can be cheaper
+    # Whether what holds no examples is gathered when it is read, and in the backward pass again: a program that has
+    # both passes need not keep it. Else it is gathered as soon, and kept as long, as XLA likes.
+    regathers: bool = False
 
     def layout(self, program: Program, value: Value) -> Sharding | None:
         return self.layouts.get((program.index, value)) or self.layouts.get((None, value))

@@ -256,6 +256,7 @@ _STAGE = record(
         "equations": _read_span,
         "strategies": mapping(_id, mapping(_id, _STRATEGY, "an object by equation"), "an object by program"),
         "layouts": mapping(_program, mapping(_id, _read_sharding, "an object by value"), "an object by program"),
+        "regathers": read_boolean,
         "forward": _SECONDS,
         "backward": _SECONDS,
         "once": _SECONDS,

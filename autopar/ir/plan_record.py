@@ -42,6 +42,7 @@ class StagePlan:
     equations: tuple[int, int]  # [start, stop) among the forward equations, in program order
     strategies: Mapping[tuple[int, int], Strategy]  # (program, equation id) -> strategy
     layouts: Mapping[tuple[int | None, int], Sharding]  # (program or None, value id) -> sharding
+    regathers: bool  # see `StageSharding`
     forward: float  # predicted seconds per microbatch; of the last stage with its backward pass
     backward: float  # predicted seconds per microbatch
     once: float  # predicted seconds per step: prologue, gradient synchronisation and update

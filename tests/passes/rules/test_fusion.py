@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
 import math
-import pathlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +17,7 @@ from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
 from autopar.passes.rules.table import rule_of
 from autopar.trace import trace
 from benchmarks.models import gpt, moe, wide_resnet
+from tests.h100 import h100_devices, needs_cuda_compiler
 
 N = 64
 SQUARE = jax.ShapeDtypeStruct((N, N), jnp.float32)
@@ -130,18 +127,12 @@ STEPS: dict[str, Callable[[], tuple[Any, Any, Any, int]]] = {
     ),
     "wide_resnet": lambda: (wide_resnet, wide_resnet.WideResNetConfig((2, 1), 160, 2), optax.sgd(0.1), 8),
 }
-HAS_CUDA_COMPILER = any(importlib.util.find_spec(f"jax_cuda{v}_plugin") for v in (12, 13))
 
 
-@pytest.mark.skipif(not HAS_CUDA_COMPILER, reason="needs jax's CUDA plugin (no GPU): pip install jax[cuda12]")
+@needs_cuda_compiler
 @pytest.mark.parametrize("name", STEPS)
 def test_traffic_is_that_of_xlas_kernels_for_h100(name: str) -> None:
-    from jax.experimental import topologies
-
-    target = (pathlib.Path(__file__).parents[2] / "data" / "h100.txtpb").read_text()
-    with contextlib.redirect_stderr(io.StringIO()):
-        topology = topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=target)
-    sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
+    sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
     model, config, optimizer, batch_size = STEPS[name]()
     step = model.make_train_step(config, optimizer)
     state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
