@@ -62,7 +62,7 @@ def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: 
     backward = [e for e in step.equations if e.phase is Phase.BACKWARD and e.id not in step.replicable]
     for eqn in backward:
         bounds = [cotangent[v] for v in eqn.values if v in cotangent]
-        bounds += [last_use[v] for v in eqn.values if v in last_use]
+        bounds += [last_use[v] for v in eqn.values if v in last_use and v is not step.microbatch]  # which all know
         if bounds:
             stages[eqn.id] = stage = min(bounds)
             cotangent.update(dict.fromkeys(eqn.outputs, stage))

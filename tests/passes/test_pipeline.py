@@ -120,20 +120,27 @@ def test_the_tied_gradient_is_summed_once_a_step() -> None:
     assert {placed.stage_of(v) for v in sums[0].values} == {0, 1}
 
 
-def test_zeros_to_add_to_are_made_where_they_are_read() -> None:
-    """A look-up's gradient is added to zeros as large as the table: nothing of its size goes from stage to stage."""
+@pytest.mark.parametrize("rate", [0.0, 0.5])
+def test_zeros_to_add_to_are_made_where_they_are_read(rate: float) -> None:
+    """A look-up's gradient is added to zeros as large as the table: nothing of its size goes from stage to stage.
+
+    Nor where a later stage depends on the number of the microbatch, as these zeros do, by what it draws for dropout.
+    """
 
     def step(params: Any, batch: Any) -> Any:
         def loss(params: Any) -> jax.Array:
             x = params["table"][batch["tokens"]]
-            for w in params["layers"]:
+            for i, w in enumerate(params["layers"]):
                 x = jnp.tanh(x @ w)
+                if rate:
+                    x = jnp.where(jax.random.bernoulli(jax.random.fold_in(batch["key"], i), rate, x.shape), x, 0)
             return jnp.mean(x**2)
 
         return jax.tree.map(lambda p, g: p - g, params, jax.grad(loss)(params))
 
     params = {"table": jnp.zeros((50, 6), jnp.bfloat16), "layers": [jnp.zeros((6, 6), jnp.bfloat16)] * LAYERS}
-    graph = trace(step, (params, {"tokens": jnp.zeros((8, 3), jnp.int32)}), {}, name="step")
+    batch = {"tokens": jnp.zeros((8, 3), jnp.int32), "key": jax.random.key(0)}
+    graph = trace(step, (params, batch), {}, name="step")
     split = split_batch(analyse_batch(graph, resolve_batch_axes(graph, "auto"), rule_of), 4)
     forward = [e for e in split.equations if e.phase is Phase.FORWARD and e.id not in split.replicable]
     placed = place(split, {e.id: int(i >= len(forward) // 2) for i, e in enumerate(forward)}, 2, {})
