@@ -126,6 +126,7 @@ class Planner:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
 
         A pipeline's bubble grows as they become fewer; without one, the fewest that are likely to fit are the best.
+        The groups of devices stay until it is known how many microbatches there are.
         """
         stages = 1 if self.cluster.num_devices == 1 else self.method.num_stages
         for m in self._many() if best is None else ():
@@ -135,10 +136,16 @@ class Planner:
             if found is not None:
                 best = found
                 yield found
+        fewest = None
         while best is not None and (fewer := self._fewer(best[0])) is not None:
-            best = self._better(fewer, stages, None)
+            best = self._better(fewer, stages, None, like=best[0])
             if best is not None:
+                fewest = fewer
                 yield best
+        if fewest is not None:
+            found = self._better(fewest, stages, None)
+            if found is not None:
+                yield found
 
     def _interleaved(self, plan: Plan) -> Iterator[_Found]:
         """The stages of a plan of equal ones divided, and dealt out in turn: a pipeline that is filled more quickly."""
@@ -203,8 +210,8 @@ class Planner:
                 return n
         return None
 
-    def _better(self, m: int, stages: int | None, fixed: int | None) -> _Found | None:
-        """A plan with so many microbatches and stages that is better than any before."""
+    def _better(self, m: int, stages: int | None, fixed: int | None, like: Plan | None = None) -> _Found | None:
+        """A plan with so many microbatches and stages that is better than any before; on the meshes of `like`."""
         self._check_time()
         try:
             self.layering.layered(m, stages != 1)
@@ -212,7 +219,7 @@ class Planner:
             if fixed is not None:
                 raise
             return None
-        found = self._plan_for(m, stages)
+        found = self._plan_for(m, stages, like)
         if found is None or found[0].step_time >= self._best.step_time:
             return None
         self._best.step_time = found[0].step_time
@@ -281,14 +288,14 @@ class Planner:
         powers = [1 << k for k in range(1, max(divisors, default=0).bit_length())]
         return sorted({min(m for m in divisors if m >= power) for power in powers}, reverse=True)
 
-    def _plan_for(self, m: int, num_stages: int | None) -> _Found | None:
+    def _plan_for(self, m: int, num_stages: int | None, like: Plan | None) -> _Found | None:
         layered = self.layering.layered(m, num_stages != 1)
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
         first = found = None
         if self.method.stages is None:
-            first, found = self._search(layered, m, num_stages, schedule)
+            first, found = self._search(layered, m, num_stages, schedule, like)
             if found is None:
                 return None
             chosen = [(choice.span, choice.mesh) for choice in found.stages]
@@ -316,26 +323,36 @@ class Planner:
             # One that turned out to be dear must not bar others that are not.
             error = finished[0].step_time / estimate
             error = error if error > 1 + _DEAR else 1.0
+            if like is None:
+                self._best.first_estimate = math.inf if first is None else error * first.step_time
+            elif math.isfinite(self._best.first_estimate):
+                self._best.first_estimate *= error * estimate / self._best.estimate
             self._best.estimate = error * estimate
-            self._best.first_estimate = math.inf if first is None else error * first.step_time
         return with_layers(finished[0], spans), finished[1]
 
     def _is_tight(self, found: StagePlan) -> bool:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
 
     def _search(
-        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName
+        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName, like: Plan | None
     ) -> tuple[StagePlan | None, StagePlan | None]:
         """The best stages with few shapes of meshes, if it begins with those, and with any; None if they are no gain.
 
         Groups of devices are chosen with few shapes, then all logical shapes of those are tried: shapes change a
-        stage's cost far less than the number of its devices does.
+        stage's cost far less than the number of its devices does. On the meshes of a plan, if one is given, alone.
         """
         search = functools.partial(
             plan_stages, layered.num_layers, self.cluster, functools.partial(self._cost, layered, schedule), m,
             schedule, least_cost=functools.partial(self._least_cost, layered), alike=self.prices.group,
             overhead=functools.partial(self.stages.overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
+        if like is not None:
+            meshes = {(s.mesh.devices[0], s.mesh.size): s.mesh.shape for s in like.stages}
+            found = search(
+                num_stages=len(like.stages), below=self._best.estimate,
+                shapes=lambda _, start, size: (meshes[start, size],) if (start, size) in meshes else (),
+            )  # fmt: skip
+            return None, found
         if self.method.mesh_shape is not None:
             found = search(num_stages=num_stages, shapes=self._shapes, below=self._best.estimate)
             return found, found
