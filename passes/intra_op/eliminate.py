@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -123,6 +124,20 @@ def plan_elimination(
     None if a limit above is passed. With `prefer_fixed`, nodes are fixed instead where a table would grow too large:
     of the nodes that the table spans the one with the largest preference.
     """
+    if prefer_fixed is None:
+        return _exact_elimination(tuple((node, size, tuple(neighbours[node])) for node, size in sizes.items()))
+    return _elimination(sizes, neighbours, prefer_fixed)
+
+
+@functools.lru_cache(maxsize=4)  # a solver asks for that of the network at hand in several places
+def _exact_elimination(graph: tuple[tuple[int, int, tuple[int, ...]], ...]) -> Elimination | None:
+    """`graph`: nodes with their sizes and neighbours."""
+    return _elimination({node: size for node, size, _ in graph}, {node: linked for node, _, linked in graph}, None)
+
+
+def _elimination(
+    sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], prefer_fixed: Mapping[int, float] | None
+) -> Elimination | None:
     linked = {node: set(neighbours[node]) for node in sizes}
     # a plan with fixed nodes is run many times: it must be much cheaper than an exact one
     max_table = MAX_TABLE if prefer_fixed is None else MAX_TABLE >> 5
