@@ -105,7 +105,7 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
             "dropout": 0.0 if row["method"].startswith("alpa") else _DROPOUT,
         },
         batch_size=row["batch_size"] or 0,
-        cluster=_cluster(hosts, row["num_gpus"] // hosts, row["method"].startswith("alpa")),
+        cluster=_cluster(hosts, row),
         ways=ways,
         seconds=seconds,
         memory=memory * 2**30 if memory > 0 else None,
@@ -115,10 +115,11 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
     )
 
 
-def _cluster(hosts: int, devices_per_host: int, alpa: bool) -> autopar.Cluster:
-    cluster = autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=devices_per_host)
-    if not alpa:
+def _cluster(hosts: int, row: Mapping[str, Any]) -> autopar.Cluster:
+    cluster = autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts)
+    if not row["method"].startswith("alpa") or row["num_micro_batches"] != 1:
         return cluster
+    # Alpa makes all sums over devices one; those of several microbatches are of running sums, which are there anyway.
     kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=cluster.hosts[0].kind.memory)
     return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(host, kind=kind) for host in cluster.hosts))
 
@@ -153,9 +154,7 @@ def method_of(plan: Mapping[str, Any], m: int) -> Method | None:
                 (len(layers), _trimmed(shape))
                 for layers, shape in zip(plan["forward_stage_layer_ids"], plan["submesh_logical_shapes"], strict=True)
             ]
-            return dataclasses.replace(
-                recipes.pipeline(stages, m), data_axes=_data_axes(plan["options"], plan["submesh_options"])
-            )
+            return _restricted(recipes.pipeline(stages, m), plan["options"], plan["submesh_options"])
     return None
 
 
@@ -166,7 +165,7 @@ def _within_one_stage(plan: Mapping[str, Any], m: int) -> Method:
     if stage is not None:
         return recipes.zero(stage, m)
     options, shape = plan["options"], _trimmed(plan["logical_shape"])
-    return Method("intra_op", 1, m, shape, data_axes=_data_axes(options, []))
+    return _restricted(Method("intra_op", 1, m, shape), options, [])
 
 
 def _trimmed(shape: Sequence[int]) -> tuple[int, ...]:
@@ -174,9 +173,12 @@ def _trimmed(shape: Sequence[int]) -> tuple[int, ...]:
     return (shape[0],) if shape[1] == 1 else tuple(shape)
 
 
-def _data_axes(options: Mapping[str, Any], each: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _restricted(method: Method, options: Mapping[str, Any], each: Sequence[Mapping[str, Any]]) -> Method:
+    """Where examples must be split over the first axis, they are over no other."""
     merged = [{**options, **own} for own in each] or [dict(options)]
-    return ("x",) if all(o["force_batch_dim_to_mesh_dim"] == 0 for o in merged) else ()
+    if any(o["force_batch_dim_to_mesh_dim"] != 0 for o in merged):
+        return method
+    return dataclasses.replace(method, data_axes=("x",), model_axes=("y", "z"))
 
 
 # Megatron-LM.
