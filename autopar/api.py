@@ -321,7 +321,7 @@ class Parallelized:
         limit = analysis.most_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        return finisher.follow([stage.mesh for stage in leader.plan.stages], count, fixed)
+        return finisher.follow(leader.plan.stages, count, fixed)
 
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan

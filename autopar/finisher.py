@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import InternalError, PlanMismatchError
 from autopar.ir.graph import LeafCut, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding
@@ -33,7 +33,7 @@ _WIDE_GAP = 0.5  # relative to the bound: so far
 _GOOD_GAP = 0.01  # relative: what is better by less is not looked for
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
-_MOST_ROUNDS = 5  # in which a stage is solved with less and less memory
+_MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,16 +58,19 @@ class Finisher:
         self.stages = StageCosts(Prices(cluster, method.memory_limit, narrow_sums=self.graph.narrow_sums), method)
 
     def finish(
-        self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName
-    ) -> tuple[Plan, LoweredStep] | None:
+        self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName,
+        regathers: Collection[int] = (),
+    ) -> tuple[Plan, LoweredStep] | None:  # fmt: skip
         """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
 
-        The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less.
+        The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less,
+        or gathers parameters again, whichever is quicker. Stages that have to are `regathers`.
         """
         rows = schedule_for(schedule, meshes, layered.step.num_microbatches)
         # Interleaved stages begin with an equal part of their devices' memory each.
         rounds = placed.num_stages // rows.num_groups
-        again = set(range(len(meshes))) if self.method.zero == 3 else set()  # stages that gather parameters again
+        always = set(range(len(meshes)) if self.method.zero == 3 else regathers)
+        other: tuple[Plan, LoweredStep] | None = None  # that fits since it gathers again
         withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
         known: list[_Known] = []
@@ -80,33 +83,42 @@ class Finisher:
                         )
                     except Infeasible as error:
                         self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
-                        return None
+                        return other
                     except Contradiction as error:
                         self.stages.note_contradiction(error)
-                        return None
+                        return other
                     solved[stage] = problem.read(solution), solution
-            chosen = [dataclasses.replace(solved[i][0], regathers=i in again) for i in range(len(meshes))]
-            lowered = self.lower(layered, placed, chosen)
             objective = sum(solution.cost for _, solution in solved.values())
             bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
             gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
-            plan = self._price(layered, lowered, schedule, bound, gap)
-            above = {
-                i: stage.memory for i, stage in enumerate(plan.stages) if stage.memory.total > stage.memory.capacity
-            }
+            chosen = [solved[stage][0] for stage in range(len(meshes))]
+            lowered, plan = self._lowered(layered, placed, chosen, always, schedule, bound, gap)
+            above = _above(plan)
             if not above:
-                return plan, lowered
+                return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
+            again = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
+            if again and other is None:
+                leaner, leaner_plan = self._lowered(layered, placed, chosen, always | again, schedule, bound, gap)
+                if not _above(leaner_plan):
+                    other = leaner_plan, leaner
             for stage, needed in above.items():
-                if stage not in again and keeps_gathered(lowered, stage):
-                    again.add(stage)
-                    continue
                 uncounted = needed.total - solved.pop(stage)[1].peak
                 excess = needed.total - needed.capacity
                 withheld[stage] = max(uncounted, withheld[stage] + excess) + _MARGIN * needed.capacity
+        if other is not None:
+            return other
         stage, needed = max(above.items(), key=lambda item: item[1].total)
         short = Infeasible(needed.total, needed.capacity, proved=False)
         self.stages.note_infeasible(short, f"stage {stage} of {placed.num_stages}")
         return None
+
+    def _lowered(
+        self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding], regathers: Collection[int],
+        schedule: ScheduleName, bound: float, gap: float,
+    ) -> tuple[LoweredStep, Plan]:  # fmt: skip
+        chosen = [dataclasses.replace(sharding, regathers=i in regathers) for i, sharding in enumerate(shardings)]
+        lowered = self.lower(layered, placed, chosen)
+        return lowered, self._price(layered, lowered, schedule, bound, gap)
 
     def _solved(
         self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, withheld: float,
@@ -137,9 +149,10 @@ class Finisher:
         return problem, found
 
     def follow(
-        self, meshes: Sequence[Mesh], num_microbatches: int, lies: Mapping[int, LeafHome]
+        self, like: Sequence[StagePlan], num_microbatches: int, lies: Mapping[int, LeafHome]
     ) -> tuple[Plan, LoweredStep]:
-        """Plan where some argument leaves lie: no stage search, an equation goes where its parameters are."""
+        """Plan on the meshes of stages where some argument leaves lie: no search, equations go where parameters are."""
+        meshes = [stage.mesh for stage in like]
         cuts = {i: home.cut for i, home in lies.items() if home.cut is not None}
         analysis = self.layering.cut(cuts, frozenset(lies) - cuts.keys())
         analysis.check(num_microbatches)
@@ -161,7 +174,8 @@ class Finisher:
         forward = tuple(e for e in step.equations if e.id in stages)
         layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
         interleaved = len({mesh.devices for mesh in meshes}) < len(meshes)
-        found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b")
+        regathers = [i for i, stage in enumerate(like) if stage.regathers]
+        found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", regathers)
         if found is None:
             raise self.stages.infeasible(self.graph.name)
         return found
@@ -232,6 +246,11 @@ def with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:
     """The plan, its stages numbered by the layers of the search."""
     stages = tuple(dataclasses.replace(s, layers=span) for s, span in zip(plan.stages, spans, strict=True))
     return dataclasses.replace(plan, stages=stages)
+
+
+def _above(plan: Plan) -> dict[int, StageMemory]:
+    """The stages that need more memory than there is, with what they need."""
+    return {i: stage.memory for i, stage in enumerate(plan.stages) if stage.memory.total > stage.memory.capacity}
 
 
 def _all_values(placed: PlacedStep) -> list[Value]:

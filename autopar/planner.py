@@ -136,14 +136,16 @@ class Planner:
             if found is not None:
                 best = found
                 yield found
-        fewest = None
+        are_free = self.cluster.num_devices > 1 and self.method.stages is None and self.method.mesh_shape is None
+        last = None  # the number of the best plan, or else the first that was no gain
         while best is not None and (fewer := self._fewer(best[0])) is not None:
-            best = self._better(fewer, stages, None, like=best[0])
+            best = self._better(fewer, stages, None, like=best[0] if are_free else None)
             if best is not None:
-                fewest = fewer
                 yield best
-        if fewest is not None:
-            found = self._better(fewest, stages, None)
+            if best is not None or last is None:
+                last = fewer
+        if are_free and last is not None:
+            found = self._better(last, stages, None)
             if found is not None:
                 yield found
 
@@ -346,7 +348,7 @@ class Planner:
             schedule, least_cost=functools.partial(self._least_cost, layered), alike=self.prices.group,
             overhead=functools.partial(self.stages.overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
-        if like is not None:
+        if like is not None and len(like.stages) <= layered.num_layers:
             meshes = {(s.mesh.devices[0], s.mesh.size): s.mesh.shape for s in like.stages}
             found = search(
                 num_stages=len(like.stages), below=self._best.estimate,

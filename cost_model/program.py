@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any
 
 from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
@@ -80,8 +80,9 @@ _Held = tuple[Value, Sharding]
 
 def _sent(local: LocalProgram) -> set[_Held]:
     """What collectives take, from memory."""
+    names = {op.copy: op.value for op in local.ops if isinstance(op, Reread)}
     return {
-        (op.value, op.source)
+        (names.get(op.value, op.value), op.source)
         for op in local.ops
         if isinstance(op, Reshard) and any(step.kind not in ("slice", "mask") for step in op.steps)
     }
@@ -105,7 +106,7 @@ def _step(op: LocalOp) -> Step[_Held]:
     if isinstance(op, Accumulate):
         return Step([(op.addend, op.sharding)], [], here=True)
     if isinstance(op, Reread):
-        return Step([(op.value, op.sharding)], [(op.copy, op.sharding)], here=False)
+        return Step([(op.value, op.sharding), op.after], [(op.copy, op.sharding)], here=False)
     operands = zip(op.equation.inputs, op.operands, strict=True)
     reads = [(v, s) if isinstance(v, Value) and s is not None else None for v, s in operands]
     makes = [*zip(op.equation.outputs, op.results, strict=True)]
@@ -118,24 +119,33 @@ def _combined(local: LocalProgram, most: int) -> dict[int, int]:
     Those of one kind and type over the same axes do, unless one needs the result of another.
     """
     groups: list[list[int]] = []  # positions of sums that are one
-    needs: dict[_Held, dict[Any, int]] = {}  # the last group of each kind that a value needs
+    before: list[set[int]] = []  # the groups that each needs
+    needs: dict[_Held, frozenset[int]] = {}  # the groups that a value needs
     joined: dict[Any, tuple[int, int]] = {}  # the group of a kind that takes more, and its bytes
+
+    def closed(some: Iterable[int]) -> set[int]:
+        found, todo = set(some), list(some)
+        while todo:
+            new = before[todo.pop()] - found
+            found |= new
+            todo += new
+        return found
+
     for position, op in enumerate(local.ops):
         step = _step(op)
-        needed: dict[Any, int] = {}
-        for read in step.reads:
-            for key, group in needs.get(read, {}).items() if read is not None else ():
-                needed[key] = max(needed.get(key, -1), group)
-        if isinstance(op, Reshard) and [each.kind in SUM_KINDS for each in op.steps] == [True]:
+        needed = frozenset[int]().union(*(needs[read] for read in step.reads if read in needs))
+        if isinstance(op, Reshard) and any(each.kind in SUM_KINDS for each in op.steps):
             key = (op.steps[0].kind, step_axes(op.steps[0], local.mesh), op.value.dtype)
             nbytes = local_bytes(op.value, op.source, local.mesh)
-            group, before = joined.get(key, (-1, most))
-            if before + nbytes > most or needed.get(key, -1) >= group:
-                group, before = len(groups), 0
+            group, size = joined.get(key, (-1, most))
+            if size + nbytes > most or group in closed(needed):
+                group, size = len(groups), 0
                 groups.append([])
+                before.append(set())
             groups[group].append(position)
-            joined[key] = group, before + nbytes
-            needed[key] = group
+            before[group] |= needed
+            joined[key] = group, size + nbytes
+            needed = frozenset({group})
         if needed:
             needs.update(dict.fromkeys(step.makes, needed))
     return {position: group[-1] for group in groups for position in group}
@@ -174,9 +184,9 @@ def temporaries(local: LocalProgram, combined_sums: int = 0) -> int:
         if not isinstance(op, Reshard) or op.value.sum_nbytes == op.value.nbytes:
             continue
         if any(step.kind in SUM_KINDS for step in op.steps):  # the sum, before it is rounded
-            size = op.value.sum_nbytes // math.prod(op.target.tiles(mesh))
-            changes[position] += size
-            changes[position + 1] -= size
+            size, run = op.value.sum_nbytes // math.prod(op.target.tiles(mesh)), combined.get(position, position)
+            changes[run] += size
+            changes[run + 1] -= size
     for key, at in born.items():
         if (end := dies.get(key, at)) < count:  # others are outputs
             size = local_bytes(*key, mesh)

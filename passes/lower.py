@@ -234,7 +234,7 @@ class _Writer:
         self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
         batched: Collection[Value],
     ) -> None:  # fmt: skip
-        """`batched`: the values that hold examples."""
+        """`batched`: the values that depend on examples."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
         self.batched = batched
         self.traffic = memory_traffic(program.equations, rules, program.inputs, program.outputs)
@@ -242,7 +242,7 @@ class _Writer:
         self.inputs: list[Port] = []
         self.outputs: dict[Port, None] = {}
         self.have: dict[Value, list[Sharding]] = {}
-        self.made: dict[Value, int] = {}  # how many operations there were when an equation made it
+        self.written: dict[Value, int] = {}  # how many operations there were when it was made in memory
         self.named: dict[tuple[Value, Phase], Value] = {}  # what stands for a value in a pass that gathers it
 
     def arrive(self, value: Value, sharding: Sharding) -> None:
@@ -319,29 +319,34 @@ class _Writer:
                 combined,
             )
         )
-        for v, sharding in zip(eqn.outputs, results, strict=True):
+        for v, sharding, written in zip(eqn.outputs, results, self.traffic[eqn.id].writes, strict=True):
             self.have[v] = [sharding]
-            self.made[v] = len(self.ops)
+            if written:
+                self.written[v] = len(self.ops)
 
     def _anew(self, eqn: Equation, wanted: Sequence[Sharding]) -> Equation:
-        """The equation, reading what holds no examples and has to be gathered under a name of its pass.
+        """The equation, reading what does not depend on examples, and is gathered, under a name of its pass.
 
-        The gathers wait for what was made last of its operands: else XLA would do all of them when a program begins.
+        The gathers wait for what was made last of its operands, if that is in memory: else XLA would do all of them
+        when a program begins.
         """
-        made = sorted((v for v in eqn.values if v in self.made), key=lambda v: self.made[v])
+        made = {v: s for v, s in zip(eqn.inputs, wanted, strict=True) if isinstance(v, Value) and v in self.written}
+        latest = sorted(made, key=self.written.__getitem__, reverse=True)
         inputs = list(eqn.inputs)
         for i, (v, target) in enumerate(zip(eqn.inputs, wanted, strict=True)):
             if not isinstance(v, Value) or v in self.batched:
                 continue
             held = self.sharding.layout(self.program, v) or self.have[v][0]
-            if held.partial or held == target:
+            if held.partial or target in (held, self.have[v][0]):
                 continue
             steps = self.resharder.plan(v.shape, v.itemsize, held, target)
-            if (v, eqn.phase) not in self.named and all(step.kind == "all_gather" for step in steps):
-                after = next(((u, self.have[u][0]) for u in reversed(made) if u is not v), None)
+            if (v, eqn.phase) not in self.named and any(step.kind == "all_gather" for step in steps):
+                after = next((u for u in latest if u is not v), None)
+                if after is not None:
+                    self.want(after, made[after])
                 copy = self.named[v, eqn.phase] = dataclasses.replace(v)
                 self.want(v, held)
-                self.ops.append(Reread(v, held, copy, after))
+                self.ops.append(Reread(v, held, copy, None if after is None else (after, made[after])))
                 self.have[copy] = [held]
             inputs[i] = self.named.get((v, eqn.phase), v)
         return dataclasses.replace(eqn, inputs=tuple(inputs))

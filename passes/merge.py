@@ -2,7 +2,7 @@
 
 Users compute the same table in every layer (rotary angles, masks). Two operations are equal if they are the same
 primitive with equal parameters on equal operands, cut alike. Equal equations that are cut differently stay apart, as
-do those whose results leave the program, and fences.
+do those whose results leave the program, fences, and what is read anew.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ def merge_equal_ops(ops: Sequence[LocalOp], outputs: Iterable[Port], rules: Mapp
         if isinstance(op, Accumulate):
             kept.append(dataclasses.replace(op, addend=standing_for(op.addend, op.sharding)))
         elif isinstance(op, Reread):
-            kept.append(dataclasses.replace(op, value=standing_for(op.value, op.sharding)))
+            after = op.after and (standing_for(*op.after), op.after[1])
+            kept.append(dataclasses.replace(op, value=standing_for(op.value, op.sharding), after=after))
             made.add((op.copy, op.sharding))
         elif isinstance(op, Reshard):
             value = standing_for(op.value, op.source)

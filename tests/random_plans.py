@@ -54,4 +54,5 @@ def plan_by_lot(
     if random.integers(2):
         again = [dataclasses.replace(sharding, regathers=True) for sharding in lowered.shardings]
         lowered = search.lower(layered, lowered.placed, again)
+        plan = search._price(layered, lowered, plan.schedule, 0.0, 0.0)
     return Planned(plan, lowered)

@@ -17,10 +17,11 @@ from autopar.finisher import Finisher
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
 from autopar.ir.plan import LeafPlan, Plan
+from autopar.planner import Planner
 from benchmarks import scan_layers
 from benchmarks.models import gpt, moe
 from tests import models
-from tests.planned import Planned, cluster_of, plan_step
+from tests.planned import Planned, analyse, cluster_of, plan_step
 
 MIB = 2**20
 
@@ -118,6 +119,11 @@ def test_more_stages_than_the_search_tells_apart() -> None:
         plan = plan_mlp(cluster, layers=18, width=251, batch=72, adam=False)
     assert [stage.layers for stage in plan.stages] == [(k, k + 1) for k in range(18)]
     assert all(stage.mesh.size == 2 for stage in plan.stages)
+    # From these on, the search goes by the layers that it tells apart.
+    params = {"layers": [{"w": jnp.zeros((251, 251)), "b": jnp.zeros(251)}] * 18}
+    batch = dict.fromkeys("xy", jnp.zeros((72, 251)))
+    planner = Planner(analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch), plan.cluster)
+    assert planner._plan_for(plan.num_microbatches // 2, None, plan) is None  # two layers do not fit
     # One would have tried 16 stages at most, and found that nothing fits.
     uneven = cluster_of(19, 2, memory=int(0.95 * MIB), flops=1e10, memory_bandwidth=1e11, link=1e10, network=1e9)
     with pytest.raises(InfeasiblePlanError):

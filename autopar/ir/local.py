@@ -129,8 +129,8 @@ class StageSharding:
     layouts: Mapping[tuple[int | None, Value], Sharding]
     objective: float  # seconds per step, the solver's
     lower_bound: float  # seconds per step: no choice of strategies can be cheaper
-    # Whether what holds no examples is gathered when it is read, and in the backward pass again: a program that has
-    # both passes need not keep it. Else it is gathered as soon, and kept as long, as XLA likes.
+    # Whether what does not depend on examples is gathered when it is read, and in the backward pass again: a program
+    # that has both passes need not keep it. Else it is gathered as soon, and kept as long, as XLA likes.
     regathers: bool = False
 
     def layout(self, program: Program, value: Value) -> Sharding | None:

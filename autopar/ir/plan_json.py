@@ -263,7 +263,8 @@ _STAGE = record(
         "compute": _SECONDS,
         "communication": _SECONDS,
         "memory": _read_memory,
-    }
+    },
+    {"regathers": False},
 )
 _LEAF = record(
     {

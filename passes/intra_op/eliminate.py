@@ -16,7 +16,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,23 +125,32 @@ def plan_elimination(
     of the nodes that the table spans the one with the largest preference.
     """
     if prefer_fixed is None:
-        return _exact_elimination(tuple((node, size, tuple(neighbours[node])) for node, size in sizes.items()))
-    return _elimination(sizes, neighbours, prefer_fixed)
+        graph = tuple((node, size, tuple(neighbours[node])) for node, size in sizes.items())
+        return _exact_elimination(graph, _Limits(MAX_TABLE, MAX_WORK, MAX_STORED))
+    # a plan with fixed nodes is run many times: it must be much cheaper than an exact one
+    return _elimination(sizes, neighbours, _Limits(MAX_TABLE >> 5, MAX_WORK >> 6, MAX_STORED), prefer_fixed)
+
+
+class _Limits(NamedTuple):
+    table: int  # entries of one
+    work: int
+    stored: int  # entries of all tables
 
 
 @functools.lru_cache(maxsize=4)  # a solver asks for that of the network at hand in several places
-def _exact_elimination(graph: tuple[tuple[int, int, tuple[int, ...]], ...]) -> Elimination | None:
+def _exact_elimination(graph: tuple[tuple[int, int, tuple[int, ...]], ...], limits: _Limits) -> Elimination | None:
     """`graph`: nodes with their sizes and neighbours."""
-    return _elimination({node: size for node, size, _ in graph}, {node: linked for node, _, linked in graph}, None)
+    sizes = {node: size for node, size, _ in graph}
+    return _elimination(sizes, {node: linked for node, _, linked in graph}, limits, None)
 
 
 def _elimination(
-    sizes: Mapping[int, int], neighbours: Mapping[int, Iterable[int]], prefer_fixed: Mapping[int, float] | None
+    sizes: Mapping[int, int],
+    neighbours: Mapping[int, Iterable[int]],
+    limits: _Limits,
+    prefer_fixed: Mapping[int, float] | None,
 ) -> Elimination | None:
     linked = {node: set(neighbours[node]) for node in sizes}
-    # a plan with fixed nodes is run many times: it must be much cheaper than an exact one
-    max_table = MAX_TABLE if prefer_fixed is None else MAX_TABLE >> 5
-    max_work = MAX_WORK if prefer_fixed is None else MAX_WORK >> 6
 
     def entries(node: int) -> int:
         return math.prod(sizes[other] for other in linked[node])
@@ -168,7 +177,7 @@ def _elimination(
         if effort > _MAX_EFFORT and prefer_fixed is None:
             return None
         size = entries(node) * sizes[node]
-        if entries(node) > max_table or work + size > max_work or stored + entries(node) > MAX_STORED:
+        if entries(node) > limits.table or work + size > limits.work or stored + entries(node) > limits.stored:
             if prefer_fixed is None:
                 return None
             node = max(sorted({node, *linked[node]}), key=prefer_fixed.__getitem__)
