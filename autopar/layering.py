@@ -95,7 +95,8 @@ class Layering:
                     f"heavy operation, of which the forward pass of {self.graph.name} has only {heavy}."
                 )
         else:
-            number = self.num_layers or max(wanted, default_num_layers(forward, flops, MAX_LAYERS))
+            stages = self.method.num_stages or len(self.cluster.hosts)
+            number = self.num_layers or max(wanted, default_num_layers(forward, flops, MAX_LAYERS, stages))
             number = min(number, max(1, heavy))
         if number == 1:
             return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)

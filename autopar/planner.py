@@ -36,6 +36,7 @@ _DEAR = 0.05  # above the estimate of the stage search, and with this share of t
 _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
 _MOST_STAGES = 64  # that are tried
+_UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 _ROUNDS = (2, 3, 4)  # of interleaved stages
 _WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more transfers take a part of it
 _MOST_PARTS = 128  # stages of all rounds
@@ -119,6 +120,9 @@ class Planner:
             for found in self._other_numbers(best):
                 best = found
                 yield found
+        if best is not None and (finer := self._finer(best[0])) is not None:
+            best = finer
+            yield finer
         if best is not None and self.method.schedule is None and self.method.num_stages is None:
             yield from self._interleaved(best[0])
 
@@ -167,9 +171,21 @@ class Planner:
                 return  # what is sent more often costs more than the bubble
             yield found
 
-    def _with(self, method: Method) -> Planner:
+    def _finer(self, plan: Plan) -> _Found | None:
+        """A better plan on the same meshes, of twice as many layers, where one stage takes much longer than others."""
+        seconds = [stage.forward + stage.backward for stage in plan.stages]
+        if max(seconds) * len(seconds) <= _UNEVEN * sum(seconds) or self.method.stages is not None:
+            return None
+        m = plan.num_microbatches
+        layers = self.layering.layered(m, True).num_layers
+        planner = self._with(self.method, 2 * layers)
+        if planner.layering.layered(m, True).num_layers == layers:
+            return None  # each has one heavy operation
+        return planner._better(m, None, None, like=plan)
+
+    def _with(self, method: Method, num_layers: int | None = None) -> Planner:
         """A planner by another method, that looks for what is better than what this one has found."""
-        planner = Planner(self.analysis, self.cluster, method)
+        planner = Planner(self.analysis, self.cluster, method, num_layers)
         planner._best, planner._deadline = self._best, self._deadline
         return planner
 

@@ -6,6 +6,7 @@ minimise the bytes that cross them while no layer does much more than its share 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,6 +22,7 @@ Ints = npt.NDArray[np.int64]
 
 HEAVY_SHARE = 0.99  # the heaviest equations that do this share of all work together are called heavy
 ROUNDING = 1e-9  # relative: sums of FLOPs in another order may differ by this
+MORE_EVEN = 0.9  # stages are, if the largest of them has less than this share of the work that it has otherwise
 TIE_BLOCK = 256  # rows of the matrices in which ties are compared: bounds their memory
 
 
@@ -75,11 +77,12 @@ def cluster_layers(
     return tuple(int(layer) for layer in np.searchsorted(cuts, np.arange(len(equations)), side="right"))
 
 
-def default_num_layers(equations: Sequence[Equation], flops: FlopsFn, limit: int) -> int:
+def default_num_layers(equations: Sequence[Equation], flops: FlopsFn, limit: int, stages: int = 1) -> int:
     """A number of layers in 1..limit that suits the program.
 
     If most heavy equations form a repeated block, the number of blocks, or its largest divisor within the limit, so
-    that layers are alike and cuts fall between blocks; otherwise one layer per heavy equation, as far as allowed.
+    that layers are alike and cuts fall between blocks; unless a multiple of `stages`, of which there are probably as
+    many, makes these more even. Otherwise one layer per heavy equation, as far as allowed.
     """
     work = np.array([flops(eqn) for eqn in equations], dtype=np.float64)
     heavy = [equations[i] for i in np.flatnonzero(heavy_equations(work)).tolist()]
@@ -92,8 +95,15 @@ def default_num_layers(equations: Sequence[Equation], flops: FlopsFn, limit: int
     if repeats > 1 and repeats * period * 2 >= len(names):
         most = min(limit, repeats)
         divisor = max(n for n in range(1, most + 1) if repeats % n == 0)
+        if stages <= most and _unevenness(repeats, stages) < MORE_EVEN * _unevenness(divisor, stages):
+            return most - most % stages
         return divisor if divisor * 2 > most else most
     return max(1, min(limit, len(names)))
+
+
+def _unevenness(parts: int, stages: int) -> float:
+    """How many times the mean of all stages the largest has of equal parts."""
+    return math.ceil(parts / stages) * stages / parts
 
 
 def heavy_equations(work: Floats) -> npt.NDArray[np.bool_]:
