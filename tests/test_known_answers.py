@@ -130,6 +130,17 @@ def test_more_stages_than_the_search_tells_apart() -> None:
         plan_mlp(uneven, layers=18, width=251, batch=72, adam=False)
 
 
+def test_finer_layers_even_stages_out() -> None:
+    # Sixteen equal matrices in three stages; of four layers, a stage of two would have eight.
+    params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)}] * 16}
+    batch = dict.fromkeys("xy", jnp.zeros((96, 256)))
+    analysis = analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch)
+    cluster = cluster_of(3, 1, memory=6 * MIB, flops=1e9, memory_bandwidth=1e11, network=3e7)
+    plan, _ = Planner(analysis, cluster, autopar.recipes.auto(num_stages=3), num_layers=4).plan(12)
+    stages = [leaf.stage for leaf in weights(plan)]
+    assert sorted(stages.count(k) for k in range(3)) == [4, 6, 6]
+
+
 def alexnet_loss(params: Any, batch: Any) -> Any:
     """Krizhevsky, Sutskever and Hinton 2012: five convolutions and three dense layers; squared error."""
 

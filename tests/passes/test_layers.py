@@ -203,6 +203,22 @@ def test_default_number_of_layers(blocks: int, head: bool, limit: int, expected:
     assert default_num_layers(program.equations, program.flops, limit) == expected
 
 
+@pytest.mark.parametrize(
+    ("blocks", "stages", "expected"),
+    [
+        (22, 1, 11),
+        (22, 11, 11),
+        (22, 8, 16),  # of 11 layers, a stage of two would have 4 blocks; of 16 it has 3
+        (24, 8, 16),
+        (24, 12, 12),
+        (24, 17, 12),  # more than there may be layers
+    ],
+)
+def test_layers_that_stages_can_share_evenly(blocks: int, stages: int, expected: int) -> None:
+    program = residual_blocks(blocks, False)
+    assert default_num_layers(program.equations, program.flops, 16, stages) == expected
+
+
 def test_default_number_of_layers_without_repetition_or_work() -> None:
     program = Program()
     x = program.value(1)
