@@ -179,12 +179,13 @@ class Planner:
         m = plan.num_microbatches
         layers = self.layering.layered(m, True).num_layers
         planner = self._with(self.method, 2 * layers)
-        if planner.layering.layered(m, True).num_layers == layers:
-            return None  # each has one heavy operation
+        finer = planner.layering.layered(m, True).num_layers
+        if finer == layers or finer < len(plan.stages):
+            return None  # each has one heavy operation, or stages that the search does not tell apart
         return planner._better(m, None, None, like=plan)
 
     def _with(self, method: Method, num_layers: int | None = None) -> Planner:
-        """A planner by another method, that looks for what is better than what this one has found."""
+        """A planner by another method, or of so many layers, that looks for what is better than what this has found."""
         planner = Planner(self.analysis, self.cluster, method, num_layers)
         planner._best, planner._deadline = self._best, self._deadline
         return planner
