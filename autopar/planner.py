@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
@@ -42,6 +42,7 @@ _WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more
 _MOST_PARTS = 128  # stages of all rounds
 
 _Found = tuple[Plan, LoweredStep]
+_Groups = Mapping[tuple[int, int], tuple[int, ...]]  # first device, number of devices -> the shape of their mesh
 
 
 class OutOfTime(Exception):
@@ -106,12 +107,12 @@ class Planner:
     def _improving(self, num_microbatches: int | None) -> Iterator[_Found]:
         """Plans, each better than all before."""
         fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
-        candidates = self._candidates(fixed)
+        early, late = self._candidates(fixed)
         best: _Found | None = None
         for found in itertools.chain(
-            (self._better(m, stages, fixed) for m, stages in candidates if stages == 1),
+            (self._better(m, stages, fixed) for m, stages in early),
             self._uniform(fixed),
-            (self._better(m, stages, fixed) for m, stages in candidates if stages != 1),
+            (self._better(m, stages, fixed) for m, stages in late),
         ):
             if found is not None:
                 best = found
@@ -143,7 +144,7 @@ class Planner:
         are_free = self.cluster.num_devices > 1 and self.method.stages is None and self.method.mesh_shape is None
         last = None  # the number of the best plan, or else the first that was no gain
         while best is not None and (fewer := self._fewer(best[0])) is not None:
-            best = self._better(fewer, stages, None, like=best[0] if are_free else None)
+            best = self._better(fewer, stages, None, _groups(best[0]) if are_free else None)
             if best is not None:
                 yield best
             if best is not None or last is None:
@@ -172,7 +173,10 @@ class Planner:
             yield found
 
     def _finer(self, plan: Plan) -> _Found | None:
-        """A better plan on the same meshes, of twice as many layers, where one stage takes much longer than others."""
+        """A better plan of twice as many layers, where one stage takes much longer than others.
+
+        On the same groups of devices, or hosts of their own.
+        """
         seconds = [stage.forward + stage.backward for stage in plan.stages]
         if max(seconds) * len(seconds) <= _UNEVEN * sum(seconds) or self.method.stages is not None:
             return None
@@ -182,7 +186,9 @@ class Planner:
         finer = planner.layering.layered(m, True).num_layers
         if finer == layers or finer < len(plan.stages):
             return None  # each has one heavy operation, or stages that the search does not tell apart
-        return planner._better(m, None, None, like=plan)
+        hosts = [(start, stop - start) for start, stop in itertools.pairwise(self.cluster.host_bounds)]
+        groups = {host: (host[1],) for host in hosts if (host[1],) in self._shapes(self.cluster, *host)}
+        return planner._better(m, self.method.num_stages, None, {**groups, **_groups(plan)})
 
     def _with(self, method: Method, num_layers: int | None = None) -> Planner:
         """A planner by another method, or of so many layers, that looks for what is better than what this has found."""
@@ -229,8 +235,8 @@ class Planner:
                 return n
         return None
 
-    def _better(self, m: int, stages: int | None, fixed: int | None, like: Plan | None = None) -> _Found | None:
-        """A plan with so many microbatches and stages that is better than any before; on the meshes of `like`."""
+    def _better(self, m: int, stages: int | None, fixed: int | None, groups: _Groups | None = None) -> _Found | None:
+        """A plan with so many microbatches and stages that is better than any before; on these groups of devices."""
         self._check_time()
         try:
             self.layering.layered(m, stages != 1)
@@ -238,7 +244,7 @@ class Planner:
             if fixed is not None:
                 raise
             return None
-        found = self._plan_for(m, stages, like)
+        found = self._plan_for(m, stages, groups)
         if found is None or found[0].step_time >= self._best.step_time:
             return None
         self._best.step_time = found[0].step_time
@@ -255,6 +261,12 @@ class Planner:
         self._check_time()
         return self.stages.cost(layered, schedule, span, mesh, in_flight)
 
+    def _bound(
+        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
+    ) -> StageCost | None:
+        self._check_time()
+        return self.stages.bound(layered, schedule, span, mesh, in_flight)
+
     def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
         """What is left whole for want of a divisor; what costs most is a warning, too."""
         found = find_unsplit(
@@ -265,28 +277,26 @@ class Planner:
                 warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
         return tuple(map(str, found))
 
-    def _candidates(self, fixed: int | None) -> list[tuple[int, int | None]]:
-        """Numbers of microbatches, each with a fixed number of stages or None, to search over.
+    def _candidates(self, fixed: int | None) -> tuple[list[tuple[int, int | None]], list[tuple[int, int | None]]]:
+        """Numbers of microbatches, each with a fixed number of stages or None, to search over: before others, and last.
 
         What is likely to be good comes first: a stage that cannot be part of a better plan is not solved any more.
         """
-        stages = self.method.num_stages
+        stages, hosts = self.method.num_stages, len(self.cluster.hosts)
+        early: list[tuple[int, int | None]] = []
+        if stages is None and 1 < hosts <= MAX_LAYERS:
+            early += [(m, hosts) for m in (self._likely[:1] if fixed is None else [fixed])]
         if fixed is not None:
             self.analysis.check(fixed)
-            hosts = len(self.cluster.hosts)
-            return [(fixed, hosts), (fixed, None)] if stages is None and 1 < hosts <= MAX_LAYERS else [(fixed, stages)]
-        hosts = len(self.cluster.hosts)
-        found: list[tuple[int, int | None]] = []
+            return early, [(fixed, stages)]
         if stages in (None, 1) and self.method.min_stages == 1:
-            found.append((1, 1))
+            early.append((1, 1))
+        late: list[tuple[int, int | None]] = []
         if self.cluster.num_devices > 1 and stages != 1:
-            likely = self._likely
-            if stages is None and 1 < hosts <= MAX_LAYERS:
-                found += [(m, hosts) for m in likely[:1]]
-            found += [(m, stages) for m in likely]
+            late += [(m, stages) for m in self._likely]
             if stages is not None:
-                found.append((1, stages))
-        return found
+                late.append((1, stages))
+        return early, late
 
     @property
     def _likely(self) -> list[int]:
@@ -307,14 +317,14 @@ class Planner:
         powers = [1 << k for k in range(1, max(divisors, default=0).bit_length())]
         return sorted({min(m for m in divisors if m >= power) for power in powers}, reverse=True)
 
-    def _plan_for(self, m: int, num_stages: int | None, like: Plan | None) -> _Found | None:
+    def _plan_for(self, m: int, num_stages: int | None, groups: _Groups | None) -> _Found | None:
         layered = self.layering.layered(m, num_stages != 1)
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
         schedule: ScheduleName = self.method.schedule or "1f1b"
         first = found = None
         if self.method.stages is None:
-            first, found = self._search(layered, m, num_stages, schedule, like)
+            first, found = self._search(layered, m, num_stages, schedule, groups)
             if found is None:
                 return None
             chosen = [(choice.span, choice.mesh) for choice in found.stages]
@@ -342,7 +352,7 @@ class Planner:
             # One that turned out to be dear must not bar others that are not.
             error = finished[0].step_time / estimate
             error = error if error > 1 + _DEAR else 1.0
-            if like is None:
+            if groups is None:
                 self._best.first_estimate = math.inf if first is None else error * first.step_time
             elif math.isfinite(self._best.first_estimate):
                 self._best.first_estimate *= error * estimate / self._best.estimate
@@ -353,23 +363,23 @@ class Planner:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
 
     def _search(
-        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName, like: Plan | None
+        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName, groups: _Groups | None
     ) -> tuple[StagePlan | None, StagePlan | None]:
         """The best stages with few shapes of meshes, if it begins with those, and with any; None if they are no gain.
 
         Groups of devices are chosen with few shapes, then all logical shapes of those are tried: shapes change a
-        stage's cost far less than the number of its devices does. On the meshes of a plan, if one is given, alone.
+        stage's cost far less than the number of its devices does. On given groups of devices, if there are any, alone.
         """
         search = functools.partial(
             plan_stages, layered.num_layers, self.cluster, functools.partial(self._cost, layered, schedule), m,
-            schedule, least_cost=functools.partial(self._least_cost, layered), alike=self.prices.group,
+            schedule, least_cost=functools.partial(self._least_cost, layered),
+            bound_cost=functools.partial(self._bound, layered, schedule), alike=self.prices.group,
             overhead=functools.partial(self.stages.overhead, layered), gain=_LEAST_GAIN,
         )  # fmt: skip
-        if like is not None and len(like.stages) <= layered.num_layers:
-            meshes = {(s.mesh.devices[0], s.mesh.size): s.mesh.shape for s in like.stages}
+        if groups is not None:
             found = search(
-                num_stages=len(like.stages), below=self._best.estimate,
-                shapes=lambda _, start, size: (meshes[start, size],) if (start, size) in meshes else (),
+                num_stages=num_stages, below=self._best.estimate,
+                shapes=lambda _, start, size: (groups[start, size],) if (start, size) in groups else (),
             )  # fmt: skip
             return None, found
         if self.method.mesh_shape is not None:
@@ -380,10 +390,10 @@ class Planner:
             if num_stages != 1 and not self.stages.are_hints_in_the_way:
                 return None, None
             return None, search(num_stages=num_stages, shapes=self._shapes, below=self._best.estimate)
-        groups = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
+        chosen = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
         found = search(
             num_stages=len(first.stages),
-            shapes=lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in groups else (),
+            shapes=lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in chosen else (),
             below=min(first.step_time, self._best.estimate),
         )
         return first, found or (first if first.step_time < self._best.estimate else None)
@@ -448,6 +458,10 @@ class Planner:
         if least is None or m * least.per_microbatch >= self._best.step_time:
             return None  # the slowest stage alone would take longer than the best plan
         return least
+
+
+def _groups(plan: Plan) -> _Groups:
+    return {(stage.mesh.devices[0], stage.mesh.size): stage.mesh.shape for stage in plan.stages}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from autopar.layering import Layered
 from autopar.passes.inter_op import StageCost
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.priced_stage import PricedStage
-from autopar.passes.intra_op.problem import Infeasible
+from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProblem, StageSetting
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import OptionsCache
@@ -38,12 +38,11 @@ class StageCosts:
         self._nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
         self._nearest_where = ""
         self._contradictions: dict[str, set[tuple[int, ...]]] = {}  # hint, the shapes of meshes that cannot have it
-        self._contradictory: set[Any] = set()  # problems
         self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {}
         self._remembered: dict[Any, Remembered] = {}
         self._stages: dict[Any, Stage] = {}
-        self._priced: dict[Any, PricedStage] = {}
+        self._priced: dict[Any, PricedStage | None] = {}
         self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `overhead`
         self._placed: dict[Any, PlacedStep] = {}
 
@@ -51,30 +50,51 @@ class StageCosts:
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
         """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
-        placed, stage = self._span_placed(layered, span)
-        m = layered.step.num_microbatches
-        key = (placed, self._kind_of_mesh(mesh))
-        priced = self._priced.get(key)
-        if priced is None and key in self._contradictory:
+        priced = self._priced_stage(layered, schedule, span, mesh)
+        try:
+            solution = None if priced is None else priced.solution(in_flight)
+        except Infeasible as error:
+            self.note_infeasible(error, _where(layered, span, mesh))
             return None
-        if priced is None:
+        return None if solution is None or priced is None else self._stage_cost(layered, priced, solution)
+
+    def bound(
+        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
+    ) -> StageCost | None:
+        """What it costs whatever memory that takes; None if it cannot fit with so many microbatches in flight."""
+        priced = self._priced_stage(layered, schedule, span, mesh)
+        try:
+            solution = None if priced is None else priced.bound(in_flight)
+        except Infeasible as error:
+            self.note_infeasible(error, _where(layered, span, mesh))
+            return None
+        if solution is None or priced is None:
+            return None
+        self._note_overhead(layered, span, mesh, solution.cost)
+        return self._stage_cost(layered, priced, solution)
+
+    @staticmethod
+    def _stage_cost(layered: Layered, priced: PricedStage, solution: Solution) -> StageCost:
+        loop = priced.numbers.loop_seconds(solution)
+        return StageCost(loop / layered.step.num_microbatches, max(0.0, solution.cost - loop), solution.peak)
+
+    def _priced_stage(
+        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh
+    ) -> PricedStage | None:
+        """None where hints contradict one another."""
+        placed, stage = self._span_placed(layered, span)
+        key = (placed, self._kind_of_mesh(mesh))
+        if key not in self._priced:
+            m = layered.step.num_microbatches
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.prices.cluster.num_devices)
             try:
                 problem = self.problem(layered, placed, stage, mesh, tied=True)
             except Contradiction as error:
-                self._contradictory.add(key)
                 self.note_contradiction(error)
-                return None
-            priced = PricedStage(problem.numbers, most, _SECONDS)
-            self._priced[key] = priced
-        try:
-            solution = priced.solution(in_flight)
-        except Infeasible as error:
-            self.note_infeasible(error, _where(layered, span, mesh))
-            return None
-        self._note_overhead(layered, span, mesh, priced.cheapest.cost)
-        loop = priced.numbers.loop_seconds(solution)
-        return StageCost(loop / m, max(0.0, solution.cost - loop), solution.peak)
+                self._priced[key] = None
+            else:
+                self._priced[key] = PricedStage(problem.numbers, most, _SECONDS)
+        return self._priced[key]
 
     def least(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
         """What no sharding of a span of layers can beat; None if it fits under none."""

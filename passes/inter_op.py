@@ -127,6 +127,7 @@ def plan_stages(
     max_stages: int | None = None,
     shapes: ShapesFn = candidate_shapes,
     least_cost: LeastCostFn | None = None,
+    bound_cost: StageCostFn | None = None,
     alike: AlikeFn = lambda start, size: (start, size),
     overhead: OverheadFn = lambda layer, mesh: 1.0,
     below: float = math.inf,
@@ -145,7 +146,8 @@ def plan_stages(
     those behind which something fits in less time, with as many layers and groups left before it as there are stages.
     With it, costs must rise with the number in flight, what does not fit must not fit with more layers, and only those
     costs of plans are asked for that could be the best if every cost not yet asked for were the least possible (lazy
-    evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). Of groups of devices that are `alike`, one is asked
+    evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). Before a cost its `bound_cost` is asked for: what it
+    is not below, found with less work; None if it does not fit. Of groups of devices that are `alike`, one is asked
     for. `overhead` is asked again when costs have become known; the least of a span's layers counts, and the search is
     as exact as that is true.
 
@@ -171,7 +173,7 @@ def plan_stages(
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
     space = _Space.of(num_layers, cluster, shapes, alike)
-    costs = _Costs(space, stage_cost, least_cost, overhead)
+    costs = _Costs(space, num_microbatches, stage_cost, least_cost, bound_cost, overhead)
     most = min(most, num_stages or max_stages or most)
     found: StagePlan | None = None  # of stages whose costs are known
     while True:
@@ -183,11 +185,14 @@ def plan_stages(
         _exact(space, _forward(space, steps, best), best)
         rows = _unrolled(best.stages)
         numbers = [in_flight(schedule, num_microbatches, len(rows) - at) for at in range(len(rows))]
-        certain = costs.learn(rows, numbers)
-        chosen = [costs.of(row, number) for row, number in zip(rows, numbers, strict=True)]
-        time = pipeline_time(chosen, num_microbatches) if all(np.isfinite(c.memory) for c in chosen) else np.inf
+        unknown = costs.unknown(rows, numbers)
+        certain = not unknown
+        if costs.bound(unknown) and not costs.time(rows, numbers) < least < np.inf:
+            continue  # these bounds may be enough to look elsewhere
+        costs.ask(unknown)
+        time = costs.time(rows, numbers)
         if certain or time < least:
-            stages = zip(rows, chosen, strict=True)
+            stages = zip(rows, costs.of(rows, numbers), strict=True)
             choices = tuple(StageChoice((i, j), space.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
             found = StagePlan(choices, time, num_microbatches, schedule)
         if certain:
@@ -208,6 +213,7 @@ def _time(criteria: Floats, num_microbatches: int) -> Floats:
 
 
 _StageRow = tuple[int, int, int, float, float, float]  # group, layers [from, to), `StageCost`
+_Asked = tuple[int, int, int, int]  # kind of mesh, layers [from, to), microbatches in flight
 _Tail = tuple[_StageRow, "_Tail"] | None  # the stages of a suffix: the first one and the rest
 
 
@@ -317,13 +323,16 @@ class _Costs:
     def __init__(
         self,
         space: _Space,
+        num_microbatches: int,
         stage_cost: StageCostFn,
         least_cost: LeastCostFn | None,
+        bound_cost: StageCostFn | None,
         overhead: OverheadFn,
     ) -> None:
-        self.space = space
+        self.space, self.num_microbatches = space, num_microbatches
         self.stage_cost = stage_cost
         self.least_cost = least_cost
+        self.bound_cost = bound_cost
         self.overhead = overhead
         self.kind = space.kind
         _, first = np.unique(space.kind, return_index=True)
@@ -333,6 +342,7 @@ class _Costs:
         self.least: Floats = np.full((3, *self.shape), np.nan)
         self.tables: dict[int, Floats] = {}  # by the number in flight: what is known, or a bound by what is
         self.known: dict[int, Bools] = {}
+        self.bounded: set[_Asked] = set()  # what bounds were asked for
         self.measure()
 
     def measure(self) -> None:
@@ -351,10 +361,10 @@ class _Costs:
             lazy = self.least_cost is not None and fewer
             self.tables[in_flight] = self.tables[fewer].copy() if lazy else np.full((3, *self.shape), np.nan)
             self.known[in_flight] = np.zeros(self.shape, np.bool_)
-        table, known, kind = self.tables[in_flight], self.known[in_flight], self.kind[mesh]
+        table, kind = self.tables[in_flight], self.kind[mesh]
         if self.least_cost is None:
             for at in np.flatnonzero(np.isnan(table[0, kind, first, last])):
-                if not known[kind[at], first[at], last[at]]:  # of an alike mesh
+                if not self.known[in_flight][kind[at], first[at], last[at]]:  # of an alike mesh
                     self._ask(int(kind[at]), int(first[at]), int(last[at]), in_flight)
             return np.asarray(table[:, kind, first, last])
         for at in np.flatnonzero(np.isnan(self.least[0, kind, first, last])):
@@ -362,8 +372,8 @@ class _Costs:
             if np.isnan(self.least[0, k, i, j]):
                 self.least[:, k, i, j] = _row(self.least_cost((i, j), self.meshes[k]))
         found = table[:, kind, first, last]
-        bounds = np.fmax(found, self.least[:, kind, first, last] * self.factors[:, kind, first, last])
-        return np.where(known[kind, first, last], found, bounds)
+        # What is known of a stage itself is above what is known of its layers, if not in each criterion.
+        return np.where(np.isnan(found), self.least[:, kind, first, last] * self.factors[:, kind, first, last], found)
 
     def _ask(self, kind: int, first: int, last: int, in_flight: int) -> None:
         cost = _row(self.stage_cost((first, last), self.meshes[kind], in_flight))
@@ -376,21 +386,51 @@ class _Costs:
             if number >= in_flight and self.least_cost is not None and np.isinf(cost[0]):
                 table[:, kind, : first + 1, last:] = np.inf
 
-    def learn(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> bool:
-        """Ask for what is not known of these stages with so many in flight; whether all was known."""
-        certain = True
+    def unknown(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> list[_Asked]:
+        """Those of these stages with so many in flight whose costs have not been asked for."""
+        found = []
         for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
-            kind = int(self.kind[mesh])
-            if not self.known[number][kind, first, last] and not np.isinf(self.tables[number][0, kind, first, last]):
-                certain = False
-                self._ask(kind, first, last, number)
-        if not certain:
-            self.measure()
-        return certain
+            place = (int(self.kind[mesh]), first, last)
+            if not self.known[number][place] and not np.isinf(self.tables[number][(0, *place)]):
+                found.append((*place, number))
+        return found
 
-    def of(self, row: _StageRow, in_flight: int) -> StageCost:
-        mesh, first, last, *_ = row
-        return StageCost(*(float(x) for x in self.tables[in_flight][:, self.kind[mesh], first, last]))
+    def bound(self, unknown: Sequence[_Asked]) -> bool:
+        """Ask for bounds; whether there was one to ask for."""
+        asked = [stage for stage in unknown if stage not in self.bounded] if self.bound_cost is not None else []
+        for kind, first, last, in_flight in asked:
+            assert self.bound_cost is not None
+            cost = _row(self.bound_cost((first, last), self.meshes[kind], in_flight))
+            for number, table in self.tables.items():
+                if number >= in_flight and np.isinf(cost[0]):
+                    table[:, kind, : first + 1, last:] = np.inf
+                elif not np.isinf(cost[0]) and not self.known[number][kind, first, last]:
+                    table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
+        self.bounded.update(asked)
+        if asked:
+            self.measure()
+        return bool(asked)
+
+    def ask(self, unknown: Sequence[_Asked]) -> None:
+        """Ask for costs."""
+        for kind, first, last, in_flight in unknown:
+            if not np.isinf(self.tables[in_flight][0, kind, first, last]):
+                self._ask(kind, first, last, in_flight)
+        if unknown:
+            self.measure()
+
+    def time(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> float:
+        """Seconds per step of these stages with so many in flight, by what is known."""
+        costs = self.of(rows, numbers)
+        fits = all(np.isfinite(cost.memory) for cost in costs)
+        return pipeline_time(costs, self.num_microbatches) if fits else np.inf
+
+    def of(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> list[StageCost]:
+        """The costs of these stages with so many in flight."""
+        found = []
+        for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
+            found.append(StageCost(*(float(x) for x in self.tables[number][:, self.kind[mesh], first, last])))
+        return found
 
 
 def _row(cost: StageCost | None) -> tuple[float, float, float]:

@@ -123,7 +123,8 @@ def test_more_stages_than_the_search_tells_apart() -> None:
     params = {"layers": [{"w": jnp.zeros((251, 251)), "b": jnp.zeros(251)}] * 18}
     batch = dict.fromkeys("xy", jnp.zeros((72, 251)))
     planner = Planner(analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch), plan.cluster)
-    assert planner._plan_for(plan.num_microbatches // 2, None, plan) is None  # two layers do not fit
+    groups = {(stage.mesh.devices[0], 2): stage.mesh.shape for stage in plan.stages}
+    assert planner._plan_for(plan.num_microbatches // 2, None, groups) is None  # two layers do not fit
     # One would have tried 16 stages at most, and found that nothing fits.
     uneven = cluster_of(19, 2, memory=int(0.95 * MIB), flops=1e10, memory_bandwidth=1e11, link=1e10, network=1e9)
     with pytest.raises(InfeasiblePlanError):

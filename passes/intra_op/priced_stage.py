@@ -34,12 +34,7 @@ class PricedStage:
 
         Raises Infeasible if nothing fits.
         """
-        for number, error in self._refused.items():
-            if number <= in_flight:
-                raise error
-        limit = self.numbers.memory_limit
-        if limit is not None and (least := self.numbers.least_bytes(in_flight)) > limit:
-            raise Infeasible(least, limit, proved=True)
+        self._check(in_flight)
         enough = self._least_cost(in_flight) * (1 + _ALIKE)
         known = self._fitting(in_flight)
         if known is not None and known.cost <= enough:
@@ -54,6 +49,22 @@ class PricedStage:
         if found is None:
             raise self._refused[in_flight]
         return found
+
+    def bound(self, in_flight: int) -> Solution:
+        """A choice that costs no more than what fits.
+
+        Raises Infeasible if it is known, or can be told without a solution, that nothing fits.
+        """
+        self._check(in_flight)
+        return self.cheapest
+
+    def _check(self, in_flight: int) -> None:
+        for number, error in self._refused.items():
+            if number <= in_flight:
+                raise error
+        limit = self.numbers.memory_limit
+        if limit is not None and (least := self.numbers.least_bytes(in_flight)) > limit:
+            raise Infeasible(least, limit, proved=True)
 
     @functools.cached_property
     def cheapest(self) -> Solution:

@@ -221,11 +221,18 @@ class Rising(Table):
         cost = self.look(span, mesh, 1)
         return cost and StageCost(cost.per_microbatch // 2, cost.per_step // 3, 0.0)
 
+    def bound(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
+        """As with one in flight; it tells of some stages that they do not fit."""
+        cost = self.look(span, mesh, 1)
+        fits = in_flight % 2 or self.look(span, mesh, in_flight) is not None
+        return cost and StageCost(cost.per_microbatch * 0.9, cost.per_step, 0.0) if fits else None
+
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("hosts", HOSTS, ids=str)
 @pytest.mark.parametrize("seed", range(8))
-def test_with_bounds_too(hosts: tuple[int, ...], schedule: ScheduleName, seed: int) -> None:
+@pytest.mark.parametrize("bounds", [False, True])
+def test_with_bounds_too(hosts: tuple[int, ...], schedule: ScheduleName, seed: int, bounds: bool) -> None:
     draw = random.Random(seed)
     num_layers, m, fixed = draw.randint(1, 5), draw.choice([1, 2, 4, 16]), draw.choice([None, 1, 2, 3])
     table = Rising(seed)
@@ -234,7 +241,7 @@ def test_with_bounds_too(hosts: tuple[int, ...], schedule: ScheduleName, seed: i
     number = stages[0] if fixed else None
     plan = plan_stages(
         num_layers, cluster(*hosts), table, m, schedule, num_stages=number, least_cost=table.least,
-        alike=lambda start, size: size,
+        bound_cost=table.bound if bounds else None, alike=lambda start, size: size,
     )  # fmt: skip
     best = min(enumerate_plans(num_layers, hosts, table.look, m, schedule, stages), default=None)
     assert (plan and plan.step_time) == best
@@ -281,6 +288,27 @@ def test_overheads_spare_what_they_exclude() -> None:
     asked.clear()
     assert plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least, overhead=overhead) == exact
     assert len(asked) < often
+
+
+def test_what_quick_bounds_exclude_is_not_asked_for() -> None:
+    """Stages on two devices would be the best, but for what the bound tells."""
+    asked: list[int] = []
+
+    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
+        asked.append(mesh.size)
+        return StageCost((span[1] - span[0]) / mesh.size * (5 if mesh.size > 1 else 1.2), 0.0, 0.0)
+
+    def bound(span: Span, mesh: Mesh, held: int) -> StageCost:
+        return StageCost((span[1] - span[0]) / mesh.size * (4 if mesh.size > 1 else 1.1), 0.0, 0.0)
+
+    def least(span: Span, mesh: Mesh) -> StageCost:
+        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
+
+    exact = plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least)
+    assert 2 in asked
+    asked.clear()
+    assert plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least, bound_cost=bound) == exact
+    assert set(asked) == {1}
 
 
 def test_small_gains_are_not_looked_for() -> None:
