@@ -143,7 +143,8 @@ class Finisher:
         start = None
         if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
             with contextlib.suppress(Infeasible):
-                start = problem.untied(tied, _solve(tied.numbers.problem(in_flight)).choice)
+                alike = self.stages.solution(tied.numbers, in_flight) or _solve(tied.numbers.problem(in_flight))
+                start = problem.untied(tied, alike.choice)
         found = _solve(numbers.problem(in_flight), start=start)
         known.append((numbers, in_flight, found))
         return problem, found

@@ -27,7 +27,7 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import StageCost, StagePlan, candidate_shapes, mesh_at, plan_stages
+from autopar.passes.inter_op import ShapesFn, StageCost, StagePlan, candidate_shapes, mesh_at, plan_stages
 from autopar.passes.lower import LoweredStep
 from autopar.passes.unsplit import find_unsplit
 
@@ -74,6 +74,7 @@ class Planner:
         self.layering, self.stages = self.finisher.layering, self.finisher.stages
         self.prices = self.stages.prices
         self._best = _Best()
+        self._schedule: ScheduleName = method.schedule or "1f1b"
         self._one_stage_fits = False  # with one microbatch
         self._deadline = time.monotonic() + (method.time_limit or math.inf)
 
@@ -144,7 +145,12 @@ class Planner:
         are_free = self.cluster.num_devices > 1 and self.method.stages is None and self.method.mesh_shape is None
         last = None  # the number of the best plan, or else the first that was no gain
         while best is not None and (fewer := self._fewer(best[0])) is not None:
-            best = self._better(fewer, stages, None, _groups(best[0]) if are_free else None)
+            groups = _groups(best[0]) if are_free else None
+            fewest = fewer if groups is None else self._fewest(fewer, stages, groups)
+            best = self._better(fewest, stages, None, groups)
+            if best is None and fewest < fewer:
+                best, fewest = self._better(fewer, stages, None, groups), fewer
+            fewer = fewest
             if best is not None:
                 yield best
             if best is not None or last is None:
@@ -235,6 +241,18 @@ class Planner:
                 return n
         return None
 
+    def _fewest(self, m: int, stages: int | None, groups: _Groups) -> int:
+        """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone."""
+        best, below = m, self._best.estimate
+        for n in (n for n in self._many() if n <= m):
+            with contextlib.suppress(MicrobatchError):
+                found = self._search_on(self.layering.layered(n, stages != 1), stages, groups, below)
+                if found is not None:
+                    best, below = n, found.step_time
+                    continue
+            break
+        return best
+
     def _better(self, m: int, stages: int | None, fixed: int | None, groups: _Groups | None = None) -> _Found | None:
         """A plan with so many microbatches and stages that is better than any before; on these groups of devices."""
         self._check_time()
@@ -321,10 +339,9 @@ class Planner:
         layered = self.layering.layered(m, num_stages != 1)
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
-        schedule: ScheduleName = self.method.schedule or "1f1b"
         first = found = None
         if self.method.stages is None:
-            first, found = self._search(layered, m, num_stages, schedule, groups)
+            first, found = self._search(layered, num_stages, groups)
             if found is None:
                 return None
             chosen = [(choice.span, choice.mesh) for choice in found.stages]
@@ -343,7 +360,7 @@ class Planner:
         finished = None
         for way, placed in ways:
             if finished is None or _is_dear(finished[0], estimate):
-                other = self.finisher.finish(way, placed, meshes, schedule)
+                other = self.finisher.finish(way, placed, meshes, self._schedule)
                 if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
                     finished = other
         if finished is None:
@@ -363,40 +380,49 @@ class Planner:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
 
     def _search(
-        self, layered: Layered, m: int, num_stages: int | None, schedule: ScheduleName, groups: _Groups | None
+        self, layered: Layered, num_stages: int | None, groups: _Groups | None
     ) -> tuple[StagePlan | None, StagePlan | None]:
         """The best stages with few shapes of meshes, if it begins with those, and with any; None if they are no gain.
 
         Groups of devices are chosen with few shapes, then all logical shapes of those are tried: shapes change a
         stage's cost far less than the number of its devices does. On given groups of devices, if there are any, alone.
         """
-        search = functools.partial(
-            plan_stages, layered.num_layers, self.cluster, functools.partial(self._cost, layered, schedule), m,
-            schedule, least_cost=functools.partial(self._least_cost, layered),
-            bound_cost=functools.partial(self._bound, layered, schedule), alike=self.prices.group,
-            overhead=functools.partial(self.stages.overhead, layered), gain=_LEAST_GAIN,
-        )  # fmt: skip
+        estimate = self._best.estimate
         if groups is not None:
-            found = search(
-                num_stages=num_stages, below=self._best.estimate,
-                shapes=lambda _, start, size: (groups[start, size],) if (start, size) in groups else (),
-            )  # fmt: skip
-            return None, found
+            return None, self._search_on(layered, num_stages, groups, estimate)
         if self.method.mesh_shape is not None:
-            found = search(num_stages=num_stages, shapes=self._shapes, below=self._best.estimate)
+            found = self._stages(layered, num_stages, self._shapes, estimate)
             return found, found
-        first = search(num_stages=num_stages, shapes=self._first_shapes, below=self._best.first_estimate)
+        first = self._stages(layered, num_stages, self._first_shapes, self._best.first_estimate)
         if first is None:
             if num_stages != 1 and not self.stages.are_hints_in_the_way:
                 return None, None
-            return None, search(num_stages=num_stages, shapes=self._shapes, below=self._best.estimate)
+            return None, self._stages(layered, num_stages, self._shapes, estimate)
         chosen = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
-        found = search(
-            num_stages=len(first.stages),
-            shapes=lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in chosen else (),
-            below=min(first.step_time, self._best.estimate),
-        )
-        return first, found or (first if first.step_time < self._best.estimate else None)
+        found = self._stages(
+            layered, len(first.stages),
+            lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in chosen else (),
+            min(first.step_time, estimate),
+        )  # fmt: skip
+        return first, found or (first if first.step_time < estimate else None)
+
+    def _search_on(self, layered: Layered, num_stages: int | None, groups: _Groups, below: float) -> StagePlan | None:
+        """The best stages on these groups of devices."""
+        return self._stages(
+            layered, num_stages,
+            lambda _, start, size: (groups[start, size],) if (start, size) in groups else (), below,
+        )  # fmt: skip
+
+    def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
+        """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""
+        schedule = self._schedule
+        return plan_stages(
+            layered.num_layers, self.cluster, functools.partial(self._cost, layered, schedule),
+            layered.step.num_microbatches, schedule, num_stages=num_stages, shapes=shapes,
+            least_cost=functools.partial(self._least_cost, layered),
+            bound_cost=functools.partial(self._bound, layered, schedule), alike=self.prices.group,
+            overhead=functools.partial(self.stages.overhead, layered), below=below, gain=_LEAST_GAIN,
+        )  # fmt: skip
 
     def _fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
         """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""

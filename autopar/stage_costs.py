@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -17,6 +18,7 @@ from autopar.ir.units import count_text
 from autopar.layering import Layered
 from autopar.passes.inter_op import StageCost
 from autopar.passes.intra_op.limits import Limits, method_limits
+from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProblem, StageSetting
@@ -43,6 +45,7 @@ class StageCosts:
         self._remembered: dict[Any, Remembered] = {}
         self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage | None] = {}
+        self._by_size: dict[tuple[int, int], list[PricedStage]] = {}  # numbers of nodes and edges
         self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `overhead`
         self._placed: dict[Any, PlacedStep] = {}
 
@@ -93,8 +96,19 @@ class StageCosts:
                 self.note_contradiction(error)
                 self._priced[key] = None
             else:
-                self._priced[key] = PricedStage(problem.numbers, most, _SECONDS)
+                self._priced[key] = priced = PricedStage(problem.numbers, most, _SECONDS)
+                self._by_size.setdefault(_size(problem.numbers), []).append(priced)
         return self._priced[key]
+
+    def solution(self, numbers: StageNumbers, in_flight: int) -> Solution | None:
+        """That of a problem with the same numbers which was priced, if it is within this one's memory."""
+        for priced in self._by_size.get(_size(numbers), ()):
+            if numbers.is_like(priced.numbers):
+                with contextlib.suppress(Infeasible):
+                    found = priced.solution(in_flight)
+                    if numbers.memory_limit is None or found.peak <= numbers.memory_limit:
+                        return found
+        return None
 
     def least(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
         """What no sharding of a span of layers can beat; None if it fits under none."""
@@ -225,6 +239,10 @@ class StageCosts:
             f"{limit / 2**20:.1f} MiB are there. Use more devices, devices with more memory, a smaller batch, more "
             "microbatches, or jax.checkpoint in the model." + (f" Besides, {conflicts}." if conflicts else "")
         )
+
+
+def _size(numbers: StageNumbers) -> tuple[int, int]:
+    return len(numbers.costs), len(numbers.edges)
 
 
 def _where(layered: Layered, span: tuple[int, int], mesh: Mesh) -> str:

@@ -95,7 +95,7 @@ class Builder:
     ) -> list[Operand]:
         """Append the equations of a jaxpr applied to `args`; returns its results.
 
-        `stack` and `source` are those of the call; a given `phase` overrides what the name stacks say.
+        `stack` and `source` are those of the call; with a given `phase`, all equations have that and the call's source.
         """
         env: dict[Any, Operand] = {}
 
@@ -114,7 +114,7 @@ class Builder:
             inputs = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name
             here = f"{stack}/{eqn.source_info.name_stack}"
-            where = source_of(eqn) or source
+            where = source if phase is not None else source_of(eqn) or source
             body = eqn.params.get(CALLS[name]) if name in CALLS else None
             if name == LINEAR_SOLVE:
                 body, inputs = _solve_of(eqn.params, inputs)
