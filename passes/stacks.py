@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar.ir.build import Builder, live_equations, trace_emission
-from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value
+from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value, operand_signature
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.base import Local, Rule
 from autopar.passes.rules.loops import Chain, chain_of
@@ -199,6 +199,7 @@ class _Piece(Local):
     split: Split
     start_unit: int
     stop_unit: int
+    asked: set[str] = dataclasses.field(default_factory=set)  # whether `emit` wanted to know the "start"
 
     def size(self, factor: int) -> int:
         whole = self.rule.factors[factor]
@@ -213,6 +214,7 @@ class _Piece(Local):
         if not self.is_split(factor):
             return 0
         check_position(self.split.batch)
+        self.asked.add("start")
         return jnp.int32(self.start_unit * self.split.batch.inner)
 
     def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
@@ -231,6 +233,7 @@ class _Cutter:
         self.builder = Builder(1 + max((v.id for v in values), default=-1), narrow=self.graph.narrow_sums)
         self.wholes: dict[Value, Operand] = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
         self.pieces: dict[tuple[Value, BatchDim, Bounds], list[Operand]] = {}
+        self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal pieces are traced once
         self.here: Equation | None = None  # what is written
 
     def run(self) -> Graph:
@@ -306,8 +309,10 @@ class _Cutter:
         return self.pieces[key]
 
     def _trace(self, fun: Callable[..., Sequence[Any]], operands: Sequence[Operand], start: int) -> list[Operand]:
+        return self._inline(*trace_emission(fun, operands), start)
+
+    def _inline(self, closed: Any, values: Sequence[Value], start: int) -> list[Operand]:
         eqn = self.here
-        closed, values = trace_emission(fun, operands)
         self.builder.origin = (-1 if eqn is None else eqn.origin[0], start)
         phase = Phase.UPDATE if eqn is None else eqn.phase
         return self.builder.inline(closed.jaxpr, closed.consts, values, source=eqn.source if eqn else "", phase=phase)
@@ -339,25 +344,36 @@ class _Cutter:
             operands.append([self._whole(v)] * len(windows) if batch is None else self._cut(v, batch, cut.bounds))
         found: list[list[Operand]] = []
         try:
-            for k, (start, stop) in enumerate(windows):
-                piece = _Piece(rule, split, start, stop)
-
-                def emit(*xs: Any, piece: _Piece = piece) -> Sequence[Any]:
-                    return rule.emit(piece, eqn, xs)
-
-                found.append(self._trace(emit, [pieces[k] for pieces in operands], start))
+            for k, window in enumerate(windows):
+                mine = [pieces[k] for pieces in operands]
+                values = [v for v in mine if isinstance(v, Value)]
+                found.append(self._inline(self._emission(eqn, rule, split, window, mine), values, window[0]))
         except Unsplittable:
             return False
         for o, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
             batch = batch_in_dims(split, dims, rule.factors)
-            mine = [results[o] for results in found]
+            each = [results[o] for results in found]
             if batch is not None:
-                self.pieces[v, batch, cut.bounds] = mine
+                self.pieces[v, batch, cut.bounds] = each
             elif rule.is_addend(split.factor, o):
-                self.wholes[v] = self._sum(mine, cut.bounds[:-1])
+                self.wholes[v] = self._sum(each, cut.bounds[:-1])
             else:
-                self.wholes[v] = mine[0]
+                self.wholes[v] = each[0]
         return True
+
+    def _emission(
+        self, eqn: Equation, rule: Rule, split: Split, window: tuple[int, int], operands: Sequence[Operand]
+    ) -> Any:
+        """The closed jaxpr of a piece."""
+        start, stop = window
+        key = (eqn.signature, split, stop - start, tuple(map(operand_signature, operands)))
+        for known in (key, (*key, start)):
+            if known in self.emissions:
+                return self.emissions[known]
+        piece = _Piece(rule, split, start, stop)
+        closed, _ = trace_emission(lambda *xs: rule.emit(piece, eqn, xs), operands)
+        self.emissions[(*key, start) if piece.asked else key] = closed
+        return closed
 
     def _sum(self, addends: Sequence[Operand], starts: Sequence[int]) -> Operand:
         total = addends[0]

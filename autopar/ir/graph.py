@@ -25,9 +25,8 @@ class Phase(enum.Enum):
     BACKWARD = "backward"
     UPDATE = "update"
 
-    @property
-    def in_loop(self) -> bool:
-        return self in (Phase.FORWARD, Phase.BACKWARD)
+    def __init__(self, name: str) -> None:
+        self.in_loop = name in ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,17 +43,17 @@ class Value:
     def is_key(self) -> bool:
         return not isinstance(self.dtype, np.dtype)
 
-    @property
+    @functools.cached_property
     def itemsize(self) -> int:
         """Bytes of an element; a PRNG key counts 8 (threefry)."""
         return 8 if self.is_key else int(self.dtype.itemsize)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the whole value."""
         return math.prod(self.shape) * self.itemsize
 
-    @property
+    @functools.cached_property
     def sum_nbytes(self) -> int:
         """Bytes of the whole value in the type in which its addends are summed."""
         return math.prod(self.shape) * (8 if self.is_key else self.sum_dtype.itemsize)

@@ -153,15 +153,18 @@ def _elimination(
     linked = {node: set(neighbours[node]) for node in sizes}
 
     def entries(node: int) -> int:
-        return math.prod(sizes[other] for other in linked[node])
+        return math.prod(map(sizes.__getitem__, linked[node]))
 
     effort = 0
 
     def priority(node: int) -> tuple[int, int, int]:
         nonlocal effort
         effort += len(linked[node]) ** 2
-        missing = [(u, v) for u, v in itertools.combinations(linked[node], 2) if v not in linked[u]]
-        return sum(sizes[u] * sizes[v] for u, v in missing), entries(node), node
+        fill = 0
+        for u, v in itertools.combinations(linked[node], 2):
+            if v not in linked[u]:
+                fill += sizes[u] * sizes[v]
+        return fill, entries(node), node
 
     current = {node: priority(node) for node in sizes}
     heap = list(current.values())

@@ -151,12 +151,21 @@ class Network:
     def make_consistent(self, nodes: Iterable[int]) -> None:
         """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
         waiting = dict.fromkeys(nodes)
+        finite: dict[int, tuple[Array, bool]] = {}  # by id of an array, of which edges share many
+
+        def is_finite(matrix: Array) -> bool:
+            whole = matrix.base if isinstance(matrix.base, np.ndarray) else matrix
+            if id(whole) not in finite:
+                finite[id(whole)] = whole, bool(np.isfinite(whole).all())
+            return finite[id(whole)][1]
+
         while waiting:
             node = next(iter(waiting))
             del waiting[node]
             kept = np.isfinite(self.unary[node])
             for matrix in self.adjacent[node].values():
-                kept &= np.isfinite(matrix.min(axis=1))
+                if not is_finite(matrix):
+                    kept &= np.isfinite(matrix.min(axis=1))
             if not kept.all():
                 self.keep(node, kept)
                 waiting.update(dict.fromkeys(self.adjacent[node]))

@@ -122,8 +122,16 @@ class StageProblem:
         self._add_memory()
         self._short_of_memory = self._may_be_short()
         self._connect()
-        self.numbers.edges = [(u, v, matrix * n if n > 1 else matrix)
-                      for (u, v, matrix), n in zip(self.numbers.edges, self._edge_counts, strict=True)]  # fmt: skip
+        self._count_edges()
+
+    def _count_edges(self) -> None:
+        """Each edge costs as often as there are such; equal costs stay one array."""
+        times: dict[tuple[int, int], Any] = {}
+        for index, ((u, v, matrix), n) in enumerate(zip(self.numbers.edges, self._edge_counts, strict=True)):
+            if n > 1:
+                if (id(matrix), n) not in times:
+                    times[id(matrix), n] = matrix * n
+                self.numbers.edges[index] = (u, v, times[id(matrix), n])
 
     def _may_be_short(self) -> bool:
         """Whether the hungriest choices, with whole copies of all stacks that loops read or make, pass the limit."""
@@ -182,7 +190,7 @@ class StageProblem:
         return known[key]
 
     def _add_equations(self, program: Program, alike: Mapping[tuple[int, int], int]) -> None:
-        stage, often = self.stage, self.setting.often(program.in_loop)
+        stage, in_loop, often = self.stage, program.in_loop, self.setting.often(program.in_loop)
         traffic = self.traffic[program.index]
         for eqn in program.equations:
             rule = stage.rules[eqn.id]
@@ -197,18 +205,18 @@ class StageProblem:
                     node = self._equations[key]
                     self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
                 else:
-                    node = self._equations[key] = self._node(seconds, program.in_loop)
+                    node = self._equations[key] = self._node(seconds, in_loop)
                 self.lanes[program.index, eqn.id, index] = (node, options)
                 by_round = _by_round(lane_rule, options)
                 for place, position in enumerate(positions):
                     v = eqn.inputs[position]
                     if isinstance(v, Value):
                         shardings = options.operands[place]
-                        end = _End(node, shardings, program.in_loop, _is_finer(shardings, by_round))
+                        end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
                         self.readers[self._slot(program, v)].append(end)
                 for place, v in enumerate(outputs):
                     shardings = options.results[place]
-                    end = _End(node, shardings, program.in_loop, _is_finer(shardings, by_round))
+                    end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
                     self.makers[self._slot(program, v)] = end
 
     def _add_layouts(self) -> None:
@@ -358,10 +366,10 @@ class StageProblem:
         key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
         matrices = self.setting.remembered.matrices
         limit = self.setting.memory_limit if self._short_of_memory else None
-        stacked = [None if end.stacked is None else end.stacked.tobytes() for end in (source, target)]
-        large = limit is not None and value.nbytes >= _LARGE_COPY * limit and stacked != [None, None]
-        if large or (limit is not None and value.nbytes > limit):
-            key, matrices = (*key, *stacked), self._own_matrices
+        if limit is not None and value.nbytes >= _LARGE_COPY * limit:
+            stacked = [None if end.stacked is None else end.stacked.tobytes() for end in (source, target)]
+            if stacked != [None, None] or value.nbytes > limit:
+                key, matrices = (*key, *stacked), self._own_matrices
         if key not in matrices:
             matrix = self.setting.resharder.matrix(
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
