@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
@@ -166,7 +166,7 @@ class Planner:
         if stages == 1 or len({stage.mesh.size for stage in plan.stages}) > 1 or m % stages:
             return
         round_ = tuple(StageMethod(1, stage.mesh.shape) for stage in plan.stages)
-        for rounds in _ROUNDS:
+        for rounds in self._rounds(stages):
             gain = (stages - 1) * (1 - 1 / rounds) / (m + stages - 1)
             if gain < _WORTH_INTERLEAVING or stages * rounds > _MOST_PARTS:
                 continue
@@ -177,6 +177,12 @@ class Planner:
             if found is None:
                 return  # what is sent more often costs more than the bubble
             yield found
+
+    def _rounds(self, stages: int) -> Sequence[int]:
+        """Numbers of rounds to try: those of which each stage has as many layers of the loops over layers, if any."""
+        lengths = {bounds[-1] for bounds in self.layering.stacks.loops.values()}
+        even = [n for n in range(2, _MOST_PARTS // stages + 1) if all(length % (n * stages) == 0 for length in lengths)]
+        return even[: len(_ROUNDS)] if lengths and even else _ROUNDS
 
     def _finer(self, plan: Plan) -> _Found | None:
         """A better plan of twice as many layers, where one stage takes much longer than others.
@@ -217,10 +223,13 @@ class Planner:
     def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Numbers of stages of as many hosts each, their meshes' shape, numbers of microbatches."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
-        for stages in (n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if count % n == 0):
+        lengths = {bounds[-1] for bounds in self.layering.stacks.loops.values()}
+        even = [n for n in range(2, MAX_LAYERS + 1) if count % n == 0 and all(length % n == 0 for length in lengths)]
+        for stages in (*even[-1:], *(n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if count % n == 0)):
             each = count // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
-            yield stages, (each, width) if each > 1 else (width,), m
+            if stages > MAX_LAYERS or m not in self._likely:  # others are searched anyway
+                yield stages, (each, width) if each > 1 else (width,), m
 
     def _of_parts_of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """The same of stages of an equal part of a host each."""
