@@ -39,7 +39,6 @@ _MOST_STAGES = 64  # that are tried
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 _ROUNDS = (2, 3, 4)  # of interleaved stages
 _WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more transfers take a part of it
-_MOST_ATTEMPTS = 3  # at fewer microbatches than those of the best plan
 _MOST_PARTS = 128  # stages of all rounds
 
 _Found = tuple[Plan, LoweredStep]
@@ -135,7 +134,10 @@ class Planner:
         A pipeline's bubble grows as they become fewer; without one, the fewest that are likely to fit are the best.
         The groups of devices stay until it is known how many microbatches there are.
         """
-        stages = 1 if self.cluster.num_devices == 1 else self.method.num_stages
+        if self.cluster.num_devices == 1:
+            yield from self._fewest_that_fit() if best is None else ()
+            return
+        stages = self.method.num_stages
         for m in self._many() if best is None else ():
             found = self._better(m, stages, None)
             if found is None and best is not None:
@@ -143,24 +145,35 @@ class Planner:
             if found is not None:
                 best = found
                 yield found
-                if self.cluster.num_devices == 1:
-                    break  # other shardings would not take less memory: the fewest that are likely to fit come next
-        are_free = self.cluster.num_devices > 1 and self.method.stages is None and self.method.mesh_shape is None
+        are_free = self.method.stages is None and self.method.mesh_shape is None
         last = None  # the number of the best plan, or else the first that was no gain
-        while best is not None and (numbers := self._fewer(best[0])):
+        while best is not None and (fewer := self._fewer(best[0])) is not None:
             groups = _groups(best[0]) if are_free else None
-            if groups is not None:
-                numbers = [*dict.fromkeys((self._fewest(numbers[0], stages, groups), *numbers))]
-            attempts = (self._better(m, stages, None, groups) for m in numbers[:_MOST_ATTEMPTS])
-            best = next((found for found in attempts if found is not None), None)
+            fewest = fewer if groups is None else self._fewest(fewer, stages, groups)
+            best = self._better(fewest, stages, None, groups)
+            if best is None and fewest < fewer:
+                best, fewest = self._better(fewer, stages, None, groups), fewer
+            fewer = fewest
             if best is not None:
                 yield best
-                last = best[0].num_microbatches
-            elif last is None:
-                last = numbers[-1]
+            if best is not None or last is None:
+                last = fewer
         if are_free and last is not None:
             found = self._better(last, stages, None)
             if found is not None:
+                yield found
+
+    def _fewest_that_fit(self) -> Iterator[_Found]:
+        """Better plans with fewer and fewer microbatches on one device, where the fewest that fit are the best."""
+        numbers = self._many()[::-1]
+        low, high = 0, len(numbers)
+        while low < high:
+            middle = (low + high) // 2
+            found = self._better(numbers[middle], 1, None)
+            if found is None:
+                low = middle + 1
+            else:
+                high = middle
                 yield found
 
     def _interleaved(self, plan: Plan) -> Iterator[_Found]:
@@ -243,18 +256,15 @@ class Planner:
             if layers % (parts * count):
                 yield parts * count, (width // parts,), m
 
-    def _fewer(self, plan: Plan) -> list[int]:
-        """Numbers of microbatches below the plan's for which there is memory, if its stages stay as they are.
-
-        The fewest first for one stage, the next below the plan's for a pipeline.
-        """
+    def _fewer(self, plan: Plan) -> int | None:
+        """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
         m = plan.num_microbatches
         numbers = [n for n in self._many() if n < m]
-        each = [s.memory for s in plan.stages]
-        return [
-            n for n in (sorted(numbers) if len(plan.stages) == 1 else numbers[:1])
-            if all(s.total + (m / n - 1) * (s.activations + s.temporaries) <= s.capacity for s in each)
-        ]  # fmt: skip
+        for n in sorted(numbers) if len(plan.stages) == 1 else numbers[:1]:
+            each = (s.memory for s in plan.stages)
+            if all(s.total + (m / n - 1) * (s.activations + s.temporaries) <= s.capacity for s in each):
+                return n
+        return None
 
     def _fewest(self, m: int, stages: int | None, groups: _Groups) -> int:
         """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone."""
