@@ -16,7 +16,7 @@ import itertools
 import math
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
@@ -27,7 +27,15 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import ShapesFn, StageCost, StagePlan, candidate_shapes, mesh_at, plan_stages
+from autopar.passes.inter_op import (
+    ShapesFn,
+    StageCost,
+    StageCostFn,
+    StagePlan,
+    candidate_shapes,
+    mesh_at,
+    plan_stages,
+)
 from autopar.passes.lower import LoweredStep
 from autopar.passes.unsplit import find_unsplit
 
@@ -196,7 +204,7 @@ class Planner:
 
     def _rounds(self, stages: int) -> Sequence[int]:
         """Numbers of rounds to try: those of which each stage has as many layers of the loops over layers, if any."""
-        lengths = {bounds[-1] for bounds in self.layering.stacks.loops.values()}
+        lengths = self.layering.stacks.lengths
         even = [n for n in range(2, _MOST_PARTS // stages + 1) if all(length % (n * stages) == 0 for length in lengths)]
         return even[: len(_ROUNDS)] if lengths and even else _ROUNDS
 
@@ -239,12 +247,12 @@ class Planner:
     def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Numbers of stages of as many hosts each, their meshes' shape, numbers of microbatches."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
-        lengths = {bounds[-1] for bounds in self.layering.stacks.loops.values()}
+        lengths = self.layering.stacks.lengths
         even = [n for n in range(2, MAX_LAYERS + 1) if count % n == 0 and all(length % n == 0 for length in lengths)]
         for stages in (*even[-1:], *(n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if count % n == 0)):
             each = count // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
-            if stages > MAX_LAYERS or m not in self._likely:  # others are searched anyway
+            if stages > MAX_LAYERS or (fixed is None and m not in self._likely):  # others are searched anyway
                 yield stages, (each, width) if each > 1 else (width,), m
 
     def _of_parts_of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
@@ -297,18 +305,6 @@ class Planner:
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:
             raise OutOfTime
-
-    def _cost(
-        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
-    ) -> StageCost | None:
-        self._check_time()
-        return self.stages.cost(layered, schedule, span, mesh, in_flight)
-
-    def _bound(
-        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
-    ) -> StageCost | None:
-        self._check_time()
-        return self.stages.bound(layered, schedule, span, mesh, in_flight)
 
     def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
         """What is left whole for want of a divisor; what costs most is a warning, too."""
@@ -440,12 +436,19 @@ class Planner:
 
     def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""
-        schedule = self._schedule
+
+        def in_time(ask: Callable[..., StageCost | None]) -> StageCostFn:
+            def asked(span: tuple[int, int], mesh: Mesh, in_flight: int) -> StageCost | None:
+                self._check_time()
+                return ask(layered, self._schedule, span, mesh, in_flight)
+
+            return asked
+
         return plan_stages(
-            layered.num_layers, self.cluster, functools.partial(self._cost, layered, schedule),
-            layered.step.num_microbatches, schedule, num_stages=num_stages, shapes=shapes,
-            least_cost=functools.partial(self._least_cost, layered),
-            bound_cost=functools.partial(self._bound, layered, schedule), alike=self.prices.group,
+            layered.num_layers, self.cluster, in_time(self.stages.cost), layered.step.num_microbatches,
+            self._schedule, num_stages=num_stages, shapes=shapes,
+            least_cost=functools.partial(self._least_cost, layered), bound_cost=in_time(self.stages.bound),
+            alike=self.prices.group,
             overhead=functools.partial(self.stages.overhead, layered), below=below, gain=_LEAST_GAIN,
         )  # fmt: skip
 

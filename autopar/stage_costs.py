@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 from autopar.errors import InfeasiblePlanError
@@ -53,31 +53,27 @@ class StageCosts:
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
         """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
-        priced = self._priced_stage(layered, schedule, span, mesh)
-        try:
-            solution = None if priced is None else priced.solution(in_flight)
-        except Infeasible as error:
-            self.note_infeasible(error, _where(layered, span, mesh))
-            return None
-        return None if solution is None or priced is None else self._stage_cost(layered, priced, solution)
+        return self._solved(layered, schedule, span, mesh, lambda priced: priced.solution(in_flight))
 
     def bound(
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
         """What it costs whatever memory that takes; None if it cannot fit with so many microbatches in flight."""
+        return self._solved(layered, schedule, span, mesh, lambda priced: priced.bound(in_flight))
+
+    def _solved(
+        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh,
+        solve: Callable[[PricedStage], Solution],
+    ) -> StageCost | None:  # fmt: skip
         priced = self._priced_stage(layered, schedule, span, mesh)
+        if priced is None:
+            return None
         try:
-            solution = None if priced is None else priced.bound(in_flight)
+            solution = solve(priced)
         except Infeasible as error:
             self.note_infeasible(error, _where(layered, span, mesh))
             return None
-        if solution is None or priced is None:
-            return None
-        self._note_overhead(layered, span, mesh, solution.cost)
-        return self._stage_cost(layered, priced, solution)
-
-    @staticmethod
-    def _stage_cost(layered: Layered, priced: PricedStage, solution: Solution) -> StageCost:
+        self._note_overhead(layered, span, mesh, priced.cheapest.cost)
         loop = priced.numbers.loop_seconds(solution)
         return StageCost(loop / layered.step.num_microbatches, max(0.0, solution.cost - loop), solution.peak)
 

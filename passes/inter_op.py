@@ -361,10 +361,10 @@ class _Costs:
             lazy = self.least_cost is not None and fewer
             self.tables[in_flight] = self.tables[fewer].copy() if lazy else np.full((3, *self.shape), np.nan)
             self.known[in_flight] = np.zeros(self.shape, np.bool_)
-        table, kind = self.tables[in_flight], self.kind[mesh]
+        table, known, kind = self.tables[in_flight], self.known[in_flight], self.kind[mesh]
         if self.least_cost is None:
             for at in np.flatnonzero(np.isnan(table[0, kind, first, last])):
-                if not self.known[in_flight][kind[at], first[at], last[at]]:  # of an alike mesh
+                if not known[kind[at], first[at], last[at]]:  # of an alike mesh
                     self._ask(int(kind[at]), int(first[at]), int(last[at]), in_flight)
             return np.asarray(table[:, kind, first, last])
         for at in np.flatnonzero(np.isnan(self.least[0, kind, first, last])):
@@ -397,9 +397,10 @@ class _Costs:
 
     def bound(self, unknown: Sequence[_Asked]) -> bool:
         """Ask for bounds; whether there was one to ask for."""
-        asked = [stage for stage in unknown if stage not in self.bounded] if self.bound_cost is not None else []
+        if self.bound_cost is None:
+            return False
+        asked = [stage for stage in unknown if stage not in self.bounded]
         for kind, first, last, in_flight in asked:
-            assert self.bound_cost is not None
             cost = _row(self.bound_cost((first, last), self.meshes[kind], in_flight))
             for number, table in self.tables.items():
                 if number >= in_flight and np.isinf(cost[0]):

@@ -191,7 +191,7 @@ class _Spread:
                 self.states[v] = dataclasses.replace(cut, batch=piece)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class _Piece(Local):
     """The piece [start, stop) of a split, for `emit`."""
 
@@ -199,7 +199,7 @@ class _Piece(Local):
     split: Split
     start_unit: int
     stop_unit: int
-    asked: set[str] = dataclasses.field(default_factory=set)  # whether `emit` wanted to know the "start"
+    start_matters: bool = False  # `emit` has asked for it
 
     def size(self, factor: int) -> int:
         whole = self.rule.factors[factor]
@@ -214,7 +214,7 @@ class _Piece(Local):
         if not self.is_split(factor):
             return 0
         check_position(self.split.batch)
-        self.asked.add("start")
+        self.start_matters = True
         return jnp.int32(self.start_unit * self.split.batch.inner)
 
     def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
@@ -372,7 +372,7 @@ class _Cutter:
                 return self.emissions[known]
         piece = _Piece(rule, split, start, stop)
         closed, _ = trace_emission(lambda *xs: rule.emit(piece, eqn, xs), operands)
-        self.emissions[(*key, start) if piece.asked else key] = closed
+        self.emissions[(*key, start) if piece.start_matters else key] = closed
         return closed
 
     def _sum(self, addends: Sequence[Operand], starts: Sequence[int]) -> Operand:
@@ -470,6 +470,11 @@ class Stacks:
     leaves: Mapping[int, tuple[LeafCut, int]]  # by argument leaf: its finest cut, the loop it follows
     loops: Mapping[int, Bounds]  # the finest cuts of the loops that leaves follow
     alike: Mapping[int, int]  # loop -> the loop whose leaves it reads
+
+    @property
+    def lengths(self) -> set[int]:
+        """Numbers of rounds of the loops."""
+        return {bounds[-1] for bounds in self.loops.values()}
 
     def leaf_cuts(self, bounds: Mapping[int, Bounds]) -> dict[int, LeafCut]:
         """The cuts of leaves that follow from cuts of loops."""
