@@ -15,7 +15,9 @@ import autopar
 from autopar import recipes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan
+from autopar.planner import Planner
 from tests.models import chain_loss, sgd
+from tests.planned import analyse, cluster_of
 
 VOCABULARY, WIDTH, LAYERS, BATCH, TIME = 32, 16, 8, 16, 4
 OPTIMIZER = optax.adam(1e-2)
@@ -131,6 +133,18 @@ def test_the_planner_interleaves_where_that_is_quicker() -> None:
     assert plan.step_time < plain.step_time
     assert plan.bubble < plain.bubble
     assert step.plan(layers, batch, method=plan) == plan  # restored
+
+
+def test_what_divides_a_loop_over_layers_is_tried() -> None:
+    """Eight layers of a loop: two stages have them in two or four rounds, as twenty hosts have them in four stages."""
+    step = jax.eval_shape(lambda key: init(True, key), jax.random.key(0))
+    cluster = cluster_of(20, 2, memory=2**20, flops=1e12)
+    planner = Planner(analyse(train_step, step, examples()), cluster)
+    assert list(planner._rounds(2)) == [2, 4]
+    assert list(planner._of_hosts(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
+    assert list(planner._of_hosts(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
+    unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
+    assert list(Planner(analyse(train_step, unrolled, examples()), cluster)._rounds(2)) == [2, 3, 4]
 
 
 def test_rounds_must_be_alike() -> None:
