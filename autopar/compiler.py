@@ -21,7 +21,7 @@ from autopar.ir.instructions import Run
 from autopar.ir.local import Port
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, schedule_for
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Sharding, TileCopies
 from autopar.passes.instructions import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_dtype, port_shape
 from autopar.runtime.executable import Array, Executable, Source, Wiring, copied
@@ -64,6 +64,7 @@ def build(
     transfers = tuple(
         TileTransfer(
             crossing_copies(lowered, crossing), crossing.value.shape,
+            array(crossing.source, Port(crossing.value, crossing.plan.sent)).sharding,
             array(crossing.target, Port(crossing.value, crossing.plan.received)).sharding,
         )
         for crossing in lowered.crossings
@@ -89,8 +90,8 @@ def device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(grid, mesh.axes)
 
 
-def crossing_copies(lowered: LoweredStep, crossing: Crossing) -> tuple[tuple[int, int], ...]:
-    """Which device of the source mesh feeds which of the target mesh, by position."""
+def crossing_copies(lowered: LoweredStep, crossing: Crossing) -> TileCopies:
+    """Which device of the source mesh feeds which of the target mesh with what."""
     source, target = lowered.shardings[crossing.source].mesh, lowered.shardings[crossing.target].mesh
     return tile_copies(crossing.value.shape, crossing.plan.sent, source, crossing.plan.received, target)
 

@@ -75,8 +75,10 @@ class Planner:
         cluster: Cluster,
         method: Method = AUTO,
         num_layers: int | None = None,
+        rounds: int = 1,
     ) -> None:
-        self.analysis, self.cluster, self.method = analysis, cluster, method
+        """`rounds`: of stages that are equal, each divided into as many parts and interleaved."""
+        self.analysis, self.cluster, self.method, self.rounds = analysis, cluster, method, rounds
         self.graph = analysis.graph
         self.finisher = Finisher(analysis, cluster, method, num_layers)
         self.layering, self.stages = self.finisher.layering, self.finisher.stages
@@ -133,8 +135,8 @@ class Planner:
         if best is not None and (finer := self._finer(best[0])) is not None:
             best = finer
             yield finer
-        if best is not None and self.method.schedule is None and self.method.num_stages is None:
-            yield from self._interleaved(best[0])
+        if best is not None:
+            yield from self._interleaved(best[0], fixed)
 
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
@@ -155,7 +157,7 @@ class Planner:
                 yield found
         are_free = self.method.stages is None and self.method.mesh_shape is None
         last = None  # the number of the best plan, or else the first that was no gain
-        while best is not None and (fewer := self._fewer(best[0])) is not None:
+        while best is not None and best[0].schedule != "interleaved" and (fewer := self._fewer(best[0])) is not None:
             groups = _groups(best[0]) if are_free else None
             fewest = fewer if groups is None else self._fewest(fewer, stages, groups)
             best = self._better(fewest, stages, None, groups)
@@ -184,29 +186,54 @@ class Planner:
                 high = middle
                 yield found
 
-    def _interleaved(self, plan: Plan) -> Iterator[_Found]:
-        """The stages of a plan of equal ones divided, and dealt out in turn: a pipeline that is filled more quickly."""
-        stages, m = len(plan.stages), plan.num_microbatches
-        if stages == 1 or len({stage.mesh.size for stage in plan.stages}) > 1 or m % stages:
-            return
-        round_ = tuple(StageMethod(1, stage.mesh.shape) for stage in plan.stages)
-        for rounds in self._rounds(stages):
-            gain = (stages - 1) * (1 - 1 / rounds) / (m + stages - 1)
-            if gain < _WORTH_INTERLEAVING or stages * rounds > _MOST_PARTS:
-                continue
-            method = dataclasses.replace(self.method, stages=round_ * rounds, schedule="interleaved")
-            found = None
-            with contextlib.suppress(PlanError):  # the step has too few layers
-                found = self._with(method)._better(m, None, None)
-            if found is None:
-                return  # what is sent more often costs more than the bubble
-            yield found
+    def _interleaved(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
+        """The stages of a plan of equal ones divided, and dealt out in turn: a pipeline that is filled more quickly.
 
-    def _rounds(self, stages: int) -> Sequence[int]:
-        """Numbers of rounds to try: those of which each stage has as many layers of the loops over layers, if any."""
+        Then there may be fewer microbatches.
+        """
+        groups, m = _groups(plan), plan.num_microbatches
+        stages, best = len(groups), len(plan.stages) // len(groups)
+        if self.method.schedule is not None or self.method.num_stages is not None or len({n for _, n in groups}) > 1:
+            return
+        method = dataclasses.replace(self.method, num_stages=stages)
+        for rounds in self._rounds(stages, m):
+            if rounds > best:
+                found = self._with(method, rounds=rounds)._better(m, stages, None, groups)
+                if found is None:
+                    break  # what is sent more often costs more than the bubble
+                best = rounds
+                yield found
+        if best > 1 and fixed is None:
+            planner = self._with(method, rounds=best)
+            for fewer in (n for n in self._many() if n < m and n % stages == 0):
+                found = planner._better(fewer, stages, None, groups)
+                if found is None:
+                    break
+                yield found
+
+    def _rounds(self, stages: int, m: int) -> Sequence[int]:
+        """Numbers of rounds that may be worth it for so many stages, rising.
+
+        Those of which each stage has as many layers of the loops over layers, if any.
+        """
+        if self.method.schedule is not None or m % stages:
+            return ()
         lengths = self.layering.stacks.lengths
         even = [n for n in range(2, _MOST_PARTS // stages + 1) if all(length % (n * stages) == 0 for length in lengths)]
-        return even[: len(_ROUNDS)] if lengths and even else _ROUNDS
+        numbers = even[: len(_ROUNDS)] if lengths and even else _ROUNDS
+        bubble = (stages - 1) / (m + stages - 1)
+        return [n for n in numbers if n * stages <= _MOST_PARTS and (1 - 1 / n) * bubble >= _WORTH_INTERLEAVING]
+
+    def _dealt_out(self, m: int, meshes: Sequence[Mesh]) -> _Found | None:
+        """The stages on these meshes divided into all rounds."""
+        stages = tuple(StageMethod(1, mesh.shape) for mesh in meshes) * self.rounds
+        method = dataclasses.replace(
+            self.method, stages=stages, schedule="interleaved", num_stages=None, mesh_shape=None
+        )
+        planner = self._with(method)
+        with contextlib.suppress(PlanError):  # the step has too few layers
+            return planner._finished(planner.layering.layered(m, True), planner._fixed_stages(), None)
+        return None
 
     def _finer(self, plan: Plan) -> _Found | None:
         """A better plan of twice as many layers, where one stage takes much longer than others.
@@ -215,6 +242,8 @@ class Planner:
         """
         seconds = [stage.forward + stage.backward for stage in plan.stages]
         if max(seconds) * len(seconds) <= _UNEVEN * sum(seconds) or self.method.stages is not None:
+            return None
+        if plan.schedule == "interleaved":
             return None
         m = plan.num_microbatches
         layers = self.layering.layered(m, True).num_layers
@@ -226,9 +255,9 @@ class Planner:
         groups = {host: (host[1],) for host in hosts if (host[1],) in self._shapes(self.cluster, *host)}
         return planner._better(m, self.method.num_stages, None, {**groups, **_groups(plan)})
 
-    def _with(self, method: Method, num_layers: int | None = None) -> Planner:
+    def _with(self, method: Method, num_layers: int | None = None, rounds: int = 1) -> Planner:
         """A planner by another method, or of so many layers, that looks for what is better than what this has found."""
-        planner = Planner(self.analysis, self.cluster, method, num_layers)
+        planner = Planner(self.analysis, self.cluster, method, num_layers, rounds)
         planner._best, planner._deadline = self._best, self._deadline
         return planner
 
@@ -237,12 +266,17 @@ class Planner:
         hosts, method = self.cluster.hosts, self.method
         if len(hosts) == 1 or len(set(hosts)) > 1 or not self._divisors():
             return
-        if method.num_stages is not None or method.mesh_shape is not None or method.axes:
+        if method.num_stages is not None or method.mesh_shape is not None or method.axes or method.stages is not None:
             return
         for stages, shape, m in self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed):
-            planner = self._with(dataclasses.replace(method, num_stages=stages, mesh_shape=shape))
-            with contextlib.suppress(PlanError):  # the step has too few layers
-                yield planner._better(m, stages, None)
+            equal = dataclasses.replace(method, num_stages=stages, mesh_shape=shape)
+            for rounds in (*self._rounds(stages, m)[:1], 1):
+                found = None
+                with contextlib.suppress(PlanError):  # the step has too few layers
+                    found = self._with(equal, rounds=rounds)._better(m, stages, None)
+                if found is not None:
+                    yield found
+                    break
 
     def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Numbers of stages of as many hosts each, their meshes' shape, numbers of microbatches."""
@@ -368,7 +402,29 @@ class Planner:
             chosen = [(choice.span, choice.mesh) for choice in found.stages]
         else:
             chosen = self._fixed_stages()
-        spans, meshes = zip(*chosen, strict=True)
+        if self.rounds > 1:
+            finished = self._dealt_out(m, [mesh for _, mesh in chosen])
+        else:
+            finished = self._finished(layered, chosen, found)
+        if finished is None:
+            return None
+        estimate = math.inf if found is None else found.step_time
+        if finished[0].step_time < self._best.step_time:
+            # One that turned out to be dear must not bar others that are not.
+            error = finished[0].step_time / estimate
+            error = error if error > 1 + _DEAR else 1.0
+            if groups is None:
+                self._best.first_estimate = math.inf if first is None else error * first.step_time
+            elif math.isfinite(self._best.first_estimate):
+                self._best.first_estimate *= error * estimate / self._best.estimate
+            self._best.estimate = error * estimate
+        return finished
+
+    def _finished(
+        self, layered: Layered, stages: Sequence[tuple[tuple[int, int], Mesh]], found: StagePlan | None
+    ) -> _Found | None:
+        """The plan of these layers on these meshes, which the stage search found if it did."""
+        spans, meshes = zip(*stages, strict=True)
         cuts = [start for start, _ in spans[1:]]
         joined = self.layering.joined(layered, cuts)
         ways = [(joined, joined.placed(range(1, len(spans))))]
@@ -386,15 +442,6 @@ class Planner:
                     finished = other
         if finished is None:
             return None
-        if finished[0].step_time < self._best.step_time:
-            # One that turned out to be dear must not bar others that are not.
-            error = finished[0].step_time / estimate
-            error = error if error > 1 + _DEAR else 1.0
-            if groups is None:
-                self._best.first_estimate = math.inf if first is None else error * first.step_time
-            elif math.isfinite(self._best.first_estimate):
-                self._best.first_estimate *= error * estimate / self._best.estimate
-            self._best.estimate = error * estimate
         return with_layers(finished[0], spans), finished[1]
 
     def _is_tight(self, found: StagePlan) -> bool:
@@ -448,7 +495,7 @@ class Planner:
             layered.num_layers, self.cluster, in_time(self.stages.cost), layered.step.num_microbatches,
             self._schedule, num_stages=num_stages, shapes=shapes,
             least_cost=functools.partial(self._least_cost, layered), bound_cost=in_time(self.stages.bound),
-            alike=self.prices.group,
+            alike=self.prices.group, rounds=self.rounds,
             overhead=functools.partial(self.stages.overhead, layered), below=below, gain=_LEAST_GAIN,
         )  # fmt: skip
 

@@ -1,8 +1,8 @@
 """The cheapest way from one sharding to another: the steps that will be carried out, and their seconds.
 
 On one mesh, the shardings of an array are the nodes of a graph and the `ReshardStep`s its edges; a resharding
-is a shortest path. Between two meshes, `plan_transfer` takes shardings that cut the array alike, and copies
-tile by tile.
+is a shortest path. Between two meshes, `plan_transfer` copies tile by tile, or parts of tiles where the two
+shardings cut the array differently.
 
 1. The graph depends on the rank and the mesh only: built once, edges sorted by the state they lead to.
 2. A size divides only by the tile counts that divide gcd(size, mesh size), and a payload is the array's bytes
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum_itemsize
+from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, TileCopies, TileCopy, sum_itemsize
 
 # (kind, axes in mesh order, payload in bytes as in `Collective`) -> seconds. Local steps cost memory traffic.
 StepPrice = Callable[[StepKind, tuple[str, ...], int], float]
@@ -358,6 +358,10 @@ class Resharder:
         """Seconds of the cheapest steps."""
         return float(self.matrix(shape, itemsize, (source,), (target,))[0, 0])
 
+    def local_time(self, nbytes: int) -> float:
+        """Seconds in which a device cuts so many bytes, or joins them."""
+        return self._price("slice", (), nbytes)
+
     def collectives(
         self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding
     ) -> tuple[Collective, ...]:
@@ -384,42 +388,49 @@ def plan_reshard(
 
 @dataclasses.dataclass(frozen=True)
 class TransferPlan:
-    """Moving an array between meshes: reshard to `sent`, copy tile by tile, reshard from `received`."""
+    """Moving an array between meshes: reshard to `sent`, copy tile by tile, reshard from `received`.
+
+    Where the two cut the array differently, tiles are cut before they are sent, and joined where they arrive.
+    """
 
     sent: Sharding  # on the source mesh; never partial
-    received: Sharding  # on the target mesh; never partial; the same tiles in each dimension
+    received: Sharding  # on the target mesh; never partial
     seconds: float  # both reshardings and the copies
 
 
-def _tile_of_position(sharding: Sharding, mesh_shape: tuple[int, ...], axes: tuple[str, ...]) -> tuple[int, ...]:
-    """Row-major number of the tile that each device of the mesh holds, by position."""
+def _tile_of_position(sharding: Sharding, mesh_shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """The tile that each device of the mesh holds, by position: its place along each dimension."""
     mesh = Mesh(tuple(range(math.prod(mesh_shape))), mesh_shape, axes)
     tiles = []
     for coordinates in itertools.product(*map(range, mesh_shape)):
         at = dict(zip(axes, coordinates, strict=True))
-        tile = 0
-        for axis in itertools.chain.from_iterable(sharding.dims):
-            tile = tile * mesh.axis_size(axis) + at[axis]
-        tiles.append(tile)
-    return tuple(tiles)
+        tile = []
+        for dim in sharding.dims:
+            place = 0
+            for axis in dim:
+                place = place * mesh.axis_size(axis) + at[axis]
+            tile.append(place)
+        tiles.append(tuple(tile))
+    return tiles
 
 
 def tile_copies(
     shape: tuple[int, ...], sent: Sharding, source_mesh: Mesh, received: Sharding, target_mesh: Mesh
-) -> tuple[tuple[int, int], ...]:
-    """Which device feeds which: (position in the source mesh, position in the target mesh), by target position.
+) -> TileCopies:
+    """Which device feeds which with what, where tiles may have to be cut and joined.
 
-    The devices that hold a tile share its receivers evenly, neighbours with neighbours. Raises InternalError if
-    the two shardings cut the array differently or a value is partial.
+    The devices that hold a tile share what is sent of it evenly, neighbours with neighbours. Raises InternalError if
+    a value is partial, or its dimensions cannot be divided as finely as both shardings together do.
     """
-    if (
-        sent.partial
-        or received.partial
-        or sent.tiles(source_mesh) != received.tiles(target_mesh)
-        or not sent.divides(shape, source_mesh)
-    ):
+    cut, joined = sent.tiles(source_mesh), received.tiles(target_mesh)
+    if sent.partial or received.partial or not _go_together(shape, cut, joined):
         raise InternalError(f"{shape} cannot be copied tile by tile from {sent} to {received}")
     return _copies(sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes)
+
+
+def _go_together(shape: tuple[int, ...], cut: tuple[int, ...], joined: tuple[int, ...]) -> bool:
+    """Whether each dimension can be divided as finely as the two numbers of tiles together do."""
+    return all(size % math.lcm(*both) == 0 for size, *both in zip(shape, cut, joined, strict=True))
 
 
 @functools.lru_cache(maxsize=65536)
@@ -430,18 +441,30 @@ def _copies(
     received: Sharding,
     target_shape: tuple[int, ...],
     target_axes: tuple[str, ...],
-) -> tuple[tuple[int, int], ...]:
-    holders: dict[int, list[int]] = {}
-    for position, tile in enumerate(_tile_of_position(sent, source_shape, source_axes)):
-        holders.setdefault(tile, []).append(position)
+) -> TileCopies:
+    held = _tile_of_position(sent, source_shape, source_axes)
     wanted = _tile_of_position(received, target_shape, target_axes)
-    receivers = len(wanted) // (max(wanted) + 1)  # of each tile
-    served = dict.fromkeys(holders, 0)
+    tiles = [[max(along) + 1 for along in zip(*each, strict=True)] for each in (held, wanted)]
+    grid = [math.lcm(*both) for both in zip(*tiles, strict=True)]
+    cuts, joins = (tuple(n // t for n, t in zip(grid, each, strict=True)) for each in tiles)
+    holders: dict[tuple[int, ...], list[int]] = {}
+    for position, tile in enumerate(held):
+        holders.setdefault(tile, []).append(position)
+    receivers = len(wanted) * math.prod(cuts) // math.prod(tiles[1])  # of each tile that is held, of any of its parts
+    served = dict.fromkeys(itertools.product(*map(range, grid)), 0)
     copies = []
     for position, tile in enumerate(wanted):
-        copies.append((holders[tile][served[tile] * len(holders[tile]) // receivers], position))
-        served[tile] += 1
-    return tuple(copies)
+        for place, part in enumerate(itertools.product(*map(range, joins))):
+            at = tuple(t * n + i for t, n, i in zip(tile, joins, part, strict=True))  # in the grid
+            inside = [i % n for i, n in zip(at, cuts, strict=True)]
+            cut = 0
+            for i, n in zip(inside, cuts, strict=True):
+                cut = cut * n + i
+            sharing = holders[tuple(i // n for i, n in zip(at, cuts, strict=True))]
+            turn = cut * (receivers // math.prod(cuts)) + served[at]
+            copies.append(TileCopy(sharing[turn * len(sharing) // receivers], position, cut, place))
+            served[at] += 1
+    return TileCopies(cuts, joins, tuple(copies))
 
 
 def plan_transfer(
@@ -461,31 +484,33 @@ def plan_transfer(
     tile once and gathering at the target (Alpa, section 6.2: "local all-gather") is one of the candidates, not a
     special case.
 
-    1. Candidates: all pairs of full (not partial) shardings, one a mesh, that cut the array alike.
-    2. Reshard seconds on either side come from the two resharders.
+    1. Candidates: all pairs of full (not partial) shardings, one a mesh, that divide the array together.
+    2. Reshard seconds on either side come from the two resharders; so do those of cutting and joining tiles.
     3. Candidates in the order of those; the copies of one are priced only while it can still win.
     """
     senders = [s for s in shardings(len(shape), source_mesh) if not s.partial and s.divides(shape, source_mesh)]
     takers = [s for s in shardings(len(shape), target_mesh) if not s.partial and s.divides(shape, target_mesh)]
     before = source_resharder.matrix(shape, itemsize, (source,), senders)[0]
     after = target_resharder.matrix(shape, itemsize, takers, (target,))[:, 0]
-    takers_by_tiles: dict[tuple[int, ...], list[int]] = {}
-    for j, received in enumerate(takers):
-        takers_by_tiles.setdefault(received.tiles(target_mesh), []).append(j)
-    candidates = [
-        (float(before[i] + after[j]), i, j)
-        for i, sent in enumerate(senders)
-        for j in takers_by_tiles.get(sent.tiles(source_mesh), ())
-    ]
+    nbytes = math.prod(shape) * itemsize
+    cuts, joins = [s.tiles(source_mesh) for s in senders], [s.tiles(target_mesh) for s in takers]
+    cutting = [source_resharder.local_time(nbytes // math.prod(tiles)) for tiles in cuts]
+    joining = [target_resharder.local_time(nbytes // math.prod(tiles)) for tiles in joins]
+    candidates = []
+    for i, cut in enumerate(cuts):
+        for j, joined in enumerate(joins):
+            if _go_together(shape, cut, joined):
+                grid = list(map(math.lcm, cut, joined))
+                local = (cutting[i] if grid != [*cut] else 0.0) + (joining[j] if grid != [*joined] else 0.0)
+                candidates.append((float(before[i] + after[j]) + local, i, j, nbytes // math.prod(grid)))
     best: TransferPlan | None = None
-    for resharding, i, j in sorted(candidates):
+    for resharding, i, j, part in sorted(candidates):
         if best is not None and resharding >= best.seconds:
             break
         sent, received = senders[i], takers[j]
-        nbytes = math.prod(sent.local_shape(shape, source_mesh)) * itemsize
-        copies = tile_copies(shape, sent, source_mesh, received, target_mesh)
-        pairs = [(source_mesh.devices[giver], target_mesh.devices[taker]) for giver, taker in copies]
-        total = resharding + link(pairs, nbytes)
+        copies = tile_copies(shape, sent, source_mesh, received, target_mesh).copies
+        pairs = [(source_mesh.devices[copy.source], target_mesh.devices[copy.target]) for copy in copies]
+        total = resharding + link(pairs, part)
         if best is None or total < best.seconds:
             best = TransferPlan(sent, received, total)
     if best is None:  # the replicated pair is always a candidate

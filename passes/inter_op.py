@@ -5,7 +5,10 @@ The time of a step is Alpa's pipeline latency (OSDI'22, eq. 2) plus what happens
     sum_i t_i + (m - 1) * max_i t_i + max_i s_i
 
 with m microbatches, t_i the seconds of one microbatch at stage i (forward and backward, incoming transfers included)
-and s_i its seconds once a step. The last term takes the stages' prologues and updates as running side by side.
+and s_i its seconds once a step. The last term takes the stages' prologues and updates as running side by side. Divided
+into r parts each, dealt out in turn, the stages fill the pipeline r times as quickly (Narayanan et al. 2021, 2.2):
+
+    (sum_i t_i - max_i t_i) / r + m * max_i t_i + max_i s_i
 """
 
 from __future__ import annotations
@@ -73,14 +76,16 @@ class StagePlan:
     schedule: ScheduleName
 
 
-def pipeline_time(costs: Sequence[StageCost], num_microbatches: int) -> float:
-    """Seconds per step of a pipeline of these stages: the formula at the top of this file.
+def pipeline_time(costs: Sequence[StageCost], num_microbatches: int, rounds: int = 1) -> float:
+    """Seconds per step of a pipeline of these stages: the formulas at the top of this file.
 
     >>> pipeline_time([StageCost(2.0, 1.0, 0), StageCost(3.0, 0.5, 0)], num_microbatches=4)  # 5 + 3 * 3 + 1
     15.0
+    >>> pipeline_time([StageCost(2.0, 1.0, 0), StageCost(3.0, 0.5, 0)], 4, rounds=2)  # 2 / 2 + 4 * 3 + 1
+    14.0
     """
     micro = [cost.per_microbatch for cost in costs]
-    return sum(micro) + (num_microbatches - 1) * max(micro) + max(cost.per_step for cost in costs)
+    return sum(micro) / rounds + (num_microbatches - 1 / rounds) * max(micro) + max(cost.per_step for cost in costs)
 
 
 def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> int:
@@ -125,6 +130,7 @@ def plan_stages(
     *,
     num_stages: int | None = None,
     max_stages: int | None = None,
+    rounds: int = 1,
     shapes: ShapesFn = candidate_shapes,
     least_cost: LeastCostFn | None = None,
     bound_cost: StageCostFn | None = None,
@@ -136,9 +142,11 @@ def plan_stages(
     """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
 
     Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
-    arguments. `num_stages` fixes the number of stages, `max_stages` bounds it. `shapes` is asked for groups inside a
-    host and groups of whole hosts; more than 128 hosts are not divided, 256 and more are dealt out in equal units, and
-    more than 16 units form a group only if their number has four binary digits and zeros, or divides that of all.
+    arguments. `num_stages` fixes the number of stages, `max_stages` bounds it; they are priced as if each were to be
+    divided into as many parts as there are `rounds`, with the memory of a whole stage. `shapes` is asked for groups
+    inside a host and groups of whole hosts; more than 128 hosts are not divided, 256 and more are dealt out in equal
+    units, and more than 16 units form a group only if their number has four binary digits and zeros, or divides that
+    of all.
     `below`: seconds of a plan that there is already; None if nothing is quicker. What could be quicker than a known
     plan by less than the share `gain` is not looked for.
 
@@ -173,12 +181,12 @@ def plan_stages(
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
     space = _Space.of(num_layers, cluster, shapes, alike)
-    costs = _Costs(space, num_microbatches, stage_cost, least_cost, bound_cost, overhead)
+    costs = _Costs(space, stage_cost, least_cost, bound_cost, overhead)
     most = min(most, num_stages or max_stages or most)
     found: StagePlan | None = None  # of stages whose costs are known
     while True:
         least = below if found is None else found.step_time
-        best = _Best(num_microbatches, least * (1 - gain))
+        best = _Best(num_microbatches, rounds, least * (1 - gain))
         steps = _backward(space, costs, schedule, best, most, num_stages is not None)
         if best.stages is None:
             return found
@@ -187,10 +195,10 @@ def plan_stages(
         numbers = [in_flight(schedule, num_microbatches, len(rows) - at) for at in range(len(rows))]
         unknown = costs.unknown(rows, numbers)
         certain = not unknown
-        if costs.bound(unknown) and not costs.time(rows, numbers) < least < np.inf:
+        if costs.bound(unknown) and not costs.time(rows, numbers, best) < least < np.inf:
             continue  # these bounds may be enough to look elsewhere
         costs.ask(unknown)
-        time = costs.time(rows, numbers)
+        time = costs.time(rows, numbers, best)
         if certain or time < least:
             stages = zip(rows, costs.of(rows, numbers), strict=True)
             choices = tuple(StageChoice((i, j), space.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
@@ -207,11 +215,6 @@ def _join(left: Floats, right: Floats) -> Floats:
     return np.stack([left[0] + right[0], np.maximum(left[1], right[1]), np.maximum(left[2], right[2])])
 
 
-def _time(criteria: Floats, num_microbatches: int) -> Floats:
-    bubble = (num_microbatches - 1) * criteria[1] if num_microbatches > 1 else 0.0  # 0 * inf would be NaN
-    return np.asarray(criteria[0] + bubble + criteria[2])
-
-
 _StageRow = tuple[int, int, int, float, float, float]  # group, layers [from, to), `StageCost`
 _Asked = tuple[int, int, int, int]  # kind of mesh, layers [from, to), microbatches in flight
 _Tail = tuple[_StageRow, "_Tail"] | None  # the stages of a suffix: the first one and the rest
@@ -222,14 +225,24 @@ class _Best:
     """The quickest plan so far."""
 
     num_microbatches: int
+    rounds: int
     time: float = np.inf  # seconds
     stages: _Tail = None
 
+    @property
+    def times_slowest(self) -> float:
+        """How often the slowest stage's time counts, beside the sum of all."""
+        return self.num_microbatches - 1 / self.rounds
+
+    def time_of(self, criteria: Floats) -> Floats:
+        slowest = self.times_slowest * criteria[1] if self.times_slowest else 0.0  # 0 * inf would be NaN
+        return np.asarray(criteria[0] / self.rounds + slowest + criteria[2])
+
     def beaten_by(self, criteria: Floats) -> Bools:
-        return np.asarray(_time(criteria, self.num_microbatches) < self.time)
+        return np.asarray(self.time_of(criteria) < self.time)
 
     def update(self, criteria: Floats, plans: list[_Tail]) -> None:
-        time = _time(criteria, self.num_microbatches)
+        time = self.time_of(criteria)
         index = int(time.argmin())
         if time[index] < self.time:
             self.time, self.stages = float(time[index]), plans[index]
@@ -323,13 +336,12 @@ class _Costs:
     def __init__(
         self,
         space: _Space,
-        num_microbatches: int,
         stage_cost: StageCostFn,
         least_cost: LeastCostFn | None,
         bound_cost: StageCostFn | None,
         overhead: OverheadFn,
     ) -> None:
-        self.space, self.num_microbatches = space, num_microbatches
+        self.space = space
         self.stage_cost = stage_cost
         self.least_cost = least_cost
         self.bound_cost = bound_cost
@@ -420,11 +432,11 @@ class _Costs:
         if unknown:
             self.measure()
 
-    def time(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> float:
+    def time(self, rows: Sequence[_StageRow], numbers: Sequence[int], best: _Best) -> float:
         """Seconds per step of these stages with so many in flight, by what is known."""
         costs = self.of(rows, numbers)
         fits = all(np.isfinite(cost.memory) for cost in costs)
-        return pipeline_time(costs, self.num_microbatches) if fits else np.inf
+        return pipeline_time(costs, best.num_microbatches, best.rounds) if fits else np.inf
 
     def of(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> list[StageCost]:
         """The costs of these stages with so many in flight."""
@@ -521,7 +533,7 @@ def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _Best) -> N
             criteria = np.concatenate([_join(stages.criteria_of(i), rest) for i, rest, _ in parts], axis=1)
             origin = [(i, tail) for i, _, tails in parts for tail in tails]
             useful = np.flatnonzero(best.beaten_by(_join(prefix[:, [source]], criteria)))
-            useful = useful[_undominated(criteria[:, useful], best.num_microbatches)]
+            useful = useful[_undominated(criteria[:, useful], best)]
             if len(useful) == 0:
                 continue
             ends: list[_Tail] = [(stages.row(origin[k][0]), origin[k][1]) for k in useful]
@@ -531,12 +543,12 @@ def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _Best) -> N
         suffixes = found
 
 
-def _undominated(criteria: Floats, num_microbatches: int) -> Ints:
+def _undominated(criteria: Floats, best: _Best) -> Ints:
     """Indices of the suffixes worth keeping.
 
-    Before a suffix (a, b, c) stands some prefix (a', b', c'); together they take
-    a + a' + (m - 1) * max(b, b') + max(c, c'). Whatever the prefix, a suffix is no worse than another if it saves
-    in its sum at least what it can lose in the two maxima: a1 + (m - 1) * max(0, b1 - b2) + max(0, c1 - c2) <= a2.
+    Before a suffix (a, b, c) stands some prefix (a', b', c'); with n = m - 1 / r together they take
+    (a + a') / r + n * max(b, b') + max(c, c'). Whatever the prefix, a suffix is no worse than another if it saves
+    in its sum at least what it can lose in the two maxima: a1 / r + n * max(0, b1 - b2) + max(0, c1 - c2) <= a2 / r.
     """
     waiting = np.lexsort(criteria[::-1])  # by sum, largest, once: nobody is dominated by one that comes later
     kept = []
@@ -544,7 +556,8 @@ def _undominated(criteria: Floats, num_microbatches: int) -> Ints:
         first, waiting = waiting[0], waiting[1:]
         kept.append(first)
         loss = np.maximum(0.0, criteria[1:, [first]] - criteria[1:, waiting])
-        dominated = criteria[0, first] + (num_microbatches - 1) * loss[0] + loss[1] <= criteria[0, waiting]
+        lost = best.times_slowest * loss[0] + loss[1]
+        dominated = criteria[0, first] + best.rounds * lost <= criteria[0, waiting]
         waiting = waiting[~dominated]
     return np.array(kept, dtype=np.int64)
 
@@ -552,7 +565,7 @@ def _undominated(criteria: Floats, num_microbatches: int) -> Ints:
 def _extend(stages: _Stages, quickest: Floats, tails: dict[int, _Tail], best: _Best) -> tuple[Floats, dict[int, _Tail]]:
     """Per state the suffix that takes the least time by itself, if behind each stage comes such a suffix."""
     criteria = _join(stages.criteria, quickest[:, stages.target])
-    order = np.lexsort((_time(criteria, best.num_microbatches), stages.source))
+    order = np.lexsort((best.time_of(criteria), stages.source))
     chosen = order[np.flatnonzero(np.diff(stages.source[order], prepend=-1))]
     sources, targets = stages.source[chosen].tolist(), stages.target[chosen].tolist()
     longer: dict[int, _Tail] = {

@@ -354,8 +354,11 @@ def test_a_plan_that_was_looked_at_is_the_one_that_runs(monkeypatch: pytest.Monk
     assert step.compile(*args).plan is plan
 
 
-def test_fixed_stages() -> None:
-    """Uneven stages on meshes of their own."""
+@pytest.mark.parametrize(
+    "stages", [[(2, (2, 2)), (1, (4, 1))], [(1, (2,)), (1, (4,)), (1, (2,))]], ids=["alike", "unlike"]
+)
+def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]]) -> None:
+    """Uneven stages on meshes of their own, which cut what they hand on alike or not."""
 
     def step(w: Any, x: jax.Array) -> Any:
         def loss(w: Any) -> jax.Array:
@@ -368,9 +371,9 @@ def test_fixed_stages() -> None:
     w = {name: jax.random.normal(key, (8, 8)) for name, key in zip("abc", keys, strict=False)}
     x = jax.random.normal(keys[3], (16, 8))
     wanted = jax.jit(step)(w, x)
-    parallel = autopar.parallelize(step, method=recipes.pipeline([(2, (2, 2)), (1, (4, 1))], 2))
+    parallel = autopar.parallelize(step, method=recipes.pipeline(stages, 2))
     plan = parallel.compile(w, x).plan
-    assert [(stage.layers, stage.mesh.shape) for stage in plan.stages] == [((0, 2), (2, 2)), ((2, 3), (4, 1))]
+    assert [(stage.layers[1] - stage.layers[0], stage.mesh.shape) for stage in plan.stages] == stages
     assert plan.num_microbatches == 2
     assert_close(parallel(w, x), wanted)
 

@@ -135,16 +135,33 @@ def test_the_planner_interleaves_where_that_is_quicker() -> None:
     assert step.plan(layers, batch, method=plan) == plan  # restored
 
 
+def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
+    """So that a number of stages is found that is good only then."""
+    state = jax.eval_shape(lambda key: init(True, key), jax.random.key(0))
+    cluster, method = cluster_of(4, 1, memory=2**30, flops=1e10), recipes.auto()
+    equal = dataclasses.replace(method, num_stages=2, mesh_shape=(2,))
+    found, estimates = {}, {}
+    for rounds in (1, 2):
+        planner = Planner(analyse(train_step, state, examples()), cluster, method)
+        better = planner._with(equal, rounds=rounds)._better(4, 2, None)
+        assert better is not None
+        found[rounds], estimates[rounds] = better[0], planner._best.estimate
+    assert (found[1].schedule, len(found[1].stages)) == ("1f1b", 2)
+    assert (found[2].schedule, len(found[2].stages)) == ("interleaved", 4)
+    # The bubble of one microbatch at the other stage is halved.
+    assert 0.85 < estimates[2] / estimates[1] < 0.95
+
+
 def test_what_divides_a_loop_over_layers_is_tried() -> None:
     """Eight layers of a loop: two stages have them in two or four rounds, as twenty hosts have them in four stages."""
     step = jax.eval_shape(lambda key: init(True, key), jax.random.key(0))
     cluster = cluster_of(20, 2, memory=2**20, flops=1e12)
     planner = Planner(analyse(train_step, step, examples()), cluster)
-    assert list(planner._rounds(2)) == [2, 4]
+    assert list(planner._rounds(2, 4)) == [2, 4]
     assert list(planner._of_hosts(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
     assert list(planner._of_hosts(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
-    assert list(Planner(analyse(train_step, unrolled, examples()), cluster)._rounds(2)) == [2, 3, 4]
+    assert list(Planner(analyse(train_step, unrolled, examples()), cluster)._rounds(2, 4)) == [2, 3, 4]
 
 
 def test_rounds_must_be_alike() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from autopar.ir.mesh import Mesh
 
@@ -79,3 +79,21 @@ class Collective:
     kind: StepKind
     axes: tuple[str, ...]
     payload: int  # bytes: the local result, but the local operand for a reduce-scatter
+
+
+class TileCopy(NamedTuple):
+    """A part of a device's tile on the way to another device; parts are numbered row-major within their tile."""
+
+    source: int  # position in the source mesh
+    target: int  # position in the target mesh
+    cut: int  # the part of the source's tile
+    place: int  # the part of the target's tile
+
+
+@dataclasses.dataclass(frozen=True)
+class TileCopies:
+    """How a value crosses to another mesh tile by tile."""
+
+    cuts: tuple[int, ...]  # per dimension: the parts of a tile of the source
+    joins: tuple[int, ...]  # per dimension: the parts of a tile of the target
+    copies: tuple[TileCopy, ...]  # by target, then by place

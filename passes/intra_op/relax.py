@@ -30,7 +30,8 @@ _SHORTEST = 1e-3  # steps below which the ascent has ended, relative to Polyak's
 _PROGRESS = 1e-3  # of the distance to the target by which the bound must rise within them
 _REPAIRS, _GROWTH = 100, 1.3  # sweeps, and growth of the prices at points that lack memory
 _SETTLING = 5  # sweeps at changed prices before a choice
-_TREE = 16  # nodes
+_SMALLER = 4  # than the largest is a tree, on average
+_TREE = 1024  # nodes of the largest: a few would have to change together with all between them; of all nodes, few do
 
 
 class Relaxation:
@@ -144,13 +145,18 @@ class Relaxation:
         self.work += 5 * self._messages.work
         return choice if fits else None
 
-    def improve(self, choice: Integers, moves: int, heat: float) -> Integers:
-        """A choice that fits after so many moves of trees; heat: seconds by which one may raise the cost at first."""
+    def improve(self, choice: Integers, visits: float, heat: float) -> Integers:
+        """A choice that fits after moves of trees that come to each node so often, on average.
+
+        heat: seconds by which one may raise the cost at first.
+        """
         f = self.flat
         choice = choice.copy()
+        largest = min(_TREE, choice.size)
+        moves = round(_SMALLER * visits * choice.size / largest)
         head = f.slack - self._load(choice)
         price = self.costs(self.prices) - f.unary
-        work = kernels.improve(f, price, choice, head, self._state, moves, _TREE, heat, heat / 100)
+        work = kernels.improve(f, price, choice, head, self._state, moves, largest, heat, heat / 100)
         self.work += 2 * work + 1000 * moves
         return choice
 

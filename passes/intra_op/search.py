@@ -23,7 +23,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -61,8 +61,8 @@ _SCALES = (1.0, 1.02, 1.05, 1.1, 1.2)  # of the prices for choices, in turn
 _STEPS = 3000  # of the prices in a round, at most
 _SHARE = 0.35  # of the work that is left, for a round
 _GUESS = 0.1  # relative distance from the bound beyond which the best choice is not thought to lie
-_MOVES = 5  # of trees per node to improve a choice
-_ANNEALED = 30  # of trees per node in an annealing
+_MOVES = 20  # times that trees come to a node, to improve a choice
+_ANNEALED = 500  # in an annealing
 _HEAT = (1e-3, 1e-4, 1e-5)  # of the gap per move, in turn
 _POINTS = 200  # in time that CP-SAT gets at once; of more only those that matter
 
@@ -251,8 +251,8 @@ class Search:
         """Offer what the relaxation chooses at its prices times `scale`, improved."""
         choice = relaxation.choose(scale)
         if choice is not None:
-            moves = 0 if self._spent() else _MOVES * choice.size
-            self._offer_flat(relaxation, relaxation.improve(choice, moves, 0.0))
+            visits = 0 if self._spent() else _MOVES
+            self._offer_flat(relaxation, relaxation.improve(choice, visits, 0.0))
         self._spend(relaxation)
 
     def _anneal(self, relaxation: Relaxation) -> None:
@@ -266,22 +266,47 @@ class Search:
                 return
             gap = self.best.cost - max(self.bound, 0.5 * self.best.cost)
             heat = _HEAT[turn % len(_HEAT)] * gap
-            self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED * choice.size, heat))
+            self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED, heat))
             self._spend(relaxation)
             if not self._spent():
                 self._choose(relaxation, 1.0 + 0.2 * float(self.random.random()))
             turn, stalled = turn + 1, stalled + 1 if self.best is before else 0
 
     def _flat_choice(self, relaxation: Relaxation, solution: Solution) -> Integers | None:
-        """The solution in positions; None if one of its strategies was reduced away."""
-        found = []
-        for node in relaxation.flat.nodes.tolist():
-            labels = relaxation.network.labels[node]
-            position = int(np.searchsorted(labels, solution.choice[node]))
-            if position == labels.size or labels[position] != solution.choice[node]:
-                return None
-            found.append(position)
-        return np.array(found, dtype=np.int64)
+        """The solution in positions; where a strategy of it was reduced away, the best with the others as they are."""
+        network, chosen = relaxation.network, solution.choice
+        if not all((labels == chosen[node]).any() for node, labels in network.labels.items()):
+            try:
+                part = self._around(network, solution, set())
+                found = self._cheapest_that_fits(part)
+            except Contradiction:
+                found = None
+            if found is None:
+                return relaxation.choose(1.0)
+            chosen = part.lift(found, self.problem.num_nodes)
+        at = [int(np.searchsorted(network.labels[node], chosen[node])) for node in relaxation.flat.nodes.tolist()]
+        return np.array(at, dtype=np.int64)
+
+    def _cheapest_that_fits(self, network: Network) -> dict[int, int] | None:
+        """The cheapest choice, or one close to it if that does not fit."""
+        oracle = oracle_for(network, self.random)
+        cut = evaluate_prices(network, oracle.evaluate, np.zeros(network.slack.size))
+        self._spend(oracle)
+        if (network.load(cut.choice) <= network.slack).all():
+            return cut.choice
+        return Moves(network).improve(cut.choice)
+
+    def _around(self, network: Network, solution: Solution, block: Collection[int]) -> Network:
+        """What is left where all nodes but a block choose as the solution; raises Contradiction if nothing is."""
+        part = network.copy()
+        self.work -= STEP * len(network.unary)
+        for node in network.unary:
+            same = part.labels[node] == solution.choice[node]
+            # a strategy that was reduced away has an equal or better one among those that are left
+            if node not in block and same.any():
+                part.keep(node, same)
+        part.reduce(dominated=True)
+        return part
 
     def _offer_flat(self, relaxation: Relaxation, choice: Integers) -> None:
         cost = relaxation.cost(choice) + relaxation.network.offset
@@ -431,15 +456,8 @@ class Search:
                 waiting += network.adjacent[node]
             if not waiting and len(block) < len(nodes):  # a component is complete: go on in another
                 waiting = [node for node in nodes if node not in block][:1]
-        part = network.copy()
-        self.work -= STEP * len(nodes)
         try:
-            for node in nodes:
-                same = part.labels[node] == self.best.choice[node]
-                # a strategy that was reduced away has an equal or better one among those that are left
-                if node not in block and same.any():
-                    part.keep(node, same)
-            part.reduce(dominated=True)
+            part = self._around(network, self.best, block)
             known = dict(zip(network.times, prices, strict=True))
             self._by_program(part, np.array([known[time] for time in part.times]), _BLOCK_SECONDS)
         except Contradiction:

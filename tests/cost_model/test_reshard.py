@@ -275,28 +275,44 @@ def regions(shape: tuple[int, ...], sharding: Sharding, mesh: Mesh) -> dict[int,
     }
 
 
+def part(region: list[tuple[int, int]], cuts: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """The region of a part of a tile."""
+    found = []
+    for (start, stop), n, at in zip(region, cuts, np.unravel_index(number, cuts), strict=True):
+        size = (stop - start) // n
+        found.append((start + int(at) * size, start + (int(at) + 1) * size))
+    return found
+
+
 def test_copies_bring_every_device_its_region_and_share_the_work() -> None:
-    shape = (8, 16)
-    pairs = 0
-    for source_mesh, target_mesh in itertools.product((LINE, WIDE, SQUARE), repeat=2):
+    shape = (8, 24)
+    three = Mesh((0, 1, 2), (3,), ("x",))
+    pairs = unlike = 0
+    for source_mesh, target_mesh in itertools.product((LINE, WIDE, SQUARE, three), repeat=2):
         for sent, received in itertools.product(shardings(2, source_mesh), shardings(2, target_mesh)):
-            if sent.partial or received.partial or sent.tiles(source_mesh) != received.tiles(target_mesh):
+            both = sent.divides(shape, source_mesh) and received.divides(shape, target_mesh)
+            if sent.partial or received.partial or not both:
                 continue
-            copies = tile_copies(shape, sent, source_mesh, received, target_mesh)
+            tiles = tile_copies(shape, sent, source_mesh, received, target_mesh)
             held, wanted = regions(shape, sent, source_mesh), regions(shape, received, target_mesh)
-            assert [position for _, position in copies] == list(range(target_mesh.size))
-            assert all(held[giver] == wanted[taker] for giver, taker in copies)
+            places = math.prod(tiles.joins)
+            asked = [(copy.target, copy.place) for copy in tiles.copies]
+            assert asked == list(itertools.product(range(target_mesh.size), range(places)))
+            for copy in tiles.copies:
+                arrives = part(wanted[copy.target], tiles.joins, copy.place)
+                assert part(held[copy.source], tiles.cuts, copy.cut) == arrives
             # Every tile has as many holders as any other: no device sends more than its share, rounded up.
-            sends = [sum(giver == position for giver, _ in copies) for position in range(source_mesh.size)]
-            assert max(sends) == math.ceil(target_mesh.size / source_mesh.size)
+            sends = [sum(copy.source == position for copy in tiles.copies) for position in range(source_mesh.size)]
+            assert max(sends) == math.ceil(len(tiles.copies) / source_mesh.size)
             pairs += 1
-    assert pairs == 69
+            unlike += tiles.cuts != tiles.joins
+    assert (pairs, unlike) == (729, 652)
 
 
-def test_copies_of_different_tiles_are_refused() -> None:
-    for sent in ("[y,-]", "[x,-]+y"):
+def test_what_cannot_be_copied_tile_by_tile_is_refused() -> None:
+    for shape, sent in (((8, 16), "[x,-]+y"), ((6, 16), "[y,-]")):
         with pytest.raises(InternalError, match="tile by tile"):
-            tile_copies((8, 16), parse(sent), WIDE, parse("[x,-]"), SQUARE)
+            tile_copies(shape, parse(sent), WIDE, parse("[x,-]"), SQUARE)
 
 
 FIRST = Mesh((0, 1, 2, 3), (4,), ("x",))
@@ -369,18 +385,21 @@ def test_transfers_between_meshes_of_different_sizes_are_optimal() -> None:
         plan = plan_transfer(shape, 4, source, big, target, small, at_big, at_small, links)
         least = math.inf
         for sent, received in itertools.product(shardings(2, big), shardings(2, small)):
-            if sent.partial or received.partial or sent.tiles(big) != received.tiles(small):
+            if sent.partial or received.partial:
                 continue
-            nbytes = 4 * math.prod(sent.local_shape(shape, big))
+            tiles = tile_copies(shape, sent, big, received, small)
+            held = 4 * math.prod(sent.local_shape(shape, big))
+            arrived = 4 * math.prod(received.local_shape(shape, small))
             busy: dict[int, float] = {}
-            for giver, taker in tile_copies(shape, sent, big, received, small):
-                spent = link(giver, small.devices[taker], nbytes)
-                busy[giver] = busy.get(giver, 0) + spent
-                busy[small.devices[taker]] = busy.get(small.devices[taker], 0) + spent
-            least = min(
-                least,
-                at_big.time(shape, 4, source, sent) + max(busy.values()) + at_small.time(shape, 4, received, target),
-            )
+            for copy in tiles.copies:
+                taker = small.devices[copy.target]
+                spent = link(copy.source, taker, held // math.prod(tiles.cuts))
+                busy[copy.source] = busy.get(copy.source, 0) + spent
+                busy[taker] = busy.get(taker, 0) + spent
+            local = at_big.local_time(held) if math.prod(tiles.cuts) > 1 else 0.0
+            local += at_small.local_time(arrived) if math.prod(tiles.joins) > 1 else 0.0
+            resharding = at_big.time(shape, 4, source, sent) + at_small.time(shape, 4, received, target)
+            least = min(least, resharding + local + max(busy.values()))
         assert plan.seconds == pytest.approx(least, rel=1e-12)
 
 
