@@ -159,7 +159,7 @@ class Planner:
         last = None  # the number of the best plan, or else the first that was no gain
         while best is not None and best[0].schedule != "interleaved" and (fewer := self._fewer(best[0])) is not None:
             groups = _groups(best[0]) if are_free else None
-            fewest = fewer if groups is None else self._fewest(fewer, stages, groups)
+            fewest = fewer if groups is None else self._fewest(fewer, stages, _shapes_on(groups))
             best = self._better(fewest, stages, None, groups)
             if best is None and fewest < fewer:
                 best, fewest = self._better(fewer, stages, None, groups), fewer
@@ -308,12 +308,12 @@ class Planner:
                 return n
         return None
 
-    def _fewest(self, m: int, stages: int | None, groups: _Groups) -> int:
+    def _fewest(self, m: int, stages: int | None, shapes: ShapesFn) -> int:
         """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone."""
         best, below = m, self._best.estimate
         for n in (n for n in self._many() if n <= m):
             with contextlib.suppress(MicrobatchError):
-                found = self._search_on(self.layering.layered(n, stages != 1), stages, groups, below)
+                found = self._stages(self.layering.layered(n, stages != 1), stages, shapes, below)
                 if found is not None:
                     best, below = n, found.step_time
                     continue
@@ -357,8 +357,11 @@ class Planner:
         """
         stages, hosts = self.method.num_stages, len(self.cluster.hosts)
         early: list[tuple[int, int | None]] = []
+        numbers = self._likely if fixed is None else [fixed]
         if stages is None and 1 < hosts <= MAX_LAYERS:
-            early += [(m, hosts) for m in (self._likely[:1] if fixed is None else [fixed])]
+            fewest = self._fewest(numbers[-1], hosts, self._shapes_of_hosts) if fixed is None else fixed
+            numbers = [fewest, *(m for m in numbers if m != fewest)]
+            early.append((fewest, hosts))
         if fixed is not None:
             self.analysis.check(fixed)
             return early, [(fixed, stages)]
@@ -366,7 +369,7 @@ class Planner:
             early.append((1, 1))
         late: list[tuple[int, int | None]] = []
         if self.cluster.num_devices > 1 and stages != 1:
-            late += [(m, stages) for m in self._likely]
+            late += [(m, stages) for m in numbers]
             if stages is not None:
                 late.append((1, stages))
         return early, late
@@ -457,7 +460,7 @@ class Planner:
         """
         estimate = self._best.estimate
         if groups is not None:
-            return None, self._search_on(layered, num_stages, groups, estimate)
+            return None, self._stages(layered, num_stages, _shapes_on(groups), estimate)
         if self.method.mesh_shape is not None:
             found = self._stages(layered, num_stages, self._shapes, estimate)
             return found, found
@@ -473,13 +476,6 @@ class Planner:
             min(first.step_time, estimate),
         )  # fmt: skip
         return first, found or (first if first.step_time < estimate else None)
-
-    def _search_on(self, layered: Layered, num_stages: int | None, groups: _Groups, below: float) -> StagePlan | None:
-        """The best stages on these groups of devices."""
-        return self._stages(
-            layered, num_stages,
-            lambda _, start, size: (groups[start, size],) if (start, size) in groups else (), below,
-        )  # fmt: skip
 
     def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""
@@ -538,6 +534,11 @@ class Planner:
         shapes = self._shapes(cluster, start, size)
         return tuple(s for s in shapes if 1 in s or len(s) == 1 or (many and s[1] == width)) or shapes
 
+    def _shapes_of_hosts(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+        """The same of whole hosts, each by itself."""
+        is_host = (start, start + size) in itertools.pairwise(cluster.host_bounds)
+        return self._first_shapes(cluster, start, size) if is_host else ()
+
     def _shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
         shape = self.method.mesh_shape
         shapes = candidate_shapes(cluster, start, size)
@@ -559,6 +560,10 @@ class Planner:
         if least is None or m * least.per_microbatch >= self._best.step_time:
             return None  # the slowest stage alone would take longer than the best plan
         return least
+
+
+def _shapes_on(groups: _Groups) -> ShapesFn:
+    return lambda _, start, size: (groups[start, size],) if (start, size) in groups else ()
 
 
 def _groups(plan: Plan) -> _Groups:
