@@ -26,6 +26,8 @@ from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
 
 MAX_LAYERS = 16
 
+_Microbatches = tuple[StepGraph, dict[int, Rule], tuple[Equation, ...]]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layered:
@@ -65,6 +67,7 @@ class Layering:
         self.graph = analysis.graph
         # Decorated methods would keep this and its graphs for ever.
         self.layered = functools.cache(self._layered)
+        self.whole_steps: dict[int, _Microbatches] = {}  # by number; loops are not cut
         self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
 
     def _layered(self, m: int, pipelined: bool) -> Layered:
@@ -143,13 +146,16 @@ class Layering:
         axes = {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
         return analyse_batch(cut_leaves(self.analysis, cuts, whole), axes, rule_of)
 
-    def in_microbatches(
-        self, analysis: BatchAnalysis, m: int
-    ) -> tuple[StepGraph, dict[int, Rule], tuple[Equation, ...]]:
+    def in_microbatches(self, analysis: BatchAnalysis, m: int) -> _Microbatches:
         """The step in microbatches, the rules of its equations, and its forward equations that are placed."""
+        if analysis is self.analysis and m in self.whole_steps:
+            return self.whole_steps[m]
         step = split_batch(analysis, m)
         rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        return step, rules, tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+        forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+        if analysis is self.analysis:
+            self.whole_steps[m] = step, rules, forward
+        return step, rules, forward
 
     def _warn_of_loops(self) -> None:
         """Say why loops over layers are not cut between stages."""

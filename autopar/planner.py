@@ -23,7 +23,7 @@ from autopar.finisher import Finisher, with_layers
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method, StageMethod
 from autopar.ir.plan import Plan
-from autopar.ir.schedule import ScheduleName
+from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.ir.units import count_text
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
@@ -156,18 +156,16 @@ class Planner:
                 best = found
                 yield found
         are_free = self.method.stages is None and self.method.mesh_shape is None
-        last = None  # the number of the best plan, or else the first that was no gain
+        last = None  # the number of the best plan on given groups
         while best is not None and best[0].schedule != "interleaved" and (fewer := self._fewer(best[0])) is not None:
             groups = _groups(best[0]) if are_free else None
             fewest = fewer if groups is None else self._fewest(fewer, stages, _shapes_on(groups))
             best = self._better(fewest, stages, None, groups)
             if best is None and fewest < fewer:
                 best, fewest = self._better(fewer, stages, None, groups), fewer
-            fewer = fewest
             if best is not None:
+                last = fewest
                 yield best
-            if best is not None or last is None:
-                last = fewer
         if are_free and last is not None:
             found = self._better(last, stages, None)
             if found is not None:
@@ -197,19 +195,19 @@ class Planner:
             return
         method = dataclasses.replace(self.method, num_stages=stages)
         for rounds in self._rounds(stages, m):
-            if rounds > best:
+            if rounds > best and _has_room(plan, rounds):
                 found = self._with(method, rounds=rounds)._better(m, stages, None, groups)
                 if found is None:
                     break  # what is sent more often costs more than the bubble
-                best = rounds
+                best, plan = rounds, found[0]
                 yield found
-        if best > 1 and fixed is None:
-            planner = self._with(method, rounds=best)
-            for fewer in (n for n in self._many() if n < m and n % stages == 0):
-                found = planner._better(fewer, stages, None, groups)
-                if found is None:
-                    break
-                yield found
+        planner = self._with(method, rounds=best)
+        while best > 1 and fixed is None and (fewer := self._fewer(plan)) is not None and fewer % stages == 0:
+            found = planner._better(fewer, stages, None, groups)
+            if found is None:
+                break
+            plan = found[0]
+            yield found
 
     def _rounds(self, stages: int, m: int) -> Sequence[int]:
         """Numbers of rounds that may be worth it for so many stages, rising.
@@ -259,6 +257,7 @@ class Planner:
         """A planner by another method, or of so many layers, that looks for what is better than what this has found."""
         planner = Planner(self.analysis, self.cluster, method, num_layers, rounds)
         planner._best, planner._deadline = self._best, self._deadline
+        planner.layering.whole_steps = self.layering.whole_steps
         return planner
 
     def _uniform(self, fixed: int | None) -> Iterator[_Found | None]:
@@ -309,12 +308,15 @@ class Planner:
         return None
 
     def _fewest(self, m: int, stages: int | None, shapes: ShapesFn) -> int:
-        """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone."""
+        """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone.
+
+        Where memory gets short the search does not know all that it costs: the gain must be larger.
+        """
         best, below = m, self._best.estimate
         for n in (n for n in self._many() if n <= m):
             with contextlib.suppress(MicrobatchError):
                 found = self._stages(self.layering.layered(n, stages != 1), stages, shapes, below)
-                if found is not None:
+                if found is not None and (found.step_time < (1 - _DEAR) * below or not self._is_tight(found)):
                     best, below = n, found.step_time
                     continue
             break
@@ -359,9 +361,9 @@ class Planner:
         early: list[tuple[int, int | None]] = []
         numbers = self._likely if fixed is None else [fixed]
         if stages is None and 1 < hosts <= MAX_LAYERS:
-            fewest = self._fewest(numbers[-1], hosts, self._shapes_of_hosts) if fixed is None else fixed
-            numbers = [fewest, *(m for m in numbers if m != fewest)]
-            early.append((fewest, hosts))
+            if fixed is None and (fewest := self._fewest(numbers[0], hosts, self._shapes_of_hosts)) < numbers[0]:
+                numbers = [fewest]  # others would need far more stages
+            early.append((numbers[0], hosts))
         if fixed is not None:
             self.analysis.check(fixed)
             return early, [(fixed, stages)]
@@ -560,6 +562,21 @@ class Planner:
         if least is None or m * least.per_microbatch >= self._best.step_time:
             return None  # the slowest stage alone would take longer than the best plan
         return least
+
+
+def _has_room(plan: Plan, rounds: int) -> bool:
+    """Whether there is memory for the microbatches in flight of so many rounds, if shardings stay as they are."""
+    groups = len(_groups(plan))
+    before = make_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, groups)
+    after = make_schedule("interleaved", rounds * groups, plan.num_microbatches, groups)
+    for group in range(groups):
+        parts = plan.stages[group::groups]
+        now = sum(before.in_flight(group + i * groups) for i in range(len(parts))) / len(parts)
+        then = sum(after.in_flight(group + i * groups) for i in range(rounds)) / rounds
+        activations = sum(part.memory.activations for part in parts)
+        if parts[0].memory.total + (then / now - 1) * activations > parts[0].memory.capacity:
+            return False
+    return True
 
 
 def _shapes_on(groups: _Groups) -> ShapesFn:
