@@ -397,8 +397,6 @@ class Planner:
 
     def _plan_for(self, m: int, num_stages: int | None, groups: _Groups | None) -> _Found | None:
         layered = self.layering.layered(m, num_stages != 1)
-        if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
-            return None
         first = found = None
         if self.method.stages is None:
             first, found = self._search(layered, num_stages, groups)
@@ -481,6 +479,8 @@ class Planner:
 
     def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""
+        if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
+            return None
 
         def in_time(ask: Callable[..., StageCost | None]) -> StageCostFn:
             def asked(span: tuple[int, int], mesh: Mesh, in_flight: int) -> StageCost | None:

@@ -378,6 +378,16 @@ def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]]) -> None:
     assert_close(parallel(w, x), wanted)
 
 
+def test_more_hosts_than_layers() -> None:
+    """A stage per host is impossible."""
+    method = recipes.auto(baselines=False)
+    plan = autopar.parallelize(sgd, method=method).plan(
+        weights(), rows(), cluster=autopar.load_preset("dgx-a100", num_hosts=8)
+    )
+    assert sum(stage.mesh.size for stage in plan.stages) == 64
+    assert len(plan.stages) < 8
+
+
 def test_plan_of_a_step_that_runs() -> None:
     """The very plan; another cluster or method asked for is planned beside it."""
     step = autopar.parallelize(sgd, **ONE)
