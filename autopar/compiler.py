@@ -64,6 +64,7 @@ def build(
     transfers = tuple(
         TileTransfer(
             crossing_copies(lowered, crossing), crossing.value.shape,
+            port_dtype(Port(crossing.value, crossing.plan.sent)),
             array(crossing.source, Port(crossing.value, crossing.plan.sent)).sharding,
             array(crossing.target, Port(crossing.value, crossing.plan.received)).sharding,
         )

@@ -16,6 +16,7 @@ import itertools
 import math
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
@@ -50,6 +51,7 @@ _WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more
 _MOST_PARTS = 128  # stages of all rounds
 
 _Found = tuple[Plan, LoweredStep]
+_Candidates = list[tuple[int, int | None]]  # numbers of microbatches, each with a fixed number of stages or None
 _Groups = Mapping[tuple[int, int], tuple[int, ...]]  # first device, number of devices -> the shape of their mesh
 
 
@@ -118,7 +120,7 @@ class Planner:
     def _improving(self, num_microbatches: int | None) -> Iterator[_Found]:
         """Plans, each better than all before."""
         fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
-        early, late = self._candidates(fixed)
+        early, late, spare = self._candidates(fixed)
         best: _Found | None = None
         for found in itertools.chain(
             (self._better(m, stages, fixed) for m, stages in early),
@@ -128,6 +130,11 @@ class Planner:
             if found is not None:
                 best = found
                 yield found
+        if best is not None and best[0].num_microbatches == 1:  # others may be in want of memory
+            for found in (self._better(m, stages, fixed) for m, stages in spare):
+                if found is not None:
+                    best = found
+                    yield found
         if fixed is None:
             for found in self._other_numbers(best):
                 best = found
@@ -157,7 +164,9 @@ class Planner:
                 yield found
         are_free = self.method.stages is None and self.method.mesh_shape is None
         last = None  # the number of the best plan on given groups
-        while best is not None and best[0].schedule != "interleaved" and (fewer := self._fewer(best[0])) is not None:
+        while best is not None and (fewer := self._fewer(best[0])) is not None:
+            if best[0].schedule != self._schedule:
+                return  # see `_interleaved`
             groups = _groups(best[0]) if are_free else None
             fewest = fewer if groups is None else self._fewest(fewer, stages, _shapes_on(groups))
             best = self._better(fewest, stages, None, groups)
@@ -193,21 +202,23 @@ class Planner:
         stages, best = len(groups), len(plan.stages) // len(groups)
         if self.method.schedule is not None or self.method.num_stages is not None or len({n for _, n in groups}) > 1:
             return
-        method = dataclasses.replace(self.method, num_stages=stages)
-        for rounds in self._rounds(stages, m):
-            if rounds > best and _has_room(plan, rounds):
-                found = self._with(method, rounds=rounds)._better(m, stages, None, groups)
+        planner = self._with(dataclasses.replace(self.method, num_stages=stages))
+        with contextlib.suppress(PlanError):  # the step has too few layers
+            for rounds in self._rounds(stages, m):
+                if rounds > best and _has_room(plan, rounds):
+                    planner.rounds = rounds
+                    found = planner._better(m, stages, None, groups)
+                    if found is None:
+                        break  # what is sent more often costs more than the bubble
+                    best, plan = rounds, found[0]
+                    yield found
+            planner.rounds = best
+            while best > 1 and fixed is None and (fewer := self._fewer(plan)) is not None and fewer % stages == 0:
+                found = planner._better(fewer, stages, None, groups)
                 if found is None:
-                    break  # what is sent more often costs more than the bubble
-                best, plan = rounds, found[0]
+                    break
+                plan = found[0]
                 yield found
-        planner = self._with(method, rounds=best)
-        while best > 1 and fixed is None and (fewer := self._fewer(plan)) is not None and fewer % stages == 0:
-            found = planner._better(fewer, stages, None, groups)
-            if found is None:
-                break
-            plan = found[0]
-            yield found
 
     def _rounds(self, stages: int, m: int) -> Sequence[int]:
         """Numbers of rounds that may be worth it for so many stages, rising.
@@ -225,9 +236,7 @@ class Planner:
     def _dealt_out(self, m: int, meshes: Sequence[Mesh]) -> _Found | None:
         """The stages on these meshes divided into all rounds."""
         stages = tuple(StageMethod(1, mesh.shape) for mesh in meshes) * self.rounds
-        method = dataclasses.replace(
-            self.method, stages=stages, schedule="interleaved", num_stages=None, mesh_shape=None
-        )
+        method = dataclasses.replace(self.method, stages=stages, schedule="interleaved", mesh_shape=None)
         planner = self._with(method)
         with contextlib.suppress(PlanError):  # the step has too few layers
             return planner._finished(planner.layering.layered(m, True), planner._fixed_stages(), None)
@@ -265,7 +274,7 @@ class Planner:
         hosts, method = self.cluster.hosts, self.method
         if len(hosts) == 1 or len(set(hosts)) > 1 or not self._divisors():
             return
-        if method.num_stages is not None or method.mesh_shape is not None or method.axes or method.stages is not None:
+        if method.num_stages is not None or method.mesh_shape is not None or method.axes:
             return
         for stages, shape, m in self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed):
             equal = dataclasses.replace(method, num_stages=stages, mesh_shape=shape)
@@ -300,10 +309,15 @@ class Planner:
     def _fewer(self, plan: Plan) -> int | None:
         """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
         m = plan.num_microbatches
+        held: dict[tuple[int, ...], float] = defaultdict(float)  # activations of all stages on the same devices
+        for stage in plan.stages:
+            held[stage.mesh.devices] += stage.memory.activations
         numbers = [n for n in self._many() if n < m]
         for n in sorted(numbers) if len(plan.stages) == 1 else numbers[:1]:
-            each = (s.memory for s in plan.stages)
-            if all(s.total + (m / n - 1) * (s.activations + s.temporaries) <= s.capacity for s in each):
+            if all(
+                s.memory.total + (m / n - 1) * (held[s.mesh.devices] + s.memory.temporaries) <= s.memory.capacity
+                for s in plan.stages
+            ):
                 return n
         return None
 
@@ -352,29 +366,30 @@ class Planner:
                 warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
         return tuple(map(str, found))
 
-    def _candidates(self, fixed: int | None) -> tuple[list[tuple[int, int | None]], list[tuple[int, int | None]]]:
-        """Numbers of microbatches, each with a fixed number of stages or None, to search over: before others, and last.
+    def _candidates(self, fixed: int | None) -> tuple[_Candidates, _Candidates, _Candidates]:
+        """What to search over: before others, last, and where only one microbatch has been found to fit.
 
         What is likely to be good comes first: a stage that cannot be part of a better plan is not solved any more.
         """
         stages, hosts = self.method.num_stages, len(self.cluster.hosts)
-        early: list[tuple[int, int | None]] = []
+        early: _Candidates = []
         numbers = self._likely if fixed is None else [fixed]
-        if stages is None and 1 < hosts <= MAX_LAYERS:
+        spare: list[int] = []
+        if numbers and stages is None and 1 < hosts <= MAX_LAYERS:
             if fixed is None and (fewest := self._fewest(numbers[0], hosts, self._shapes_of_hosts)) < numbers[0]:
-                numbers = [fewest]  # others would need far more stages
+                numbers, spare = [fewest], numbers  # which would need far more stages
             early.append((numbers[0], hosts))
         if fixed is not None:
             self.analysis.check(fixed)
-            return early, [(fixed, stages)]
+            return early, [(fixed, stages)], []
         if stages in (None, 1) and self.method.min_stages == 1:
             early.append((1, 1))
-        late: list[tuple[int, int | None]] = []
+        late: _Candidates = []
         if self.cluster.num_devices > 1 and stages != 1:
             late += [(m, stages) for m in numbers]
             if stages is not None:
                 late.append((1, stages))
-        return early, late
+        return early, late, [(m, stages) for m in spare]
 
     @property
     def _likely(self) -> list[int]:

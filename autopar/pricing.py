@@ -50,7 +50,7 @@ class Prices:
                     return payload / bandwidth + kind.launch_overhead / 10
                 return collective(step, axes, payload) + kind.launch_overhead
 
-            self._resharders[mesh] = (Resharder(mesh, price, self._narrow_sums), price)
+            self._resharders[mesh] = (Resharder(mesh, price, self._narrow_sums, kind.dispatch_overhead), price)
         return self._resharders[mesh]
 
     def kind(self, mesh: Mesh) -> DeviceKind:

@@ -320,9 +320,9 @@ class _Prices:
 class Resharder:
     """Plans and prices reshardings on one mesh; remembers what it found."""
 
-    def __init__(self, mesh: Mesh, price: StepPrice, narrow: bool = False) -> None:
-        """`narrow`: addends of two bytes are summed as such, see `sum_dtype`."""
-        self.mesh, self.narrow = mesh, narrow
+    def __init__(self, mesh: Mesh, price: StepPrice, narrow: bool = False, dispatch: float = 0.0) -> None:
+        """`narrow`: see `sum_dtype`; `dispatch`: seconds to start a program."""
+        self.mesh, self.narrow, self._dispatch = mesh, narrow, dispatch
         self._price = price
         # Meshes that differ only in their devices share the network.
         self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
@@ -359,8 +359,8 @@ class Resharder:
         return float(self.matrix(shape, itemsize, (source,), (target,))[0, 0])
 
     def local_time(self, nbytes: int) -> float:
-        """Seconds in which a device cuts so many bytes, or joins them."""
-        return self._price("slice", (), nbytes)
+        """Seconds in which each device cuts its tile of so many bytes, or joins it, in a program of its own."""
+        return self._price("slice", (), nbytes) + self._dispatch
 
     def collectives(
         self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding
@@ -484,7 +484,8 @@ def plan_transfer(
     tile once and gathering at the target (Alpa, section 6.2: "local all-gather") is one of the candidates, not a
     special case.
 
-    1. Candidates: all pairs of full (not partial) shardings, one a mesh, that divide the array together.
+    1. Candidates: all pairs of full (not partial) shardings, one a mesh, that cut the array alike; and those that cut
+       it otherwise, but need no resharding on one side.
     2. Reshard seconds on either side come from the two resharders; so do those of cutting and joining tiles.
     3. Candidates in the order of those; the copies of one are priced only while it can still win.
     """
@@ -499,7 +500,7 @@ def plan_transfer(
     candidates = []
     for i, cut in enumerate(cuts):
         for j, joined in enumerate(joins):
-            if _go_together(shape, cut, joined):
+            if cut == joined or (min(before[i], after[j]) == 0.0 and _go_together(shape, cut, joined)):
                 grid = list(map(math.lcm, cut, joined))
                 local = (cutting[i] if grid != [*cut] else 0.0) + (joining[j] if grid != [*joined] else 0.0)
                 candidates.append((float(before[i] + after[j]) + local, i, j, nbytes // math.prod(grid)))

@@ -94,6 +94,8 @@ class Executable:
         self.wiring = wiring
         self.sources = tuple(sources)
         self.programs = _compile(sources)
+        for transfer in wiring.transfers:
+            transfer.compile()
         self._calls = list(self.programs)
         # Launching a program on virtual CPU devices while the one before still runs on some of them, XLA can leave a
         # device out for which the others then wait; it ends the process after 40 seconds (jaxlib 0.10.2).

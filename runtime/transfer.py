@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +22,7 @@ class TileTransfer:
 
     tiles: TileCopies
     shape: tuple[int, ...]
+    dtype: Any
     source: NamedSharding
     target: NamedSharding
 
@@ -34,6 +35,60 @@ class TileTransfer:
             and all(copy.source == copy.target for copy in self.tiles.copies)
         )
 
+    @functools.cached_property
+    def cut(self) -> Callable[[jax.Array], Sequence[jax.Array]] | None:
+        """Compiled: every device's tile in parts, numbered row-major; None if tiles stay whole."""
+        cuts = self.tiles.cuts
+        if math.prod(cuts) == 1:
+            return None
+
+        def cut(tile: jax.Array) -> tuple[jax.Array, ...]:
+            sizes = [size // n for size, n in zip(tile.shape, cuts, strict=True)]
+            parts = []
+            for at in itertools.product(*map(range, cuts)):
+                start = [i * size for i, size in zip(at, sizes, strict=True)]
+                parts.append(jax.lax.slice(tile, start, [i + size for i, size in zip(start, sizes, strict=True)]))
+            return tuple(parts)
+
+        return _compiled(cut, [self.shape], self.dtype, self.source, (self.source.spec,) * math.prod(cuts))
+
+    @functools.cached_property
+    def join(self) -> Callable[..., jax.Array] | None:
+        """Compiled: every device's tile of its parts; None if tiles arrive whole."""
+        joins = self.tiles.joins
+        if math.prod(joins) == 1:
+            return None
+
+        def join(*parts: jax.Array) -> jax.Array:
+            joined = list(parts)
+            for dim in reversed(range(len(joins))):
+                n = joins[dim]
+                joined = [jnp.concatenate(joined[at : at + n], dim) for at in range(0, len(joined), n)]
+            return joined[0]
+
+        shapes = [self.part_shape] * math.prod(joins)
+        return _compiled(join, shapes, self.dtype, self.target, self.target.spec)
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Of the array of all devices' first parts, say, on the target mesh."""
+        return tuple(size // n for size, n in zip(self.shape, self.tiles.joins, strict=True))
+
+    def compile(self) -> None:
+        """Compile what cuts and joins tiles, ahead of the first transfer."""
+        _ = self.cut, self.join
+
+
+def _compiled(
+    function: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: Any, sharding: NamedSharding, results: Any
+) -> Callable[..., Any]:
+    """A function of every device's pieces."""
+    specs = (sharding.spec,) * len(shapes)
+    mapped = jax.shard_map(function, mesh=sharding.mesh, in_specs=specs, out_specs=results, check_vma=False)
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
+    compiled: Callable[..., Any] = jax.jit(mapped).lower(*arguments).compile()
+    return compiled
+
 
 def send(transfer: TileTransfer, array: jax.Array) -> jax.Array:
     """The array on the target mesh. Only issues the copies; does not wait.
@@ -43,47 +98,18 @@ def send(transfer: TileTransfer, array: jax.Array) -> jax.Array:
     if transfer.aligned:
         moved: jax.Array = jax.device_put(array, transfer.target, may_alias=False)
         return moved
-    cuts, joins, copies = transfer.tiles.cuts, transfer.tiles.joins, transfer.tiles.copies
-    parts = _cutter(transfer.source, cuts)(array) if math.prod(cuts) > 1 else (array,)
+    copies = transfer.tiles.copies
+    parts = (array,) if transfer.cut is None else transfer.cut(array)
     by_device = [{shard.device: shard.data for shard in part.addressable_shards} for part in parts]
     sources, targets = list(transfer.source.mesh.devices.flat), list(transfer.target.mesh.devices.flat)
     sent = [by_device[copy.cut][sources[copy.source]] for copy in copies]
     arrived: list[Any] = jax.device_put(sent, [targets[copy.target] for copy in copies], may_alias=False)
-    shape = tuple(size // n for size, n in zip(transfer.shape, joins, strict=True))
-    places = math.prod(joins)
+    places = math.prod(transfer.tiles.joins)
     received = [
-        jax.make_array_from_single_device_arrays(shape, transfer.target, arrived[place::places])
+        jax.make_array_from_single_device_arrays(transfer.part_shape, transfer.target, arrived[place::places])
         for place in range(places)
     ]
-    return received[0] if places == 1 else _joiner(transfer.target, joins)(*received)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cutter(sharding: NamedSharding, cuts: tuple[int, ...]) -> Callable[[jax.Array], tuple[jax.Array, ...]]:
-    """Every device's tile in so many parts along each dimension, numbered row-major."""
-
-    def cut(tile: jax.Array) -> tuple[jax.Array, ...]:
-        sizes = [size // n for size, n in zip(tile.shape, cuts, strict=True)]
-        starts = itertools.product(*(range(0, n * size, size) for n, size in zip(cuts, sizes, strict=True)))
-        return tuple(
-            jax.lax.slice(tile, start, [at + size for at, size in zip(start, sizes, strict=True)]) for start in starts
-        )
-
-    specs = (sharding.spec,) * math.prod(cuts)
-    mapped = jax.shard_map(cut, mesh=sharding.mesh, in_specs=sharding.spec, out_specs=specs, check_vma=False)
-    return jax.jit(mapped)
-
-
-@functools.lru_cache(maxsize=4096)
-def _joiner(sharding: NamedSharding, joins: tuple[int, ...]) -> Callable[..., jax.Array]:
-    """Every device's tile of so many parts along each dimension, numbered row-major."""
-
-    def join(*parts: jax.Array) -> jax.Array:
-        joined = list(parts)
-        for dim in reversed(range(len(joins))):
-            joined = [jnp.concatenate(joined[at : at + joins[dim]], dim) for at in range(0, len(joined), joins[dim])]
-        return joined[0]
-
-    specs = (sharding.spec,) * math.prod(joins)
-    mapped = jax.shard_map(join, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)
-    return jax.jit(mapped)
+    result = received[0] if transfer.join is None else transfer.join(*received)
+    if sources[0].platform == "cpu":  # programs must not overlap there: see `Executable`
+        jax.block_until_ready((parts, result))
+    return result

@@ -378,6 +378,19 @@ def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]]) -> None:
     assert_close(parallel(w, x), wanted)
 
 
+@pytest.mark.parametrize("size", [1, 16])
+def test_one_possible_number_of_microbatches_on_several_hosts(size: int) -> None:
+    """One example, or examples that are coupled."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, g = jax.value_and_grad(lambda w: jnp.mean((x @ w - jnp.mean(x @ w, 0)) ** 2))(w)
+        return w - 0.1 * g, value
+
+    arguments = jnp.ones((8, 8)), jnp.ones((size, 8))
+    plan = autopar.parallelize(step).plan(*arguments, cluster=autopar.load_preset("dgx-a100", num_hosts=2))
+    assert plan.num_microbatches == 1
+
+
 def test_more_hosts_than_layers() -> None:
     """A stage per host is impossible."""
     method = recipes.auto(baselines=False)

@@ -343,8 +343,8 @@ def test_recipes_stand_beside_the_plan() -> None:
 def test_a_recipe_wins_where_the_search_is_worse() -> None:
     """A search that finds nothing but four stages in one microbatch, since nothing else is offered to it."""
 
-    def candidates(planner: Planner, fixed: int | None) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        return [(1, 4)] if planner.method.num_stages is None else [(1, 1)], []
+    def candidates(planner: Planner, fixed: int | None) -> tuple[list[tuple[int, int]], ...]:
+        return [(1, 4)] if planner.method.num_stages is None else [(1, 1)], [], []
 
     nothing = mock.patch.object(Planner, "_other_numbers", return_value=())
     with nothing, mock.patch.object(Planner, "_candidates", candidates):

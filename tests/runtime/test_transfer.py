@@ -27,7 +27,7 @@ def _on(mesh: Mesh, sharding: Sharding) -> NamedSharding:
 
 def _transfer(source: Mesh, sent: Sharding, target: Mesh, received: Sharding) -> TileTransfer:
     tiles = tile_copies(SHAPE, sent, source, received, target)
-    return TileTransfer(tiles, SHAPE, _on(source, sent), _on(target, received))
+    return TileTransfer(tiles, SHAPE, np.dtype(np.float32), _on(source, sent), _on(target, received))
 
 
 def _pairs(source: Mesh, target: Mesh) -> list[tuple[Sharding, Sharding]]:
