@@ -14,8 +14,8 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import PlanError
-from autopar.ir.plan import Plan
-from autopar.planner import Planner
+from autopar.ir.plan import Plan, StagePlan
+from autopar.planner import Planner, _has_room
 from tests.models import chain_loss, sgd
 from tests.planned import analyse, cluster_of
 
@@ -150,6 +150,29 @@ def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
     assert (found[2].schedule, len(found[2].stages)) == ("interleaved", 4)
     # The bubble of one microbatch at the other stage is halved.
     assert 0.85 < estimates[2] / estimates[1] < 0.95
+
+
+def test_fixed_interleaved_stages_have_few_microbatches_too() -> None:
+    layers = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 8
+    batch = {name: jax.ShapeDtypeStruct((131072, 8192), jnp.float32) for name in "xy"}
+    cluster = autopar.load_preset("dgx-a100", num_hosts=1)
+    stages = [(2, (4,)), (2, (4,))] * 2
+    step = autopar.parallelize(sgd(chain_loss))
+    plan = step.plan(layers, batch, cluster=cluster, method=recipes.pipeline(stages, None, "interleaved"))
+    more = step.plan(layers, batch, cluster=cluster, method=recipes.pipeline(stages, 32, "interleaved"))
+    assert plan.num_microbatches < 32
+    assert plan.step_time < more.step_time
+
+
+def test_more_rounds_need_memory_for_more_microbatches_in_flight() -> None:
+    state, batch = init(False, jax.random.key(0)), examples()
+    plan = autopar.parallelize(train_step).plan(state, batch, method=recipes.pipeline([(4, (4,)), (4, (4,))], 4))
+    assert _has_room(plan, 2)
+
+    def full(stage: StagePlan) -> StagePlan:
+        return dataclasses.replace(stage, memory=dataclasses.replace(stage.memory, capacity=stage.memory.total))
+
+    assert not _has_room(dataclasses.replace(plan, stages=tuple(map(full, plan.stages))), 2)
 
 
 def test_what_divides_a_loop_over_layers_is_tried() -> None:
