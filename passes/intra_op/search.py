@@ -259,15 +259,16 @@ class Search:
         """Improve the best choice by moves of trees, and offer others, until that stalls."""
         for _ in range(_WARM):
             relaxation.sweep()
-        stalled, turn = 0, 0
+        stalled, turn, longest = 0, 0, 0.0
         while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
-            before, choice = self.best, self._flat_choice(relaxation, self.best)
-            if choice is None:
+            before, choice, started = self.best, self._flat_choice(relaxation, self.best), _now()
+            if choice is None or started + longest > self.deadline:
                 return
             gap = self.best.cost - max(self.bound, 0.5 * self.best.cost)
             heat = _HEAT[turn % len(_HEAT)] * gap
             self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED, heat))
             self._spend(relaxation)
+            longest = max(longest, _now() - started)
             if not self._spent():
                 self._choose(relaxation, 1.0 + 0.2 * float(self.random.random()))
             turn, stalled = turn + 1, stalled + 1 if self.best is before else 0
