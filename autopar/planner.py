@@ -213,11 +213,12 @@ class Planner:
                     best, plan = rounds, found[0]
                     yield found
             planner.rounds = best
-            while best > 1 and fixed is None and (fewer := self._fewer(plan)) is not None and fewer % stages == 0:
-                found = planner._better(fewer, stages, None, groups)
+            # Shardings that need less memory cost less than the bubble of so many stages.
+            fewer = [n for n in self._many() if n < m and n % stages == 0]
+            for n in fewer if best > 1 and fixed is None else ():
+                found = planner._better(n, stages, None, groups)
                 if found is None:
                     break
-                plan = found[0]
                 yield found
 
     def _rounds(self, stages: int, m: int) -> Sequence[int]:
