@@ -13,8 +13,8 @@ from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.units import seconds_text
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import mesh_at
 from autopar.passes.lower import LoweredStep
+from autopar.passes.submeshes import mesh_at
 from autopar.planner import OutOfTime, Planner
 from autopar.stage_costs import StageCosts
 

@@ -67,7 +67,8 @@ class Layering:
         self.graph = analysis.graph
         # Decorated methods would keep this and its graphs for ever.
         self.layered = functools.cache(self._layered)
-        self.whole_steps: dict[int, _Microbatches] = {}  # by number; loops are not cut
+        # With no loop cut, by number of microbatches: other layerings of the same analysis may share them.
+        self.whole_steps: dict[int, _Microbatches] = {}
         self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
 
     def _layered(self, m: int, pipelined: bool) -> Layered:
@@ -148,14 +149,12 @@ class Layering:
 
     def in_microbatches(self, analysis: BatchAnalysis, m: int) -> _Microbatches:
         """The step in microbatches, the rules of its equations, and its forward equations that are placed."""
-        if analysis is self.analysis and m in self.whole_steps:
-            return self.whole_steps[m]
-        step = split_batch(analysis, m)
-        rules = {eqn.id: rule_of(eqn) for eqn in step.equations}
-        forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
-        if analysis is self.analysis:
-            self.whole_steps[m] = step, rules, forward
-        return step, rules, forward
+        known = self.whole_steps if analysis is self.analysis else {}
+        if m not in known:
+            step = split_batch(analysis, m)
+            forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
+            known[m] = step, {eqn.id: rule_of(eqn) for eqn in step.equations}, forward
+        return known[m]
 
     def _warn_of_loops(self) -> None:
         """Say why loops over layers are not cut between stages."""

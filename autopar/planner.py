@@ -16,43 +16,29 @@ import itertools
 import math
 import time
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+from autopar.candidates import Candidates, Groups, groups_of, has_room, shapes_on
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method, StageMethod
 from autopar.ir.plan import Plan
-from autopar.ir.schedule import ScheduleName, make_schedule
-from autopar.ir.units import count_text
+from autopar.ir.schedule import ScheduleName
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import (
-    ShapesFn,
-    StageCost,
-    StageCostFn,
-    StagePlan,
-    candidate_shapes,
-    mesh_at,
-    plan_stages,
-)
+from autopar.passes.inter_op import StageCost, StageCostFn, StagePlan, plan_stages
 from autopar.passes.lower import LoweredStep
+from autopar.passes.submeshes import ShapesFn
 from autopar.passes.unsplit import find_unsplit
 
 _LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
-_MOST_STAGES = 64  # that are tried
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
-_ROUNDS = (2, 3, 4)  # of interleaved stages
-_WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more transfers take a part of it
-_MOST_PARTS = 128  # stages of all rounds
 
 _Found = tuple[Plan, LoweredStep]
-_Candidates = list[tuple[int, int | None]]  # numbers of microbatches, each with a fixed number of stages or None
-_Groups = Mapping[tuple[int, int], tuple[int, ...]]  # first device, number of devices -> the shape of their mesh
 
 
 class OutOfTime(Exception):
@@ -77,14 +63,14 @@ class Planner:
         cluster: Cluster,
         method: Method = AUTO,
         num_layers: int | None = None,
-        rounds: int = 1,
     ) -> None:
-        """`rounds`: of stages that are equal, each divided into as many parts and interleaved."""
-        self.analysis, self.cluster, self.method, self.rounds = analysis, cluster, method, rounds
+        self.analysis, self.cluster, self.method = analysis, cluster, method
+        self.rounds = 1  # of equal stages: each is divided into as many parts, which are interleaved
         self.graph = analysis.graph
         self.finisher = Finisher(analysis, cluster, method, num_layers)
         self.layering, self.stages = self.finisher.layering, self.finisher.stages
         self.prices = self.stages.prices
+        self.candidates = Candidates(self.layering)
         self._best = _Best()
         self._schedule: ScheduleName = method.schedule or "1f1b"
         self._one_stage_fits = False  # with one microbatch
@@ -120,21 +106,10 @@ class Planner:
     def _improving(self, num_microbatches: int | None) -> Iterator[_Found]:
         """Plans, each better than all before."""
         fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
-        early, late, spare = self._candidates(fixed)
         best: _Found | None = None
-        for found in itertools.chain(
-            (self._better(m, stages, fixed) for m, stages in early),
-            self._uniform(fixed),
-            (self._better(m, stages, fixed) for m, stages in late),
-        ):
-            if found is not None:
-                best = found
-                yield found
-        if best is not None and best[0].num_microbatches == 1:  # others may be in want of memory
-            for found in (self._better(m, stages, fixed) for m, stages in spare):
-                if found is not None:
-                    best = found
-                    yield found
+        for found in self._likely(fixed):
+            best = found
+            yield found
         if fixed is None:
             for found in self._other_numbers(best):
                 best = found
@@ -144,6 +119,32 @@ class Planner:
             yield finer
         if best is not None:
             yield from self._interleaved(best[0], fixed)
+
+    def _likely(self, fixed: int | None) -> Iterator[_Found]:
+        """Better plans, what is likely to be good first: a stage of no better plan is not solved any more."""
+        stages, hosts = self.method.num_stages, len(self.cluster.hosts)
+        if fixed is not None:
+            self.layering.layered(fixed, stages != 1)  # raises what is wrong with it
+        numbers = self.candidates.likely if fixed is None else [fixed]
+        if numbers and stages is None and 1 < hosts <= MAX_LAYERS:
+            m = numbers[0]
+            if fixed is None:
+                m = self._fewest(m, hosts, self.candidates.shapes_of_hosts)
+            if (found := self._better(m, hosts)) is not None:
+                yield found
+                if m < numbers[0]:
+                    numbers = [m]  # others would need far more stages
+        may_be_one = stages in (None, 1) and self.method.min_stages == 1
+        if fixed is None and may_be_one and (found := self._better(1, 1)) is not None:
+            yield found
+        yield from self._uniform(fixed)
+        if fixed is None and (self.cluster.num_devices == 1 or stages == 1):
+            return
+        if fixed is None and stages is not None:
+            numbers = [*numbers, 1]
+        for m in numbers:
+            if (found := self._better(m, stages)) is not None:
+                yield found
 
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
@@ -155,38 +156,38 @@ class Planner:
             yield from self._fewest_that_fit() if best is None else ()
             return
         stages = self.method.num_stages
-        for m in self._many() if best is None else ():
-            found = self._better(m, stages, None)
+        for m in self.candidates.many if best is None else ():
+            found = self._better(m, stages)
             if found is None and best is not None:
                 break
             if found is not None:
                 best = found
                 yield found
+        if best is not None and best[0].schedule != self._schedule:
+            return  # see `_interleaved`
         are_free = self.method.stages is None and self.method.mesh_shape is None
         last = None  # the number of the best plan on given groups
-        while best is not None and (fewer := self._fewer(best[0])) is not None:
-            if best[0].schedule != self._schedule:
-                return  # see `_interleaved`
-            groups = _groups(best[0]) if are_free else None
-            fewest = fewer if groups is None else self._fewest(fewer, stages, _shapes_on(groups))
-            best = self._better(fewest, stages, None, groups)
+        while best is not None and (fewer := self.candidates.fewer(best[0])) is not None:
+            groups = groups_of(best[0]) if are_free else None
+            fewest = fewer if groups is None else self._fewest(fewer, stages, shapes_on(groups))
+            best = self._better(fewest, stages, groups)
             if best is None and fewest < fewer:
-                best, fewest = self._better(fewer, stages, None, groups), fewer
+                best, fewest = self._better(fewer, stages, groups), fewer
             if best is not None:
                 last = fewest
                 yield best
         if are_free and last is not None:
-            found = self._better(last, stages, None)
+            found = self._better(last, stages)
             if found is not None:
                 yield found
 
     def _fewest_that_fit(self) -> Iterator[_Found]:
         """Better plans with fewer and fewer microbatches on one device, where the fewest that fit are the best."""
-        numbers = self._many()[::-1]
+        numbers = self.candidates.many[::-1]
         low, high = 0, len(numbers)
         while low < high:
             middle = (low + high) // 2
-            found = self._better(numbers[middle], 1, None)
+            found = self._better(numbers[middle], 1)
             if found is None:
                 low = middle + 1
             else:
@@ -198,41 +199,29 @@ class Planner:
 
         Then there may be fewer microbatches.
         """
-        groups, m = _groups(plan), plan.num_microbatches
+        groups, m = groups_of(plan), plan.num_microbatches
         stages, best = len(groups), len(plan.stages) // len(groups)
         if self.method.schedule is not None or self.method.num_stages is not None or len({n for _, n in groups}) > 1:
             return
         planner = self._with(dataclasses.replace(self.method, num_stages=stages))
         with contextlib.suppress(PlanError):  # the step has too few layers
-            for rounds in self._rounds(stages, m):
-                if rounds > best and _has_room(plan, rounds):
+            for rounds in self.candidates.rounds(stages, m):
+                if rounds > best and has_room(plan, rounds):
                     planner.rounds = rounds
-                    found = planner._better(m, stages, None, groups)
+                    found = planner._better(m, stages, groups)
                     if found is None:
                         break  # what is sent more often costs more than the bubble
                     best, plan = rounds, found[0]
                     yield found
+            if best == 1 or fixed is not None:
+                return
             planner.rounds = best
-            # Shardings that need less memory cost less than the bubble of so many stages.
-            fewer = [n for n in self._many() if n < m and n % stages == 0]
-            for n in fewer if best > 1 and fixed is None else ():
-                found = planner._better(n, stages, None, groups)
+            # Shardings that need less memory may cost less than the bubble of so many stages.
+            for n in (n for n in self.candidates.many if n < m and n % stages == 0):
+                found = planner._better(n, stages, groups)
                 if found is None:
-                    break
+                    return
                 yield found
-
-    def _rounds(self, stages: int, m: int) -> Sequence[int]:
-        """Numbers of rounds that may be worth it for so many stages, rising.
-
-        Those of which each stage has as many layers of the loops over layers, if any.
-        """
-        if self.method.schedule is not None or m % stages:
-            return ()
-        lengths = self.layering.stacks.lengths
-        even = [n for n in range(2, _MOST_PARTS // stages + 1) if all(length % (n * stages) == 0 for length in lengths)]
-        numbers = even[: len(_ROUNDS)] if lengths and even else _ROUNDS
-        bubble = (stages - 1) / (m + stages - 1)
-        return [n for n in numbers if n * stages <= _MOST_PARTS and (1 - 1 / n) * bubble >= _WORTH_INTERLEAVING]
 
     def _dealt_out(self, m: int, meshes: Sequence[Mesh]) -> _Found | None:
         """The stages on these meshes divided into all rounds."""
@@ -240,7 +229,7 @@ class Planner:
         method = dataclasses.replace(self.method, stages=stages, schedule="interleaved", mesh_shape=None)
         planner = self._with(method)
         with contextlib.suppress(PlanError):  # the step has too few layers
-            return planner._finished(planner.layering.layered(m, True), planner._fixed_stages(), None)
+            return planner._finished(planner.layering.layered(m, True), planner.candidates.fixed_stages(), None)
         return None
 
     def _finer(self, plan: Plan) -> _Found | None:
@@ -249,9 +238,8 @@ class Planner:
         On the same groups of devices, or hosts of their own.
         """
         seconds = [stage.forward + stage.backward for stage in plan.stages]
-        if max(seconds) * len(seconds) <= _UNEVEN * sum(seconds) or self.method.stages is not None:
-            return None
-        if plan.schedule == "interleaved":
+        is_even = max(seconds) * len(seconds) <= _UNEVEN * sum(seconds)
+        if is_even or self.method.stages is not None or plan.schedule == "interleaved":
             return None
         m = plan.num_microbatches
         layers = self.layering.layered(m, True).num_layers
@@ -260,67 +248,26 @@ class Planner:
         if finer == layers or finer < len(plan.stages):
             return None  # each has one heavy operation, or stages that the search does not tell apart
         hosts = [(start, stop - start) for start, stop in itertools.pairwise(self.cluster.host_bounds)]
-        groups = {host: (host[1],) for host in hosts if (host[1],) in self._shapes(self.cluster, *host)}
-        return planner._better(m, self.method.num_stages, None, {**groups, **_groups(plan)})
+        groups = {host: (host[1],) for host in hosts if (host[1],) in self.candidates.shapes(self.cluster, *host)}
+        return planner._better(m, self.method.num_stages, {**groups, **groups_of(plan)})
 
-    def _with(self, method: Method, num_layers: int | None = None, rounds: int = 1) -> Planner:
+    def _with(self, method: Method, num_layers: int | None = None) -> Planner:
         """A planner by another method, or of so many layers, that looks for what is better than what this has found."""
-        planner = Planner(self.analysis, self.cluster, method, num_layers, rounds)
+        planner = Planner(self.analysis, self.cluster, method, num_layers)
         planner._best, planner._deadline = self._best, self._deadline
         planner.layering.whole_steps = self.layering.whole_steps
         return planner
 
-    def _uniform(self, fixed: int | None) -> Iterator[_Found | None]:
+    def _uniform(self, fixed: int | None) -> Iterator[_Found]:
         """Better plans of equal stages that the search cannot make of the layers that it tells apart."""
-        hosts, method = self.cluster.hosts, self.method
-        if len(hosts) == 1 or len(set(hosts)) > 1 or not self._divisors():
-            return
-        if method.num_stages is not None or method.mesh_shape is not None or method.axes:
-            return
-        for stages, shape, m in self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed):
-            equal = dataclasses.replace(method, num_stages=stages, mesh_shape=shape)
-            for rounds in (*self._rounds(stages, m)[:1], 1):
-                found = None
-                with contextlib.suppress(PlanError):  # the step has too few layers
-                    found = self._with(equal, rounds=rounds)._better(m, stages, None)
-                if found is not None:
-                    yield found
-                    break
-
-    def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Numbers of stages of as many hosts each, their meshes' shape, numbers of microbatches."""
-        count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
-        lengths = self.layering.stacks.lengths
-        even = [n for n in range(2, MAX_LAYERS + 1) if count % n == 0 and all(length % n == 0 for length in lengths)]
-        for stages in (*even[-1:], *(n for n in range(MAX_LAYERS + 1, _MOST_STAGES + 1) if count % n == 0)):
-            each = count // stages  # and of a microbatch's examples, so that each host has one
-            m = fixed or max((n for n in self._divisors() if n * each <= self.analysis.batch_size), default=1)
-            if stages > MAX_LAYERS or (fixed is None and m not in self._likely):  # others are searched anyway
-                yield stages, (each, width) if each > 1 else (width,), m
-
-    def _of_parts_of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """The same of stages of an equal part of a host each."""
-        count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
-        m = fixed or self._likely[-1]
-        layers = self.layering.layered(m, True).num_layers
-        for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count < layers):
-            if layers % (parts * count):
-                yield parts * count, (width // parts,), m
-
-    def _fewer(self, plan: Plan) -> int | None:
-        """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
-        m = plan.num_microbatches
-        held: dict[tuple[int, ...], float] = defaultdict(float)  # activations of all stages on the same devices
-        for stage in plan.stages:
-            held[stage.mesh.devices] += stage.memory.activations
-        numbers = [n for n in self._many() if n < m]
-        for n in sorted(numbers) if len(plan.stages) == 1 else numbers[:1]:
-            if all(
-                s.memory.total + (m / n - 1) * (held[s.mesh.devices] + s.memory.temporaries) <= s.memory.capacity
-                for s in plan.stages
-            ):
-                return n
-        return None
+        for stages, shape, m in self.candidates.uniform(fixed):
+            planner = self._with(dataclasses.replace(self.method, num_stages=stages, mesh_shape=shape))
+            with contextlib.suppress(PlanError):  # the step has too few layers
+                for rounds in (*self.candidates.rounds(stages, m)[:1], 1):
+                    planner.rounds = rounds
+                    if (found := planner._better(m, stages)) is not None:
+                        yield found
+                        break
 
     def _fewest(self, m: int, stages: int | None, shapes: ShapesFn) -> int:
         """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone.
@@ -328,7 +275,7 @@ class Planner:
         Where memory gets short the search does not know all that it costs: the gain must be larger.
         """
         best, below = m, self._best.estimate
-        for n in (n for n in self._many() if n <= m):
+        for n in (n for n in self.candidates.many if n <= m):
             with contextlib.suppress(MicrobatchError):
                 found = self._stages(self.layering.layered(n, stages != 1), stages, shapes, below)
                 if found is not None and (found.step_time < (1 - _DEAR) * below or not self._is_tight(found)):
@@ -337,14 +284,12 @@ class Planner:
             break
         return best
 
-    def _better(self, m: int, stages: int | None, fixed: int | None, groups: _Groups | None = None) -> _Found | None:
+    def _better(self, m: int, stages: int | None, groups: Groups | None = None) -> _Found | None:
         """A plan with so many microbatches and stages that is better than any before; on these groups of devices."""
         self._check_time()
         try:
             self.layering.layered(m, stages != 1)
         except MicrobatchError:
-            if fixed is not None:
-                raise
             return None
         found = self._plan_for(m, stages, groups)
         if found is None or found[0].step_time >= self._best.step_time:
@@ -367,51 +312,7 @@ class Planner:
                 warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
         return tuple(map(str, found))
 
-    def _candidates(self, fixed: int | None) -> tuple[_Candidates, _Candidates, _Candidates]:
-        """What to search over: before others, last, and where only one microbatch has been found to fit.
-
-        What is likely to be good comes first: a stage that cannot be part of a better plan is not solved any more.
-        """
-        stages, hosts = self.method.num_stages, len(self.cluster.hosts)
-        early: _Candidates = []
-        numbers = self._likely if fixed is None else [fixed]
-        spare: list[int] = []
-        if numbers and stages is None and 1 < hosts <= MAX_LAYERS:
-            if fixed is None and (fewest := self._fewest(numbers[0], hosts, self._shapes_of_hosts)) < numbers[0]:
-                numbers, spare = [fewest], numbers  # which would need far more stages
-            early.append((numbers[0], hosts))
-        if fixed is not None:
-            self.analysis.check(fixed)
-            return early, [(fixed, stages)], []
-        if stages in (None, 1) and self.method.min_stages == 1:
-            early.append((1, 1))
-        late: _Candidates = []
-        if self.cluster.num_devices > 1 and stages != 1:
-            late += [(m, stages) for m in numbers]
-            if stages is not None:
-                late.append((1, stages))
-        return early, late, [(m, stages) for m in spare]
-
-    @property
-    def _likely(self) -> list[int]:
-        """Numbers of microbatches of which a pipeline has one, probably, rising."""
-        # With as many stages as there may be, a microbatch has an example for each host of a stage.
-        most = min(8 * self.cluster.num_devices, MAX_LAYERS * self.analysis.batch_size // len(self.cluster.hosts))
-        numbers = [m for m in self._many() if m <= most] or self._many()[-1:]
-        return numbers[:2][::-1]
-
-    def _divisors(self) -> list[int]:
-        """Numbers of microbatches above 1 that the batch can be cut into."""
-        most = self.analysis.most_microbatches
-        return [m for m in range(2, most + 1) if most % m == 0]
-
-    def _many(self) -> list[int]:
-        """Numbers of microbatches where few do not fit, each about half of that before: the least memory first."""
-        divisors = self._divisors()
-        powers = [1 << k for k in range(1, max(divisors, default=0).bit_length())]
-        return sorted({min(m for m in divisors if m >= power) for power in powers}, reverse=True)
-
-    def _plan_for(self, m: int, num_stages: int | None, groups: _Groups | None) -> _Found | None:
+    def _plan_for(self, m: int, num_stages: int | None, groups: Groups | None) -> _Found | None:
         layered = self.layering.layered(m, num_stages != 1)
         first = found = None
         if self.method.stages is None:
@@ -420,7 +321,7 @@ class Planner:
                 return None
             chosen = [(choice.span, choice.mesh) for choice in found.stages]
         else:
-            chosen = self._fixed_stages()
+            chosen = self.candidates.fixed_stages()
         if self.rounds > 1:
             finished = self._dealt_out(m, [mesh for _, mesh in chosen])
         else:
@@ -467,7 +368,7 @@ class Planner:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
 
     def _search(
-        self, layered: Layered, num_stages: int | None, groups: _Groups | None
+        self, layered: Layered, num_stages: int | None, groups: Groups | None
     ) -> tuple[StagePlan | None, StagePlan | None]:
         """The best stages with few shapes of meshes, if it begins with those, and with any; None if they are no gain.
 
@@ -476,21 +377,21 @@ class Planner:
         """
         estimate = self._best.estimate
         if groups is not None:
-            return None, self._stages(layered, num_stages, _shapes_on(groups), estimate)
+            return None, self._stages(layered, num_stages, shapes_on(groups), estimate)
         if self.method.mesh_shape is not None:
-            found = self._stages(layered, num_stages, self._shapes, estimate)
+            found = self._stages(layered, num_stages, self.candidates.shapes, estimate)
             return found, found
-        first = self._stages(layered, num_stages, self._first_shapes, self._best.first_estimate)
+        first = self._stages(layered, num_stages, self.candidates.first_shapes, self._best.first_estimate)
         if first is None:
             if num_stages != 1 and not self.stages.are_hints_in_the_way:
                 return None, None
-            return None, self._stages(layered, num_stages, self._shapes, estimate)
+            return None, self._stages(layered, num_stages, self.candidates.shapes, estimate)
         chosen = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
-        found = self._stages(
-            layered, len(first.stages),
-            lambda cluster, start, size: self._shapes(cluster, start, size) if (start, size) in chosen else (),
-            min(first.step_time, estimate),
-        )  # fmt: skip
+
+        def shapes(cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
+            return self.candidates.shapes(cluster, start, size) if (start, size) in chosen else ()
+
+        found = self._stages(layered, len(first.stages), shapes, min(first.step_time, estimate))
         return first, found or (first if first.step_time < estimate else None)
 
     def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
@@ -513,62 +414,6 @@ class Planner:
             overhead=functools.partial(self.stages.overhead, layered), below=below, gain=_LEAST_GAIN,
         )  # fmt: skip
 
-    def _fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
-        """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
-        found: list[tuple[tuple[int, int], Mesh]] = []
-        layer = device = 0
-        interleaved = self.method.schedule == "interleaved"
-        for at, stage in enumerate(self.method.stages or ()):
-            if interleaved and device == self.cluster.num_devices:
-                device = 0  # the next round
-            size = math.prod(stage.mesh_shape)
-            if not candidate_shapes(self.cluster, device, size):
-                raise PlanError(
-                    f"method {self.method.name!r}: stage {at} of mesh shape {stage.mesh_shape} would have the devices "
-                    f"{device} to {device + size - 1} of cluster {self.cluster.name!r}; a stage must have whole hosts, "
-                    "or lie in one host and have a power of two or a divisor of its devices."
-                )
-            found.append(((layer, layer + stage.num_layers), mesh_at(device, stage.mesh_shape)))
-            layer, device = layer + stage.num_layers, device + size
-        if device != self.cluster.num_devices:
-            raise PlanError(
-                f"method {self.method.name!r}: its stages have {count_text(device, 'device')}, cluster "
-                f"{self.cluster.name!r} has {self.cluster.num_devices}; choose mesh shapes that have them all."
-            )
-        groups = len({mesh.devices for _, mesh in found})
-        if len(found) % groups or any(mesh != found[at % groups][1] for at, (_, mesh) in enumerate(found)):
-            raise PlanError(
-                f"method {self.method.name!r}: each round of interleaved stages must have the mesh shapes of the first."
-            )
-        return found
-
-    def _first_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        """Those of one axis of several devices; where stages must have many hosts, those of hosts x width, too.
-
-        All of them, where the method has none such.
-        """
-        width = cluster.hosts[cluster.host_of(start)].num_devices
-        many = len(cluster.hosts) > MAX_LAYERS
-        shapes = self._shapes(cluster, start, size)
-        return tuple(s for s in shapes if 1 in s or len(s) == 1 or (many and s[1] == width)) or shapes
-
-    def _shapes_of_hosts(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        """The same of whole hosts, each by itself."""
-        is_host = (start, start + size) in itertools.pairwise(cluster.host_bounds)
-        return self._first_shapes(cluster, start, size) if is_host else ()
-
-    def _shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        shape = self.method.mesh_shape
-        shapes = candidate_shapes(cluster, start, size)
-        if shape is None:
-            if shapes and "y" in self.method.model_axes and "x" not in self.method.model_axes:
-                shapes = (*shapes, (1, size))  # all of them along y
-            forced = self.method.axes
-            return tuple(s for s in shapes if {a for a, n in zip("xyz", s, strict=False) if n > 1}.issuperset(forced))
-        if shape == (-1,):
-            shape = (size,)
-        return (shape,) if shapes and math.prod(shape) == size else ()
-
     def _least_cost(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
         """What a span of layers costs at least on a mesh, if it may be part of a better plan."""
         m = layered.step.num_microbatches
@@ -578,29 +423,6 @@ class Planner:
         if least is None or m * least.per_microbatch >= self._best.step_time:
             return None  # the slowest stage alone would take longer than the best plan
         return least
-
-
-def _has_room(plan: Plan, rounds: int) -> bool:
-    """Whether there is memory for the microbatches in flight of so many rounds, if shardings stay as they are."""
-    groups = len(_groups(plan))
-    before = make_schedule(plan.schedule, len(plan.stages), plan.num_microbatches, groups)
-    after = make_schedule("interleaved", rounds * groups, plan.num_microbatches, groups)
-    for group in range(groups):
-        parts = plan.stages[group::groups]
-        now = sum(before.in_flight(group + i * groups) for i in range(len(parts))) / len(parts)
-        then = sum(after.in_flight(group + i * groups) for i in range(rounds)) / rounds
-        activations = sum(part.memory.activations for part in parts)
-        if parts[0].memory.total + (then / now - 1) * activations > parts[0].memory.capacity:
-            return False
-    return True
-
-
-def _shapes_on(groups: _Groups) -> ShapesFn:
-    return lambda _, start, size: (groups[start, size],) if (start, size) in groups else ()
-
-
-def _groups(plan: Plan) -> _Groups:
-    return {(stage.mesh.devices[0], stage.mesh.size): stage.mesh.shape for stage in plan.stages}
 
 
 @contextlib.contextmanager

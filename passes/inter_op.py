@@ -13,9 +13,7 @@ into r parts each, dealt out in turn, the stages fill the pipeline r times as qu
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
@@ -26,6 +24,7 @@ import numpy.typing as npt
 from autopar.errors import PlanError
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.schedule import ScheduleName
+from autopar.passes.submeshes import ShapesFn, candidate_shapes, device_groups, mesh_at
 
 Span = tuple[int, int]  # layers [start, stop)
 Floats = npt.NDArray[np.float64]
@@ -50,11 +49,6 @@ LeastCostFn = Callable[[Span, Mesh], StageCost | None]
 AlikeFn = Callable[[int, int], Hashable]
 # (layer, logical mesh) -> how many times the least the costs of what has this layer are at least, by all known so far
 OverheadFn = Callable[[int, Mesh], float]
-# (cluster, first device, number of devices) -> the shapes of the logical meshes that these devices may form
-ShapesFn = Callable[[Cluster, int, int], tuple[tuple[int, ...], ...]]
-
-_MANY_UNITS = 128  # hosts, or units of several, from which on there are enough of them
-_DIGITS = 4  # binary ones of the number of units in a group, then zeros
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,34 +85,6 @@ def pipeline_time(costs: Sequence[StageCost], num_microbatches: int, rounds: int
 def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> int:
     """`Schedule.in_flight` of the stage that has so many stages from itself to the end, itself included."""
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, remaining)
-
-
-def candidate_shapes(cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-    """The shapes of the logical meshes of `size` consecutive devices from device `start`; () if no stage may have them.
-
-    A group is whole hosts, or lies inside one host and its size is a power of two or divides the host's number of
-    devices. Its shapes are (n,) and all (a, b) with a, b > 1; the devices along b are neighbours.
-    """
-    bounds = cluster.host_bounds
-    stop = start + size
-    if size < 1 or not 0 <= start < stop <= bounds[-1]:
-        return ()
-    host = cluster.host_of(start)
-    whole_hosts = start == bounds[host] and stop == bounds[bisect.bisect_left(bounds, stop)]
-    in_one_host = stop <= bounds[host + 1] and (size & (size - 1) == 0 or cluster.hosts[host].num_devices % size == 0)
-    if not (whole_hosts or in_one_host):
-        return ()
-    return _shapes(size)
-
-
-@functools.cache
-def _shapes(size: int) -> tuple[tuple[int, ...], ...]:
-    return ((size,), *((a, size // a) for a in range(2, size // 2 + 1) if size % a == 0))
-
-
-def mesh_at(start: int, shape: tuple[int, ...]) -> Mesh:
-    """The logical mesh of this shape of consecutive devices, the axes x, y, z; those along the last are neighbours."""
-    return Mesh(tuple(range(start, start + math.prod(shape))), shape, ("x", "y", "z")[: len(shape)])
 
 
 def plan_stages(
@@ -263,7 +229,7 @@ class _Space:
     def of(num_layers: int, cluster: Cluster, shapes: ShapesFn, alike: AlikeFn) -> _Space:
         numbers: dict[tuple[Hashable, tuple[int, ...]], int] = {}
         found: list[tuple[int, int, int]] = []
-        for start, stop in _groups(cluster):
+        for start, stop in device_groups(cluster):
             for shape in shapes(cluster, start, stop - start):
                 number = numbers.setdefault((alike(start, stop - start), shape), len(numbers))
                 found.append((start, stop, number))
@@ -584,22 +550,3 @@ def _least(criteria: Floats, state: Ints, num_states: int) -> Floats:
     for row, values in zip(result, criteria, strict=True):
         np.minimum.at(row, state, values)
     return result
-
-
-def _groups(cluster: Cluster) -> list[tuple[int, int]]:
-    """Consecutive devices [start, stop) that a stage may have: inside a host, or units of whole hosts."""
-    bounds = cluster.host_bounds
-    hosts = len(cluster.hosts)
-    runs = [len(tuple(equal)) for _, equal in itertools.groupby(cluster.hosts)]
-    unit = 1  # a power of two, as most arrays' dimensions have many of
-    while 2 * unit * _MANY_UNITS <= hosts and math.gcd(*runs) % (2 * unit) == 0:
-        unit *= 2
-    found: set[tuple[int, int]] = set()
-    if hosts <= _MANY_UNITS:
-        for low, high in itertools.pairwise(bounds):
-            found.update((start, stop) for start in range(low, high) for stop in range(start + 1, high + 1))
-    units = hosts // unit
-    for size in range(1, units + 1):
-        if size % (1 << max(0, size.bit_length() - _DIGITS)) == 0 or units % size == 0:
-            found.update((bounds[at * unit], bounds[(at + size) * unit]) for at in range(units - size + 1))
-    return sorted(found)

@@ -69,7 +69,7 @@ class TileTransfer:
         shapes = [self.part_shape] * math.prod(joins)
         return _compiled(join, shapes, self.dtype, self.target, self.target.spec)
 
-    @property
+    @functools.cached_property
     def part_shape(self) -> tuple[int, ...]:
         """Of the array of all devices' first parts, say, on the target mesh."""
         return tuple(size // n for size, n in zip(self.shape, self.tiles.joins, strict=True))
@@ -91,7 +91,7 @@ def _compiled(
 
 
 def send(transfer: TileTransfer, array: jax.Array) -> jax.Array:
-    """The array on the target mesh. Only issues the copies; does not wait.
+    """The array on the target mesh. Only issues the work, and waits for it on the CPU where tiles are cut or joined.
 
     It shares no buffer with the original, which may be given away, though two stages may have the same devices.
     """
@@ -110,6 +110,7 @@ def send(transfer: TileTransfer, array: jax.Array) -> jax.Array:
         for place in range(places)
     ]
     result = received[0] if transfer.join is None else transfer.join(*received)
-    if sources[0].platform == "cpu":  # programs must not overlap there: see `Executable`
-        jax.block_until_ready((parts, result))
+    are_whole = transfer.cut is None and transfer.join is None
+    if sources[0].platform == "cpu" and not are_whole:
+        jax.block_until_ready((parts, result))  # programs must not overlap there: see `Executable`
     return result

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -343,11 +343,12 @@ def test_recipes_stand_beside_the_plan() -> None:
 def test_a_recipe_wins_where_the_search_is_worse() -> None:
     """A search that finds nothing but four stages in one microbatch, since nothing else is offered to it."""
 
-    def candidates(planner: Planner, fixed: int | None) -> tuple[list[tuple[int, int]], ...]:
-        return [(1, 4)] if planner.method.num_stages is None else [(1, 1)], [], []
+    def likely(planner: Planner, fixed: int | None) -> Iterator[Any]:
+        found = planner._better(1, 4 if planner.method.num_stages is None else 1)
+        yield from () if found is None else (found,)
 
     nothing = mock.patch.object(Planner, "_other_numbers", return_value=())
-    with nothing, mock.patch.object(Planner, "_candidates", candidates):
+    with nothing, mock.patch.object(Planner, "_likely", likely):
         alone, beside = plan_of(CLUSTER, baselines=False), plan_of(CLUSTER)
     assert len(alone.stages) == 4
     assert beside.method in ("data_parallel", "zero_2", "zero_3")

@@ -13,9 +13,10 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.candidates import has_room
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan, StagePlan
-from autopar.planner import Planner, _has_room
+from autopar.planner import Planner
 from tests.models import chain_loss, sgd
 from tests.planned import analyse, cluster_of
 
@@ -143,7 +144,9 @@ def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
     found, estimates = {}, {}
     for rounds in (1, 2):
         planner = Planner(analyse(train_step, state, examples()), cluster, method)
-        better = planner._with(equal, rounds=rounds)._better(4, 2, None)
+        uniform = planner._with(equal)
+        uniform.rounds = rounds
+        better = uniform._better(4, 2)
         assert better is not None
         found[rounds], estimates[rounds] = better[0], planner._best.estimate
     assert (found[1].schedule, len(found[1].stages)) == ("1f1b", 2)
@@ -167,24 +170,24 @@ def test_fixed_interleaved_stages_have_few_microbatches_too() -> None:
 def test_more_rounds_need_memory_for_more_microbatches_in_flight() -> None:
     state, batch = init(False, jax.random.key(0)), examples()
     plan = autopar.parallelize(train_step).plan(state, batch, method=recipes.pipeline([(4, (4,)), (4, (4,))], 4))
-    assert _has_room(plan, 2)
+    assert has_room(plan, 2)
 
     def full(stage: StagePlan) -> StagePlan:
         return dataclasses.replace(stage, memory=dataclasses.replace(stage.memory, capacity=stage.memory.total))
 
-    assert not _has_room(dataclasses.replace(plan, stages=tuple(map(full, plan.stages))), 2)
+    assert not has_room(dataclasses.replace(plan, stages=tuple(map(full, plan.stages))), 2)
 
 
 def test_what_divides_a_loop_over_layers_is_tried() -> None:
     """Eight layers of a loop: two stages have them in two or four rounds, as twenty hosts have them in four stages."""
     step = jax.eval_shape(lambda key: init(True, key), jax.random.key(0))
     cluster = cluster_of(20, 2, memory=2**20, flops=1e12)
-    planner = Planner(analyse(train_step, step, examples()), cluster)
-    assert list(planner._rounds(2, 4)) == [2, 4]
-    assert list(planner._of_hosts(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
-    assert list(planner._of_hosts(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
+    candidates = Planner(analyse(train_step, step, examples()), cluster).candidates
+    assert list(candidates.rounds(2, 4)) == [2, 4]
+    assert list(candidates.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
+    assert list(candidates.uniform(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
-    assert list(Planner(analyse(train_step, unrolled, examples()), cluster)._rounds(2, 4)) == [2, 3, 4]
+    assert list(Planner(analyse(train_step, unrolled, examples()), cluster).candidates.rounds(2, 4)) == [2, 3, 4]
 
 
 def test_rounds_must_be_alike() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Hashable
 import pytest
 
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
-from autopar.passes.inter_op import candidate_shapes, mesh_at
+from autopar.passes.submeshes import candidate_shapes, mesh_at
 from autopar.pricing import Prices
 
 FAST = DeviceKind("fast", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0)

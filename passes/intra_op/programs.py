@@ -15,13 +15,13 @@ from ortools.sat.python import cp_model
 from autopar.passes.intra_op.dual import Cut
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array, Integers
-from autopar.passes.intra_op.search import Outcome, Task
+from autopar.passes.intra_op.task import Outcome, Task
 
 _RESOLUTION = 2.0**40  # steps into which CP-SAT divides the distance from the bound to the best
 
 
 def solve_program(task: Task) -> Outcome:
-    """search.IntegerProgram by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
+    """task.IntegerProgram by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
     program = _Program(task)
     if task.hint is not None:
         program.hint(task.network, task.hint)

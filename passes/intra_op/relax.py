@@ -31,7 +31,7 @@ _PROGRESS = 1e-3  # of the distance to the target by which the bound must rise w
 _REPAIRS, _GROWTH = 100, 1.3  # sweeps, and growth of the prices at points that lack memory
 _SETTLING = 5  # sweeps at changed prices before a choice
 _SMALLER = 4  # than the largest is a tree, on average
-_TREE = 1024  # nodes of the largest: a few would have to change together with all between them; of all nodes, few do
+_TREE = 1024  # nodes of the largest: larger ones, most of whose nodes stay as they are, take longer for the same gain
 
 
 class Relaxation:

@@ -23,7 +23,7 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from autopar.passes.intra_op.network import Contradiction, Network
 from autopar.passes.intra_op.oracles import LARGE, STEP, Oracle, Wide, oracle_for
 from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
 from autopar.passes.intra_op.relax import Relaxation
+from autopar.passes.intra_op.task import IntegerProgram, Task
 
 _RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
 _TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
@@ -65,34 +66,6 @@ _MOVES = 20  # times that trees come to a node, to improve a choice
 _ANNEALED = 500  # in an annealing
 _HEAT = (1e-3, 1e-4, 1e-5)  # of the gap per move, in turn
 _POINTS = 200  # in time that CP-SAT gets at once; of more only those that matter
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What an integer program gave."""
-
-    positions: dict[int, int] | None  # a choice, if one was found
-    bound: float  # seconds over the base: no choice costs less; inf = there is none within the room
-    seconds: float  # deterministic time that it took
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """A network in costs over a lower bound, for an integer program."""
-
-    network: Network
-    nodes: dict[int, Array]  # seconds over the base per strategy
-    edges: dict[tuple[int, int], Array]  # seconds over the base [K_u, K_v], u < v
-    prices: Array  # seconds per byte left free at each point in time
-    points: Integers  # in time at which the memory counts; all that have a price
-    room: float  # seconds over the base from which on a choice is of no interest
-    hint: tuple[int, ...] | None  # a choice in the problem's numbers
-    seed: int
-    work_seconds: float  # limit on deterministic time
-    wall_seconds: float
-
-
-IntegerProgram = Callable[[Task], Outcome]
 
 
 class Search:
@@ -260,8 +233,12 @@ class Search:
         for _ in range(_WARM):
             relaxation.sweep()
         stalled, turn, longest = 0, 0, 0.0
+        before: Solution | None = None
+        choice: Integers | None = None
         while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
-            before, choice, started = self.best, self._flat_choice(relaxation, self.best), _now()
+            if self.best is not before:
+                before, choice = self.best, self._flat_choice(relaxation, self.best)
+            started = _now()
             if choice is None or started + longest > self.deadline:
                 return
             gap = self.best.cost - max(self.bound, 0.5 * self.best.cost)

@@ -16,12 +16,11 @@ from autopar.passes.inter_op import (
     Span,
     StageCost,
     StageCostFn,
-    candidate_shapes,
     in_flight,
-    mesh_at,
     pipeline_time,
     plan_stages,
 )
+from autopar.passes.submeshes import candidate_shapes, mesh_at
 
 KIND = DeviceKind("test", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0)
 LINK = Link("test", 0.0, 1.0)
