@@ -355,9 +355,11 @@ def test_a_plan_that_was_looked_at_is_the_one_that_runs(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    "stages", [[(2, (2, 2)), (1, (4, 1))], [(1, (2,)), (1, (4,)), (1, (2,))]], ids=["alike", "unlike"]
+    ("stages", "are_alike"),
+    [([(2, (2, 2)), (1, (4, 1))], True), ([(1, (2,)), (1, (4,)), (1, (2,))], False)],
+    ids=["alike", "unlike"],
 )
-def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]]) -> None:
+def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]], are_alike: bool) -> None:
     """Uneven stages on meshes of their own, which cut what they hand on alike or not."""
 
     def step(w: Any, x: jax.Array) -> Any:
@@ -368,12 +370,15 @@ def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]]) -> None:
         return jax.tree.map(lambda p, d: p - 0.1 * d, w, g), value
 
     keys = jax.random.split(jax.random.key(0), 4)
-    w = {name: jax.random.normal(key, (8, 8)) for name, key in zip("abc", keys, strict=False)}
-    x = jax.random.normal(keys[3], (16, 8))
+    w = {name: jax.random.normal(key, (64, 64)) / 8 for name, key in zip("abc", keys, strict=False)}
+    x = jax.random.normal(keys[3], (1024, 64))
     wanted = jax.jit(step)(w, x)
     parallel = autopar.parallelize(step, method=recipes.pipeline(stages, 2))
-    plan = parallel.compile(w, x).plan
+    executable = parallel.compile(w, x)
+    plan = executable.plan
     assert [(stage.layers[1] - stage.layers[0], stage.mesh.shape) for stage in plan.stages] == stages
+    transfers = executable._runtime.wiring.transfers
+    assert all(t.cut is None and t.join is None for t in transfers) == are_alike
     assert plan.num_microbatches == 2
     assert_close(parallel(w, x), wanted)
 

@@ -155,6 +155,28 @@ def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
     assert 0.85 < estimates[2] / estimates[1] < 0.95
 
 
+def test_interleaved_stages_have_fewer_microbatches_by_other_shardings() -> None:
+    """As they are, there is no memory for them."""
+    layers = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 16
+    batch = {name: jax.ShapeDtypeStruct((16384, 4096), jnp.float32) for name in "xy"}
+    cluster = autopar.load_preset("dgx-a100", num_hosts=4)
+    analysis = analyse(sgd(chain_loss), layers, batch)
+    plain, _ = Planner(analysis, cluster, recipes.auto(pipeline=True, mesh_shape=(8,), schedule="1f1b")).plan(16)
+    tight = dataclasses.replace(recipes.auto(), memory_limit=int(1.1 * plain.peak_memory))
+
+    def interleaved(fixed: int | None) -> list[Plan]:
+        planner = Planner(analysis, cluster, tight)
+        planner._best.step_time = plain.step_time
+        return [plan for plan, _ in planner._interleaved(plain, fixed)]
+
+    more, fewer = interleaved(None)
+    assert (more.schedule, fewer.schedule) == ("interleaved", "interleaved")
+    assert (more.num_microbatches, fewer.num_microbatches) == (16, 8)
+    assert fewer.step_time < more.step_time < plain.step_time
+    assert Planner(analysis, cluster, tight).candidates.fewer(more) is None
+    assert interleaved(16) == [more]
+
+
 def test_fixed_interleaved_stages_have_few_microbatches_too() -> None:
     layers = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 8
     batch = {name: jax.ShapeDtypeStruct((131072, 8192), jnp.float32) for name in "xy"}

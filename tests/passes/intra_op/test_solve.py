@@ -21,7 +21,9 @@ from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Contradiction, Network
 from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
-from autopar.passes.intra_op.programs import highest
+from autopar.passes.intra_op.programs import highest, solve_program
+from autopar.passes.intra_op.relax import Relaxation
+from autopar.passes.intra_op.search import Search
 from autopar.passes.intra_op.solve import solve
 from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
@@ -304,6 +306,30 @@ def test_wide_problem_with_binding_memory_keeps_an_honest_bound() -> None:
     assert fits(problem, found.peak)
     assert found.cost * 0.9 < found.lower_bound <= found.cost
     assert found.peak > 0.9 * (problem.limit or 0.0)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_choice_of_which_strategies_are_gone_keeps_the_others(seed: int) -> None:
+    problem = wide_problem(40, seed)
+    before = solve(problem, seconds=0.5)
+    problem = dataclasses.replace(problem, limit=1.2 * before.peak)
+    network = Network.of(problem)
+    gone = np.random.default_rng(seed).choice(problem.num_nodes, 4, replace=False).tolist()
+    for node in gone:
+        network.keep(node, network.labels[node] != before.choice[node])
+    relaxation = Relaxation(network, np.zeros(network.slack.size), seed)
+    search = Search(problem, 10.0, seed, highest, solve_program)
+    at = search._flat_choice(relaxation, before)
+    assert at is not None
+    after = network.lift(dict(zip(relaxation.flat.nodes.tolist(), at.tolist(), strict=True)), problem.num_nodes)
+    changed = {node for node in range(problem.num_nodes) if after[node] != before.choice[node]}
+    cost, peak = evaluate(problem, after)
+    assert math.isfinite(cost) and fits(problem, peak)
+    assert changed == set(gone)
+    ways = itertools.product(*(network.labels[node].tolist() for node in gone))
+    choices = [[dict(zip(gone, way, strict=True)).get(n, k) for n, k in enumerate(before.choice)] for way in ways]
+    least = min(c for c, p in (evaluate(problem, choice) for choice in choices) if fits(problem, p))
+    assert least <= cost <= 1.05 * least
 
 
 @pytest.mark.parametrize("seed", range(20))
