@@ -52,6 +52,11 @@ class Candidates:
         powers = [1 << k for k in range(1, max(divisors, default=0).bit_length())]
         return sorted({min(m for m in divisors if m >= power) for power in powers}, reverse=True)
 
+    @property
+    def more(self) -> list[int]:
+        """Numbers of microbatches above those that are likely, rising: the first that fits is about the best."""
+        return [m for m in self.many[::-1] if m > self.likely[-1]]
+
     def fewer(self, plan: Plan) -> int | None:
         """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
         m = plan.num_microbatches
@@ -107,7 +112,7 @@ class Candidates:
         """Stages of an equal part of a host each."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         m = fixed or self.likely[-1]
-        layers = self.layering.layered(m, True).num_layers
+        layers = self.layering.layered(fixed or self.likely[0], True).num_layers  # the same for any number
         for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count < layers):
             if layers % (parts * count):
                 yield parts * count, (width // parts,), m

@@ -9,6 +9,7 @@ programs of that span, solved, and remembered for all spans that look alike.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import gc
@@ -29,11 +30,12 @@ from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import StageCost, StageCostFn, StagePlan, plan_stages
 from autopar.passes.lower import LoweredStep
-from autopar.passes.submeshes import ShapesFn
+from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.passes.unsplit import find_unsplit
 
 _LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
+_FAR = 1.5  # times the best, that one stage takes: other shapes of its mesh change that less
 _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
@@ -156,7 +158,7 @@ class Planner:
             yield from self._fewest_that_fit() if best is None else ()
             return
         stages = self.method.num_stages
-        for m in self.candidates.many if best is None else ():
+        for m in self.candidates.more if best is None else ():
             found = self._better(m, stages)
             if found is None and best is not None:
                 break
@@ -203,7 +205,10 @@ class Planner:
         stages, best = len(groups), len(plan.stages) // len(groups)
         if self.method.schedule is not None or self.method.num_stages is not None or len({n for _, n in groups}) > 1:
             return
-        planner = self._with(dataclasses.replace(self.method, num_stages=stages))
+        if stages <= self.layering.layered(m, True).num_layers:
+            planner = copy.copy(self)  # with all that it knows
+        else:
+            planner = self._with(dataclasses.replace(self.method, num_stages=stages))
         with contextlib.suppress(PlanError):  # the step has too few layers
             for rounds in self.candidates.rounds(stages, m):
                 if rounds > best and has_room(plan, rounds):
@@ -383,7 +388,7 @@ class Planner:
             return found, found
         first = self._stages(layered, num_stages, self.candidates.first_shapes, self._best.first_estimate)
         if first is None:
-            if num_stages != 1 and not self.stages.are_hints_in_the_way:
+            if (num_stages != 1 or self._is_far(layered)) and not self.stages.are_hints_in_the_way:
                 return None, None
             return None, self._stages(layered, num_stages, self.candidates.shapes, estimate)
         chosen = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
@@ -393,6 +398,14 @@ class Planner:
 
         found = self._stages(layered, len(first.stages), shapes, min(first.step_time, estimate))
         return first, found or (first if first.step_time < estimate else None)
+
+    def _is_far(self, layered: Layered) -> bool:
+        """Whether one stage would take far longer than the best plan with the first shapes of its mesh."""
+        span, m, number = (0, layered.num_layers), layered.step.num_microbatches, self.cluster.num_devices
+        meshes = [mesh_at(0, shape) for shape in self.candidates.first_shapes(self.cluster, 0, number)]
+        bounds = [self.stages.bound(layered, self._schedule, span, mesh, m) for mesh in meshes]
+        times = [m * bound.per_microbatch + bound.per_step for bound in bounds if bound is not None]
+        return min(times, default=0.0) > _FAR * self._best.step_time
 
     def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""

@@ -14,6 +14,7 @@ Every reduction pushes a lift that extends a choice of the rest to the removed n
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Iterable
@@ -29,6 +30,29 @@ Span = tuple[int, int, Array]  # first point in time, one past the last, bytes p
 
 class Contradiction(Exception):
     """The infinite costs, or these and the memory limit, exclude every choice."""
+
+
+class _Queue:
+    """Nodes to look at, each once at a time, first come first served."""
+
+    def __init__(self, nodes: Iterable[int]) -> None:
+        self._order = collections.deque[int]()
+        self._waiting = set[int]()
+        self.add(nodes)
+
+    def __bool__(self) -> bool:
+        return bool(self._order)
+
+    def add(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            if node not in self._waiting:
+                self._waiting.add(node)
+                self._order.append(node)
+
+    def pop(self) -> int:
+        node = self._order.popleft()
+        self._waiting.remove(node)
+        return node
 
 
 @dataclasses.dataclass
@@ -110,6 +134,16 @@ class Network:
             lift(choice)
         return tuple(choice)
 
+    def cost(self, positions: dict[int, int]) -> float:
+        """Seconds, with the offset."""
+        total = self.offset
+        for node, position in positions.items():
+            total += self.unary[node].item(position)
+            for other, matrix in self.adjacent[node].items():
+                if other > node:
+                    total += matrix.item(position, positions[other])
+        return total
+
     def load(self, positions: dict[int, int]) -> Array:
         """Bytes at each point in time beyond the least."""
         change = np.zeros(self.slack.size + 1)
@@ -150,7 +184,7 @@ class Network:
 
     def make_consistent(self, nodes: Iterable[int]) -> None:
         """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
-        waiting = dict.fromkeys(nodes)
+        waiting = _Queue(nodes)
         finite: dict[int, tuple[Array, bool]] = {}  # by id of an array, of which edges share many
 
         def is_finite(matrix: Array) -> bool:
@@ -160,15 +194,14 @@ class Network:
             return finite[id(whole)][1]
 
         while waiting:
-            node = next(iter(waiting))
-            del waiting[node]
+            node = waiting.pop()
             kept = np.isfinite(self.unary[node])
             for matrix in self.adjacent[node].values():
                 if not is_finite(matrix):
                     kept &= np.isfinite(matrix.min(axis=1))
             if not kept.all():
                 self.keep(node, kept)
-                waiting.update(dict.fromkeys(self.adjacent[node]))
+                waiting.add(self.adjacent[node])
 
     def absorb_single(self, nodes: Iterable[int]) -> None:
         """Those of the nodes that have one strategy become costs of their neighbours."""
@@ -208,13 +241,12 @@ class Network:
 
     def eliminate_free(self, nodes: Iterable[int]) -> None:
         """Step 3, for those of the nodes that use no memory beyond their least."""
-        waiting = dict.fromkeys(node for node in nodes if node in self.unary)
+        waiting = _Queue(node for node in nodes if node in self.unary)
         while waiting:
-            node = next(iter(waiting))
-            del waiting[node]
+            node = waiting.pop()
             if self.usages[node] or len(self.adjacent[node]) > 2:
                 continue
-            waiting.update(dict.fromkeys(self.adjacent[node]))
+            waiting.add(self.adjacent[node])
             self._eliminate(node)
 
     def remove_dominated(self, nodes: Iterable[int]) -> None:

@@ -6,7 +6,6 @@ rise with their number.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 
@@ -35,20 +34,18 @@ class PricedStage:
         Raises Infeasible if nothing fits.
         """
         self._check(in_flight)
-        enough = self._least_cost(in_flight) * (1 + _ALIKE)
+        # One solution serves several numbers where the memory allows; what it costs with fewer says how good it is.
+        more = min(1 << (in_flight - 1).bit_length(), self.most_in_flight)
+        fewer = 1 << (in_flight.bit_length() - 1)
+        for number in dict.fromkeys((more, fewer, in_flight)):
+            known = self._fitting(in_flight)
+            if known is not None and known.cost <= self._least_cost(in_flight) * (1 + _ALIKE):
+                return known
+            self._solve(number)
+            self._check(in_flight)
         known = self._fitting(in_flight)
-        if known is not None and known.cost <= enough:
-            return known
-        # One solution serves several numbers where the memory allows.
-        rounded = min(1 << (in_flight - 1).bit_length(), self.most_in_flight)
-        for number in dict.fromkeys((rounded, in_flight)):
-            with contextlib.suppress(Infeasible):
-                if self._solve(number).cost <= enough:
-                    break
-        found = self._fitting(in_flight)
-        if found is None:
-            raise self._refused[in_flight]
-        return found
+        assert known is not None  # that of `in_flight`, if no other
+        return known
 
     def bound(self, in_flight: int) -> Solution:
         """A choice that costs no more than what fits.
@@ -89,15 +86,13 @@ class PricedStage:
                 return dataclasses.replace(solution, peak=peak)
         return None
 
-    def _solve(self, in_flight: int) -> Solution:
-        if in_flight in self._refused:
-            raise self._refused[in_flight]
-        if in_flight in self._found:
-            return self._found[in_flight]
+    def _solve(self, in_flight: int) -> None:
+        if in_flight in self._found or in_flight in self._refused:
+            return
+        known = self._fitting(in_flight)
+        start = None if known is None else known.choice
         try:
             problem = self.numbers.problem(in_flight)
-            self._found[in_flight] = solve(problem, seconds=self.seconds, patience=PATIENCE, gap=_ALIKE)
+            self._found[in_flight] = solve(problem, seconds=self.seconds, patience=PATIENCE, gap=_ALIKE, start=start)
         except Infeasible as error:
             self._refused[in_flight] = error
-            raise
-        return self._found[in_flight]

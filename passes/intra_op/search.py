@@ -458,6 +458,10 @@ class Search:
         return solution.cost - max(self.gap, _TOLERANCE) * abs(solution.cost)
 
     def _offer(self, network: Network, positions: dict[int, int]) -> None:
+        if self.best is not None:
+            is_cheaper = network.cost(positions) < self.best.cost
+            if not is_cheaper or (network.load(positions) > network.slack).any():
+                return
         self.offer(network.lift(positions, self.problem.num_nodes))
 
     def offer(self, choice: Sequence[int]) -> None:
