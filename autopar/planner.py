@@ -35,7 +35,7 @@ from autopar.passes.unsplit import find_unsplit
 
 _LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
-_FAR = 1.5  # times the best, that one stage takes: other shapes of its mesh change that less
+_USUAL = 8  # microbatches for each stage
 _TIGHT = 0.8
 _FULL = 0.9  # of the memory, in the stage search
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
@@ -274,20 +274,38 @@ class Planner:
                         yield found
                         break
 
-    def _fewest(self, m: int, stages: int | None, shapes: ShapesFn) -> int:
-        """The number of microbatches, from `m` down, until which fewer are a gain by the stage search alone.
+    def _fewest(self, most: int, stages: int | None, shapes: ShapesFn) -> int:
+        """The number of microbatches, at most so many, of which fewer are no gain by the stage search alone.
 
-        Where memory gets short the search does not know all that it costs: the gain must be larger.
+        From the usual number for so many stages it goes down as long as that is a gain, or else up.
         """
-        best, below = m, self._best.estimate
-        for n in (n for n in self.candidates.many if n <= m):
+        numbers = [n for n in self.candidates.many if n <= most]  # falling
+        usual = most if stages is None else _USUAL * stages
+        at = next((i for i, n in enumerate(numbers) if n <= usual), len(numbers) - 1)
+
+        def look(at: int, below: float) -> StagePlan | None:
             with contextlib.suppress(MicrobatchError):
-                found = self._stages(self.layering.layered(n, stages != 1), stages, shapes, below)
-                if found is not None and (found.step_time < (1 - _DEAR) * below or not self._is_tight(found)):
-                    best, below = n, found.step_time
-                    continue
-            break
-        return best
+                return self._stages(self.layering.layered(numbers[at], stages != 1), stages, shapes, below)
+            return None
+
+        def is_gain(fewer: StagePlan, more: StagePlan) -> bool:
+            # Where memory gets short the search does not know all that it costs: the gain must be larger.
+            least = 1 - _DEAR if self._is_tight(fewer) else 1.0
+            return fewer.step_time < least * more.step_time
+
+        found, first = look(at, self._best.estimate), at
+        while found is not None and at + 1 < len(numbers):
+            fewer = look(at + 1, found.step_time)
+            if fewer is None or not is_gain(fewer, found):
+                break
+            found, at = fewer, at + 1
+        while at <= first and at > 0:
+            below = self._best.estimate if found is None else found.step_time / (1 - _DEAR)
+            more = look(at - 1, below)
+            if found is not None and (more is None or is_gain(found, more)):
+                break
+            found, at = more, at - 1
+        return numbers[at] if found is not None else most
 
     def _better(self, m: int, stages: int | None, groups: Groups | None = None) -> _Found | None:
         """A plan with so many microbatches and stages that is better than any before; on these groups of devices."""
@@ -388,7 +406,10 @@ class Planner:
             return found, found
         first = self._stages(layered, num_stages, self.candidates.first_shapes, self._best.first_estimate)
         if first is None:
-            if (num_stages != 1 or self._is_far(layered)) and not self.stages.are_hints_in_the_way:
+            number = self.cluster.num_devices
+            whole = [mesh_at(0, shape) for shape in self.candidates.first_shapes(self.cluster, 0, number)]
+            is_vain = num_stages != 1 or self.stages.are_far(layered, self._schedule, whole, self._best.step_time)
+            if is_vain and not self.stages.are_hints_in_the_way:
                 return None, None
             return None, self._stages(layered, num_stages, self.candidates.shapes, estimate)
         chosen = {(c.mesh.devices[0], c.mesh.size) for c in first.stages}
@@ -398,14 +419,6 @@ class Planner:
 
         found = self._stages(layered, len(first.stages), shapes, min(first.step_time, estimate))
         return first, found or (first if first.step_time < estimate else None)
-
-    def _is_far(self, layered: Layered) -> bool:
-        """Whether one stage would take far longer than the best plan with the first shapes of its mesh."""
-        span, m, number = (0, layered.num_layers), layered.step.num_microbatches, self.cluster.num_devices
-        meshes = [mesh_at(0, shape) for shape in self.candidates.first_shapes(self.cluster, 0, number)]
-        bounds = [self.stages.bound(layered, self._schedule, span, mesh, m) for mesh in meshes]
-        times = [m * bound.per_microbatch + bound.per_step for bound in bounds if bound is not None]
-        return min(times, default=0.0) > _FAR * self._best.step_time
 
     def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import InfeasiblePlanError
@@ -28,6 +28,7 @@ from autopar.pricing import Prices
 
 _SECONDS = 0.3  # the work limit of a solution: choices rarely improve after the first; its lower bounds do
 _SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
+_FAR = 1.3  # times what there is
 _FUSED = 0.98  # of the time of kernels that end where a layer does
 
 
@@ -95,6 +96,20 @@ class StageCosts:
                 self._priced[key] = priced = PricedStage(problem.numbers, most, _SECONDS)
                 self._by_size.setdefault(_size(problem.numbers), []).append(priced)
         return self._priced[key]
+
+    def are_far(self, layered: Layered, schedule: ScheduleName, meshes: Sequence[Mesh], seconds: float) -> bool:
+        """Whether all layers as one stage need far more than so many seconds a step, or than the memory, on all meshes.
+
+        Then other shapes of these meshes are in vain, too.
+        """
+        for mesh in meshes:
+            priced = self._priced_stage(layered, schedule, (0, layered.num_layers), mesh)
+            if priced is None:
+                return False
+            most, least = self.prices.memory(mesh), priced.numbers.least_bytes(1)
+            if least <= _FAR * most and (least > most or priced.least_cost(2) <= _FAR * seconds):
+                return False
+        return True
 
     def solution(self, numbers: StageNumbers, in_flight: int) -> Solution | None:
         """That of a problem with the same numbers which was priced, if it is within this one's memory."""

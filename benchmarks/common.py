@@ -39,21 +39,26 @@ def _cpu_model() -> str:
     return found.group(1).strip() if found else platform.machine()
 
 
+def num_cores() -> int:
+    """Of those that this process may run on."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def machine() -> dict[str, Any]:
     """What a measurement depends on besides the code."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux only
     return {
         "cpu": _cpu_model(),
-        "cores": len(affinity(0)) if affinity else os.cpu_count(),
+        "cores": num_cores(),
         "jax": jax.__version__,
         "python": platform.python_version(),
     }
 
 
-def each_in_a_process(work: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
-    """`work` of each item, one after the other, each in a fresh process."""
+def each_in_a_process(work: Callable[[T], R], items: Iterable[T], at_once: int = 1) -> Iterator[R]:
+    """`work` of each item in order, each in a fresh process, so many at once."""
     context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as pool:
+    with concurrent.futures.ProcessPoolExecutor(at_once, mp_context=context, max_tasks_per_child=1) as pool:
         yield from pool.map(work, items)
 
 
