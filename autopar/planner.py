@@ -264,15 +264,23 @@ class Planner:
         return planner
 
     def _uniform(self, fixed: int | None) -> Iterator[_Found]:
-        """Better plans of equal stages that the search cannot make of the layers that it tells apart."""
+        """Better plans of equal stages that the search cannot make of the layers that it tells apart.
+
+        What the stage search thinks best is finished first: others are then rarely worth it.
+        """
+        found: list[tuple[float, int, Planner, int]] = []  # estimate, number of stages, number of microbatches
         for stages, shape, m in self.candidates.uniform(fixed):
             planner = self._with(dataclasses.replace(self.method, num_stages=stages, mesh_shape=shape))
+            planner.rounds = next(iter(self.candidates.rounds(stages, m)), 1)
             with contextlib.suppress(PlanError):  # the step has too few layers
-                for rounds in (*self.candidates.rounds(stages, m)[:1], 1):
-                    planner.rounds = rounds
-                    if (found := planner._better(m, stages)) is not None:
-                        yield found
-                        break
+                if (plan := planner._look(m, stages, planner.candidates.shapes, self._best.estimate)) is not None:
+                    found.append((plan.step_time, stages, planner, m))
+        for _, stages, planner, m in sorted(found, key=lambda each: each[:2]):
+            for rounds in dict.fromkeys((planner.rounds, 1)):
+                planner.rounds = rounds
+                if (better := planner._better(m, stages)) is not None:
+                    yield better
+                    break
 
     def _fewest(self, most: int, stages: int | None, shapes: ShapesFn) -> int:
         """The number of microbatches, at most so many, of which fewer are no gain by the stage search alone.
@@ -284,9 +292,7 @@ class Planner:
         at = next((i for i, n in enumerate(numbers) if n <= usual), len(numbers) - 1)
 
         def look(at: int, below: float) -> StagePlan | None:
-            with contextlib.suppress(MicrobatchError):
-                return self._stages(self.layering.layered(numbers[at], stages != 1), stages, shapes, below)
-            return None
+            return self._look(numbers[at], stages, shapes, below)
 
         def is_gain(fewer: StagePlan, more: StagePlan) -> bool:
             # Where memory gets short the search does not know all that it costs: the gain must be larger.
@@ -306,6 +312,12 @@ class Planner:
                 break
             found, at = more, at - 1
         return numbers[at] if found is not None else most
+
+    def _look(self, m: int, stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
+        """What the stage search finds that takes less than `below` seconds, if the step can be cut so."""
+        with contextlib.suppress(MicrobatchError):
+            return self._stages(self.layering.layered(m, stages != 1), stages, shapes, below)
+        return None
 
     def _better(self, m: int, stages: int | None, groups: Groups | None = None) -> _Found | None:
         """A plan with so many microbatches and stages that is better than any before; on these groups of devices."""

@@ -107,7 +107,13 @@ class StageCosts:
             if priced is None:
                 return False
             most, least = self.prices.memory(mesh), priced.numbers.least_bytes(1)
-            if least <= _FAR * most and (least > most or priced.least_cost(2) <= _FAR * seconds):
+            if least > _FAR * most:
+                continue
+            try:
+                cost = priced.least_cost(2)
+            except Infeasible:  # whatever the memory
+                return False
+            if least > most or cost <= _FAR * seconds:
                 return False
         return True
 
