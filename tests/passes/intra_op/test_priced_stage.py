@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -137,3 +138,20 @@ def test_what_cannot_fit_is_refused_with_the_least_that_is_needed() -> None:
     with pytest.raises(Infeasible) as caught:
         PricedStage(tied.numbers, 4, 1.0).solution(1)
     assert caught.value.smallest_peak > 1000
+
+
+def test_what_is_far_from_being_good_or_from_fitting() -> None:
+    """One stage that takes, or needs, a little more than there is may be good on a mesh of another shape."""
+    mesh = Mesh((0, 1, 2, 3), (4,), ("x",))
+    planner = planner_of_gpt(CONFIG)
+    layered = planner.layering.layered(1, False)
+    tied = stage_problems(planner, 1)[0].numbers
+    cost, least = PricedStage(tied, 1, 1.0).cheapest.cost, tied.least_bytes(1)
+    for seconds, is_far in ((0.5 * cost, True), (0.9 * cost, False), (2 * cost, False)):
+        assert planner.stages.are_far(layered, "1f1b", [mesh], seconds) == is_far
+    for share, is_far in ((0.5, True), (0.9, False)):
+        short = planner_of_gpt(CONFIG, memory=int(share * least))
+        assert short.stages.are_far(short.layering.layered(1, False), "1f1b", [mesh], 0.5 * cost) == is_far
+    impossible = Infeasible(math.inf, None, proved=True)
+    with mock.patch.object(PricedStage, "least_cost", side_effect=impossible):
+        assert not planner.stages.are_far(layered, "1f1b", [mesh], 0.5 * cost)
