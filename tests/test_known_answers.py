@@ -131,6 +131,23 @@ def test_more_stages_than_the_search_tells_apart() -> None:
         plan_mlp(uneven, layers=18, width=251, batch=72, adam=False)
 
 
+def test_the_fewest_microbatches_that_fit_where_the_likely_numbers_do_not() -> None:
+    params = {"layers": [{"w": jnp.zeros((64, 64)), "b": jnp.zeros(64)}] * 6}
+    batch = dict.fromkeys("xy", jnp.zeros((1024, 64)))
+    analysis = analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch)
+    cluster = cluster_of(1, 2, memory=420 * 1024, flops=1e9, link=1e9, latency=1e-6, launch=1e-6)
+    planner = Planner(analysis, cluster)
+    assert planner.candidates.likely == [8, 16]
+    assert planner.candidates.more == [32, 64, 128, 256, 512, 1024]
+    plan, _ = planner.plan()
+    more, _ = Planner(analysis, cluster).plan(64)
+    assert plan.num_microbatches == 32
+    assert plan.step_time < more.step_time
+    for likely in (8, 16):
+        with pytest.raises(InfeasiblePlanError):
+            Planner(analysis, cluster).plan(likely)
+
+
 def test_finer_layers_even_stages_out() -> None:
     # Sixteen equal matrices in three stages; of four layers, a stage of two would have eight.
     params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)}] * 16}
