@@ -37,6 +37,7 @@ _LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 _USUAL = 8  # microbatches for each stage
 _TIGHT = 0.8
+_IN_VAIN = 2  # numbers of equal stages that take longer, after which others are not tried
 _FULL = 0.9  # of the memory, in the stage search
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 
@@ -139,7 +140,10 @@ class Planner:
         may_be_one = stages in (None, 1) and self.method.min_stages == 1
         if fixed is None and may_be_one and (found := self._better(1, 1)) is not None:
             yield found
-        yield from self._uniform(fixed)
+        for found in self._uniform(fixed):
+            yield found
+            if hosts > MAX_LAYERS:
+                numbers = numbers[-1:]  # the search goes on to fewer from the best
         if fixed is None and (self.cluster.num_devices == 1 or stages == 1):
             return
         if fixed is None and stages is not None:
@@ -269,12 +273,18 @@ class Planner:
         What the stage search thinks best is finished first: others are then rarely worth it.
         """
         found: list[tuple[float, int, Planner, int]] = []  # estimate, number of stages, number of microbatches
+        best, in_vain = self._best.estimate, 0
         for stages, shape, m in self.candidates.uniform(fixed):
+            if in_vain == _IN_VAIN:
+                break
             planner = self._with(dataclasses.replace(self.method, num_stages=stages, mesh_shape=shape))
             planner.rounds = next(iter(self.candidates.rounds(stages, m)), 1)
             with contextlib.suppress(PlanError):  # the step has too few layers
-                if (plan := planner._look(m, stages, planner.candidates.shapes, self._best.estimate)) is not None:
+                plan = planner._look(m, stages, planner.candidates.shapes, self._best.estimate)
+                if plan is not None:
                     found.append((plan.step_time, stages, planner, m))
+                    in_vain = 0 if plan.step_time < best else in_vain + 1
+                    best = min(best, plan.step_time)
         for _, stages, planner, m in sorted(found, key=lambda each: each[:2]):
             for rounds in dict.fromkeys((planner.rounds, 1)):
                 planner.rounds = rounds

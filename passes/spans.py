@@ -16,6 +16,7 @@ from typing import Any
 
 from autopar.ir.graph import Operand, Value
 from autopar.ir.program import PlacedStep
+from autopar.passes.rules.table import without_places
 
 Span = tuple[int, int]  # layers [start, stop)
 
@@ -131,7 +132,7 @@ def _digest(placed: PlacedStep, stage: int, texts: dict[int, str]) -> tuple[str,
             for eqn in program.equations:
                 ins, outs = " ".join(map(name, eqn.inputs)), " ".join(map(name, eqn.outputs))
                 params = " ".join(
-                    f"{k}={text(v)}" for k, v in eqn.params.items() if not callable(v) and k != "update_jaxpr"
+                    f"{k}={text(v)}" for k, v in without_places(eqn).items() if not callable(v) and k != "update_jaxpr"
                 )
                 digest.update(f"{eqn.primitive.name} {ins} -> {outs} {params}\n".encode())
             digest.update(" ".join(map(name, program.inputs)).encode())

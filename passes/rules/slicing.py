@@ -189,3 +189,6 @@ RULES: dict[str, RuleBuilder] = {
     "stack": _stack,
     "unstack": _unstack,
 }
+
+# Parameters that say where in an array a piece lies, by primitive: for a plan the rule's factors say enough of it.
+PLACES: dict[str, frozenset[str]] = {"slice": frozenset({"start_indices", "limit_indices"})}

@@ -65,6 +65,16 @@ def rule_of(equation: Equation) -> Rule:
     return _rule_of(equation.signature, _REGISTERED.get(equation.primitive.name), random.is_partitionable())
 
 
+def without_places(equation: Equation) -> dict[str, Any]:
+    """The parameters of an equation; the rule's factors instead of those that only say where a piece lies."""
+    places = slicing.PLACES.get(equation.primitive.name)
+    if places is None:
+        return dict(equation.params)
+    rule = rule_of(equation)
+    kept = {name: value for name, value in equation.params.items() if name not in places}
+    return {**kept, "factors": (rule.factors, rule.inputs, rule.outputs)}
+
+
 @functools.lru_cache(maxsize=8192)
 def _rule_of(signature: Signature[Equation], registered: RuleBuilder | None, partitionable: bool) -> Rule:
     equation = signature.of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -99,3 +100,28 @@ def test_frozen_layers_are_not_alike_to_trained_ones() -> None:
     assert not alike(found, (1, 2), (4, 5))
     assert not alike(found, (2, 3), (3, 4))
     assert not alike(found, (2, 3), (4, 5))
+
+
+def test_layers_that_read_their_slices_of_an_array_are_alike() -> None:
+    """As those of a loop read their random keys; a slice that is no equal part of the array is another matter."""
+
+    def of_slices(starts: Sequence[int]) -> Layered:
+        def loss(params: Any, x: Any) -> Any:
+            for i, start in enumerate(starts):
+                x = jnp.tanh(x @ params[f"w{i}"]) + params["shared"][start : start + 2].sum()
+            return jnp.mean(x**2)
+
+        def step(params: Any, x: Any) -> Any:
+            weights = {name: w for name, w in params.items() if name != "shared"}
+            grads = jax.grad(lambda w: loss({**params, **w}, x))(weights)
+            return {**params, **jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads)}
+
+        weights = {f"w{i}": jax.ShapeDtypeStruct((16, 16), jnp.float32) for i in range(LAYERS)}
+        shared = jax.ShapeDtypeStruct((2 * LAYERS,), jnp.float32)
+        return layered(step, {**weights, "shared": shared}, jax.ShapeDtypeStruct((8, 16), jnp.float32))
+
+    found = of_slices(range(0, 2 * LAYERS, 2))
+    assert alike(found, (2, 3), (4, 5))
+    found = of_slices([0, 2, 4, 5, 6, 8])  # a layer adds what the one before it has read
+    assert alike(found, (2, 3), (3, 4))
+    assert not alike(found, (3, 4), (4, 5))
