@@ -93,7 +93,7 @@ def stage_looks(placed: PlacedStep) -> list[StageLook]:
             return _Wire(name, placed.stage_of(v) - stage, sent.get((v, stage)), others)
         return _Wire(name, placed.home[v] - stage if v in placed.home else None, None, others)
 
-    texts: dict[int, str] = {}  # by id of a parameter: the parts of a loop share its body
+    texts: dict[int, tuple[Any, str]] = {}  # by id of a parameter, with it: the parts of a loop share its body
     looks = []
     for stage in range(placed.num_stages):
         digest, values = _digest(placed, stage, texts)
@@ -102,7 +102,7 @@ def stage_looks(placed: PlacedStep) -> list[StageLook]:
     return looks
 
 
-def _digest(placed: PlacedStep, stage: int, texts: dict[int, str]) -> tuple[str, Mapping[Value, int]]:
+def _digest(placed: PlacedStep, stage: int, texts: dict[int, tuple[Any, str]]) -> tuple[str, Mapping[Value, int]]:
     """Of the equations of a stage's programs, their shapes and parameters; and the values in the order of naming."""
     step = placed.step
     outputs = {v for v in step.outputs if isinstance(v, Value)}
@@ -122,8 +122,8 @@ def _digest(placed: PlacedStep, stage: int, texts: dict[int, str]) -> tuple[str,
 
     def text(parameter: Any) -> str:
         if id(parameter) not in texts:
-            texts[id(parameter)] = str(parameter)
-        return texts[id(parameter)]
+            texts[id(parameter)] = parameter, str(parameter)
+        return texts[id(parameter)][1]
 
     digest = hashlib.sha256()
     for program in placed.programs:
