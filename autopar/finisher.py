@@ -31,6 +31,7 @@ _SECONDS = 1.0  # the work limit of a solution
 _MORE_SECONDS = 4.0  # .. of one that may be far from the best
 _WIDE_GAP = 0.5  # relative to the bound: so far
 _GOOD_GAP = 0.01  # relative: what is better by less is not looked for
+_CLOSE = 0.05  # relative: a solution of the search this close to its bound is good enough to begin with
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
 _MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
@@ -143,7 +144,9 @@ class Finisher:
         start = None
         if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
             with contextlib.suppress(Infeasible):
-                alike = self.stages.solution(tied.numbers, in_flight) or _solve(tied.numbers.problem(in_flight))
+                alike = self.stages.solution(tied.numbers, in_flight)
+                if alike is None or alike.gap > _CLOSE:
+                    alike = _solve(tied.numbers.problem(in_flight), start=None if alike is None else alike.choice)
                 start = problem.untied(tied, alike.choice)
         found = _solve(numbers.problem(in_flight), start=start)
         known.append((numbers, in_flight, found))
