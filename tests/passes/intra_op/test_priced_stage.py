@@ -12,6 +12,7 @@ import numpy as np
 import optax
 import pytest
 
+from autopar import finisher
 from autopar.ir.mesh import Mesh
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible, Solution, evaluate
@@ -155,3 +156,21 @@ def test_what_is_far_from_being_good_or_from_fitting() -> None:
     impossible = Infeasible(math.inf, None, proved=True)
     with mock.patch.object(PricedStage, "least_cost", side_effect=impossible):
         assert not planner.stages.are_far(layered, "1f1b", [mesh], 0.5 * cost)
+
+
+def test_finishing_does_not_begin_with_a_solution_far_from_its_bound() -> None:
+    """The search ends its solutions early: such a one may be far from the best."""
+    planner = planner_of_gpt(CONFIG)
+    layered = planner.layering.layered(4, False)
+    placed, mesh = layered.placed([]), Mesh((0, 1, 2, 3), (4,), ("x",))
+    tied = stage_problems(planner, 4)[0].numbers.problem(1)
+    far = solve(dataclasses.replace(tied, limit=None), seconds=0.0)
+    for bound, is_solved_again in ((far.cost, False), (0.5 * far.cost, True)):
+        found = dataclasses.replace(far, lower_bound=bound)
+        with (
+            mock.patch.object(planner.stages, "solution", return_value=found),
+            mock.patch.object(finisher, "solve", wraps=solve) as solved,
+        ):
+            assert planner.finisher.finish(layered, placed, [mesh], "1f1b") is not None
+        sizes = {len(call.args[0].costs) for call in solved.call_args_list}
+        assert (len(tied.costs) in sizes) == is_solved_again
