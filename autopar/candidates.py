@@ -86,7 +86,7 @@ class Candidates:
         return [n for n in numbers if n * stages <= _MOST_PARTS and (1 - 1 / n) * bubble >= _WORTH_INTERLEAVING]
 
     def uniform(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Numbers of equal stages that the search cannot make of the layers that it tells apart, many hosts' falling.
+        """Numbers of equal stages that the search cannot make of the layers that it tells apart, the likely ones first.
 
         With their meshes' shape and a number of microbatches: `fixed`, if it is.
         """
@@ -98,11 +98,13 @@ class Candidates:
         yield from self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed)
 
     def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Stages of as many whole hosts each."""
+        """Stages of as many whole hosts each, and falling; those that divide the model's loops over layers first."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         lengths = self.layering.stacks.lengths
-        even = [n for n in range(2, MAX_LAYERS + 1) if count % n == 0 and all(length % n == 0 for length in lengths)]
-        for stages in (*(n for n in range(_MOST_STAGES, MAX_LAYERS, -1) if count % n == 0), *even[-1:]):
+        numbers = [n for n in range(_MOST_STAGES, 1, -1) if count % n == 0]
+        even = [n for n in numbers if all(length % n == 0 for length in lengths)]
+        few = [n for n in even if n <= MAX_LAYERS][:1]
+        for stages in dict.fromkeys(n for n in (*even, *numbers) if n > MAX_LAYERS or n in few):
             each = count // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self.divisors if n * each <= self.analysis.batch_size), default=1)
             if stages > MAX_LAYERS or (fixed is None and m not in self.likely):  # others are searched anyway

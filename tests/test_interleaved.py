@@ -206,7 +206,7 @@ def test_what_divides_a_loop_over_layers_is_tried() -> None:
     cluster = cluster_of(20, 2, memory=2**20, flops=1e12)
     candidates = Planner(analyse(train_step, step, examples()), cluster).candidates
     assert list(candidates.rounds(2, 4)) == [2, 4]
-    assert list(candidates.uniform(None)) == [(20, (2,), 16), (4, (5, 2), 2)]  # an example for each host of a stage
+    assert list(candidates.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
     assert list(candidates.uniform(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
     assert list(Planner(analyse(train_step, unrolled, examples()), cluster).candidates.rounds(2, 4)) == [2, 3, 4]
