@@ -98,13 +98,16 @@ class Candidates:
         yield from self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed)
 
     def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Stages of as many whole hosts each, and falling; those that divide the model's loops over layers first."""
+        """Stages of as many whole hosts each: first numbers that divide the loops over layers, then others, falling."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         lengths = self.layering.stacks.lengths
-        numbers = [n for n in range(_MOST_STAGES, 1, -1) if count % n == 0]
-        even = [n for n in numbers if all(length % n == 0 for length in lengths)]
-        few = [n for n in even if n <= MAX_LAYERS][:1]
-        for stages in dict.fromkeys(n for n in (*even, *numbers) if n > MAX_LAYERS or n in few):
+
+        def divides(n: int) -> bool:
+            return all(length % n == 0 for length in lengths)
+
+        many = [n for n in range(_MOST_STAGES, MAX_LAYERS, -1) if count % n == 0]
+        few = [n for n in range(MAX_LAYERS, 1, -1) if count % n == 0 and divides(n)]
+        for stages in sorted((*many, *few[:1]), key=divides, reverse=True):
             each = count // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self.divisors if n * each <= self.analysis.batch_size), default=1)
             if stages > MAX_LAYERS or (fixed is None and m not in self.likely):  # others are searched anyway

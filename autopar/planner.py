@@ -430,7 +430,7 @@ class Planner:
         if first is None:
             number = self.cluster.num_devices
             whole = [mesh_at(0, shape) for shape in self.candidates.first_shapes(self.cluster, 0, number)]
-            is_vain = num_stages != 1 or self.stages.are_far(layered, self._schedule, whole, self._best.step_time)
+            is_vain = num_stages != 1 or self.stages.are_far(layered, whole, self._best.step_time)
             if is_vain and not self.stages.are_hints_in_the_way:
                 return None, None
             return None, self._stages(layered, num_stages, self.candidates.shapes, estimate)

@@ -97,23 +97,26 @@ class StageCosts:
                 self._by_size.setdefault(_size(problem.numbers), []).append(priced)
         return self._priced[key]
 
-    def are_far(self, layered: Layered, schedule: ScheduleName, meshes: Sequence[Mesh], seconds: float) -> bool:
+    def are_far(self, layered: Layered, meshes: Sequence[Mesh], seconds: float) -> bool:
         """Whether all layers as one stage need far more than so many seconds a step, or than the memory, on all meshes.
 
-        Then other shapes of these meshes are in vain, too.
+        Then other shapes of these meshes are in vain, too. By what is known: False if one was not asked for.
         """
+        span = layered.spans.first_alike((0, layered.num_layers))
         for mesh in meshes:
-            priced = self._priced_stage(layered, schedule, (0, layered.num_layers), mesh)
+            placed = self._placed.get((layered, span))
+            priced = self._priced.get((placed, self._kind_of_mesh(mesh)))
             if priced is None:
                 return False
             most, least = self.prices.memory(mesh), priced.numbers.least_bytes(1)
-            if least > _FAR * most:
+            if least > most:
+                if least <= _FAR * most:
+                    return False
                 continue
             try:
-                cost = priced.least_cost(2)
+                if priced.known_cost <= _FAR * seconds:
+                    return False
             except Infeasible:  # whatever the memory
-                return False
-            if least > most or cost <= _FAR * seconds:
                 return False
         return True
 

@@ -2,7 +2,7 @@
 
 Spans are alike if their layers, each as a stage of its own, have programs that are alike, and if what these hand to one
 another is alike within the span; of what lies outside it only counts whether it is before or behind. Alike spans become
-the same programs.
+the same programs, but for where in arrays pieces lie that they read.
 """
 
 from __future__ import annotations

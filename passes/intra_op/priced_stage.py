@@ -39,7 +39,7 @@ class PricedStage:
         fewer = 1 << (in_flight.bit_length() - 1)
         for number in dict.fromkeys((more, fewer, in_flight)):
             known = self._fitting(in_flight)
-            if known is not None and known.cost <= self.least_cost(in_flight) * (1 + _ALIKE):
+            if known is not None and known.cost <= self._least_cost(in_flight) * (1 + _ALIKE):
                 return known
             self._solve(number)
             self._check(in_flight)
@@ -73,8 +73,13 @@ class PricedStage:
             gap=_ALIKE,
         )
 
-    def least_cost(self, in_flight: int) -> float:
-        """What no choice that fits is likely to beat: the costs with fewer in flight, as far as they are known."""
+    @property
+    def known_cost(self) -> float:
+        """What it costs with one microbatch in flight, or at least, as far as that is known."""
+        return self._least_cost(2)
+
+    def _least_cost(self, in_flight: int) -> float:
+        """What no choice that fits is likely to beat: the costs with fewer in flight."""
         return max([self.cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
 
     def _fitting(self, in_flight: int) -> Solution | None:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -65,11 +65,11 @@ def rule_of(equation: Equation) -> Rule:
     return _rule_of(equation.signature, _REGISTERED.get(equation.primitive.name), random.is_partitionable())
 
 
-def without_places(equation: Equation) -> dict[str, Any]:
+def without_places(equation: Equation) -> Mapping[str, Any]:
     """The parameters of an equation; the rule's factors instead of those that only say where a piece lies."""
     places = slicing.PLACES.get(equation.primitive.name)
     if places is None:
-        return dict(equation.params)
+        return equation.params
     rule = rule_of(equation)
     kept = {name: value for name, value in equation.params.items() if name not in places}
     return {**kept, "factors": (rule.factors, rule.inputs, rule.outputs)}

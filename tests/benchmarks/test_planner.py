@@ -48,7 +48,7 @@ def test_margin(ours: float | None, others: list[float | None], expected: float)
 def test_bars() -> None:
     first, *_, last = [case for case in planner.alpa_cases() if case.spec["family"] == "gpt"]
     rows = [(first, {"ours": outcome(1.0, 5.0), "alpa": outcome(2.0)}), (last, {"ours": outcome(3.0, 61.0)})]
-    found = planner.bars(rows, 66.0)
+    found = planner.bars(rows)
     assert found["time_over_the_best_other"].value == 0.5
     assert found["planning_seconds"].value == 66.0
     assert not found["planning_seconds_gpt_39B"].holds
@@ -73,7 +73,7 @@ def test_configurations_of_megatron() -> None:
 
 def test_bars_without_the_weak_scaling_of_alpa() -> None:
     *_, last = planner.megatron_cases()
-    found = planner.bars([(last, {"ours": outcome(1.0, 299.0), "megatron in 512": outcome(0.5)})], 299.0)
+    found = planner.bars([(last, {"ours": outcome(1.0, 299.0), "megatron in 512": outcome(0.5)})])
     assert "planning_seconds" not in found
     assert found["planning_seconds_megatron_1008B"].holds
     assert not found["time_over_the_best_other"].holds

@@ -144,18 +144,22 @@ def test_what_cannot_fit_is_refused_with_the_least_that_is_needed() -> None:
 def test_what_is_far_from_being_good_or_from_fitting() -> None:
     """One stage that takes, or needs, a little more than there is may be good on a mesh of another shape."""
     mesh = Mesh((0, 1, 2, 3), (4,), ("x",))
-    planner = planner_of_gpt(CONFIG)
-    layered = planner.layering.layered(1, False)
-    tied = stage_problems(planner, 1)[0].numbers
+    tied = stage_problems(planner_of_gpt(CONFIG), 1)[0].numbers
     cost, least = PricedStage(tied, 1, 1.0).cheapest.cost, tied.least_bytes(1)
-    for seconds, is_far in ((0.5 * cost, True), (0.9 * cost, False), (2 * cost, False)):
-        assert planner.stages.are_far(layered, "1f1b", [mesh], seconds) == is_far
-    for share, is_far in ((0.5, True), (0.9, False)):
-        short = planner_of_gpt(CONFIG, memory=int(share * least))
-        assert short.stages.are_far(short.layering.layered(1, False), "1f1b", [mesh], 0.5 * cost) == is_far
-    impossible = Infeasible(math.inf, None, proved=True)
-    with mock.patch.object(PricedStage, "least_cost", side_effect=impossible):
-        assert not planner.stages.are_far(layered, "1f1b", [mesh], 0.5 * cost)
+
+    def is_far(seconds: float, memory: float = 2**34, asked: bool = True) -> bool:
+        planner = planner_of_gpt(CONFIG, memory=int(memory))
+        layered = planner.layering.layered(1, False)
+        if asked:
+            planner.stages.bound(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+        return planner.stages.are_far(layered, [mesh], seconds)
+
+    assert [is_far(share * cost) for share in (0.5, 0.9, 2.0)] == [True, False, False]
+    assert [is_far(0.5 * cost, share * least) for share in (0.5, 0.9)] == [True, False]
+    assert not is_far(0.5 * cost, asked=False)
+    impossible = mock.PropertyMock(side_effect=Infeasible(math.inf, None, proved=True))
+    with mock.patch.object(PricedStage, "known_cost", impossible):
+        assert not is_far(0.5 * cost)
 
 
 def test_finishing_does_not_begin_with_a_solution_far_from_its_bound() -> None:
