@@ -100,7 +100,7 @@ class StageCosts:
     def are_far(self, layered: Layered, meshes: Sequence[Mesh], seconds: float) -> bool:
         """Whether all layers as one stage need far more than so many seconds a step, or than the memory, on all meshes.
 
-        Then other shapes of these meshes are in vain, too. By what is known: False if one was not asked for.
+        Then other shapes of these meshes are in vain, too. False if one was not asked for.
         """
         span = layered.spans.first_alike((0, layered.num_layers))
         for mesh in meshes:
@@ -108,13 +108,9 @@ class StageCosts:
             priced = self._priced.get((placed, self._kind_of_mesh(mesh)))
             if priced is None:
                 return False
-            most, least = self.prices.memory(mesh), priced.numbers.least_bytes(1)
-            if least > most:
-                if least <= _FAR * most:
-                    return False
-                continue
             try:
-                if priced.known_cost <= _FAR * seconds:
+                least = priced.numbers.least_bytes(1)
+                if least <= _FAR * self.prices.memory(mesh) and priced.known_cost <= _FAR * seconds:
                     return False
             except Infeasible:  # whatever the memory
                 return False

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import heapq
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from autopar.passes.intra_op.min_fill import min_fill
 from autopar.passes.intra_op.problem import Array
 
 Unary = Mapping[int, Array]
@@ -124,11 +124,14 @@ def plan_elimination(
     None if a limit above is passed. With `prefer_fixed`, nodes are fixed instead where a table would grow too large:
     of the nodes that the table spans the one with the largest preference.
     """
+    graph = tuple((node, sizes[node], tuple(neighbours[node])) for node in sorted(sizes))
     if prefer_fixed is None:
-        graph = tuple((node, size, tuple(neighbours[node])) for node, size in sizes.items())
         return _exact_elimination(graph, _Limits(MAX_TABLE, MAX_WORK, MAX_STORED))
     # a plan with fixed nodes is run many times: it must be much cheaper than an exact one
-    return _elimination(sizes, neighbours, _Limits(MAX_TABLE >> 5, MAX_WORK >> 6, MAX_STORED), prefer_fixed)
+    return _elimination(graph, _Limits(MAX_TABLE >> 5, MAX_WORK >> 6, MAX_STORED), prefer_fixed)
+
+
+_Linked = tuple[tuple[int, int, tuple[int, ...]], ...]  # nodes, ascending, with their sizes and neighbours
 
 
 class _Limits(NamedTuple):
@@ -138,71 +141,31 @@ class _Limits(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4)  # a solver asks for that of the network at hand in several places
-def _exact_elimination(graph: tuple[tuple[int, int, tuple[int, ...]], ...], limits: _Limits) -> Elimination | None:
-    """`graph`: nodes with their sizes and neighbours."""
-    sizes = {node: size for node, size, _ in graph}
-    return _elimination(sizes, {node: linked for node, _, linked in graph}, limits, None)
+def _exact_elimination(graph: _Linked, limits: _Limits) -> Elimination | None:
+    return _elimination(graph, limits, {})
 
 
-def _elimination(
-    sizes: Mapping[int, int],
-    neighbours: Mapping[int, Iterable[int]],
-    limits: _Limits,
-    prefer_fixed: Mapping[int, float] | None,
-) -> Elimination | None:
-    linked = {node: set(neighbours[node]) for node in sizes}
-
-    def entries(node: int) -> int:
-        return math.prod(map(sizes.__getitem__, linked[node]))
-
-    effort = 0
-
-    def priority(node: int) -> tuple[int, int, int]:
-        nonlocal effort
-        effort += len(linked[node]) ** 2
-        fill = 0
-        for u, v in itertools.combinations(linked[node], 2):
-            if v not in linked[u]:
-                fill += sizes[u] * sizes[v]
-        return fill, entries(node), node
-
-    current = {node: priority(node) for node in sizes}
-    heap = list(current.values())
-    heapq.heapify(heap)
-    order: list[tuple[int, frozenset[int]]] = []
-    fixed: list[int] = []
-    work = stored = 0
-    while heap:
-        entry = heapq.heappop(heap)
-        node = entry[2]
-        if current.get(node) != entry:
-            continue  # eliminated, or out of date
-        if effort > _MAX_EFFORT and prefer_fixed is None:
-            return None
-        size = entries(node) * sizes[node]
-        if entries(node) > limits.table or work + size > limits.work or stored + entries(node) > limits.stored:
-            if prefer_fixed is None:
-                return None
-            node = max(sorted({node, *linked[node]}), key=prefer_fixed.__getitem__)
-            fixed.append(node)
-            touched = set(linked[node])
-        else:
-            order.append((node, frozenset(linked[node])))
-            work, stored = work + size, stored + entries(node)
-            touched = set(linked[node])
-            for u, v in itertools.combinations(linked[node], 2):
-                if v not in linked[u]:
-                    touched |= linked[u] & linked[v]
-                    linked[u].add(v)
-                    linked[v].add(u)
-        for other in linked.pop(node):
-            linked[other].discard(node)
-        del current[node]
-        touched.discard(node)
-        for other in touched:
-            current[other] = priority(other)
-            heapq.heappush(heap, current[other])
-    return Elimination(_buckets(order, sizes, neighbours, set(fixed)), tuple(fixed), work)
+def _elimination(graph: _Linked, limits: _Limits, prefer_fixed: Mapping[int, float]) -> Elimination | None:
+    nodes = np.array([node for node, _, _ in graph], dtype=np.int64)
+    linked = np.array([*itertools.chain.from_iterable(others for _, _, others in graph)], dtype=np.int64)
+    found = min_fill(
+        np.array([size for _, size, _ in graph], dtype=np.int64),
+        np.cumsum([0, *(len(others) for _, _, others in graph)]),
+        np.searchsorted(nodes, linked),
+        np.array([prefer_fixed[node] for node, _, _ in graph] if prefer_fixed else [], dtype=np.float64),
+        *limits,
+        _MAX_EFFORT,
+    )
+    if not found.is_done:
+        return None
+    scopes, ends = nodes[found.scopes].tolist(), found.scope_at.tolist()
+    order = [
+        (node, scopes[start:end])
+        for node, (start, end) in zip(nodes[found.nodes].tolist(), itertools.pairwise(ends), strict=True)
+    ]
+    fixed = nodes[found.is_fixed].tolist()
+    sizes, neighbours = {node: size for node, size, _ in graph}, {node: others for node, _, others in graph}
+    return Elimination(_buckets(order, sizes, neighbours, set(fixed)), tuple(fixed), int(found.work))
 
 
 def _buckets(

@@ -54,6 +54,12 @@ class _Queue:
         self._waiting.remove(node)
         return node
 
+    def pop_all(self) -> list[int]:
+        nodes = list(self._order)
+        self._order.clear()
+        self._waiting.clear()
+        return nodes
+
 
 @dataclasses.dataclass
 class Network:
@@ -67,7 +73,8 @@ class Network:
     times: Integers  # number of each point in time, the same in all copies
     offset: float  # seconds that every choice pays
     lifts: list[Lift]
-    touched: dict[int, None] = dataclasses.field(default_factory=dict)  # nodes whose costs, strategies or edges changed
+    # Nodes whose costs, strategies or edges changed since infinite costs were followed.
+    touched: dict[int, None] = dataclasses.field(default_factory=dict)
 
     @staticmethod
     def of(problem: Problem) -> Network:
@@ -88,6 +95,7 @@ class Network:
         if problem.limit is not None:
             network._set_usages(problem.usages, float(np.floor(problem.limit)))
         network.make_consistent(range(count))
+        network.touched = {}
         return network
 
     def copy(self) -> Network:
@@ -100,6 +108,7 @@ class Network:
             self.times,
             self.offset,
             list(self.lifts),
+            dict(self.touched),
         )
 
     def without_memory(self) -> Network:
@@ -185,23 +194,28 @@ class Network:
     def make_consistent(self, nodes: Iterable[int]) -> None:
         """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
         waiting = _Queue(nodes)
-        finite: dict[int, tuple[Array, bool]] = {}  # by id of an array, of which edges share many
-
-        def is_finite(matrix: Array) -> bool:
-            whole = matrix.base if isinstance(matrix.base, np.ndarray) else matrix
-            if id(whole) not in finite:
-                finite[id(whole)] = whole, bool(np.isfinite(whole).all())
-            return finite[id(whole)][1]
-
         while waiting:
-            node = waiting.pop()
-            kept = np.isfinite(self.unary[node])
-            for matrix in self.adjacent[node].values():
-                if not is_finite(matrix):
-                    kept &= np.isfinite(matrix.min(axis=1))
-            if not kept.all():
-                self.keep(node, kept)
-                waiting.add(self.adjacent[node])
+            turn = waiting.pop_all()
+            finite = self._finite(turn)
+            for node in turn:
+                kept = np.isfinite(self.unary[node])
+                for matrix in self.adjacent[node].values():
+                    if id(_whole(matrix)) not in finite:
+                        kept &= np.isfinite(matrix.min(axis=1))
+                if not kept.all():
+                    self.keep(node, kept)
+                    waiting.add(self.adjacent[node])
+
+    def _finite(self, nodes: Iterable[int]) -> dict[int, Array]:
+        """The arrays by id, of those behind the edges of some nodes, that have no infinite cost; edges share many."""
+        wholes = {id(whole): whole for node in nodes for matrix in self.adjacent[node].values()
+                  if (whole := _whole(matrix)).size}  # fmt: skip
+        if not wholes:
+            return {}
+        finite = np.isfinite(np.concatenate([whole.ravel() for whole in wholes.values()]))
+        starts = np.cumsum([0, *(whole.size for whole in wholes.values())])[:-1]
+        are_finite = np.logical_and.reduceat(finite, starts).tolist()
+        return {key: whole for (key, whole), is_finite in zip(wholes.items(), are_finite, strict=True) if is_finite}
 
     def absorb_single(self, nodes: Iterable[int]) -> None:
         """Those of the nodes that have one strategy become costs of their neighbours."""
@@ -223,10 +237,10 @@ class Network:
                 continue
             if len(self.adjacent[u]) > len(self.adjacent[v]):
                 u, v = v, u  # few links to move
-            for node, leader in ((u, v), (v, u)):
-                finite = np.isfinite(self.adjacent[node][leader])
-                # the count is quickly found and mostly tells
-                if np.count_nonzero(finite) == finite.shape[1] and finite.any(axis=0).all():
+            either = np.isfinite(self.adjacent[u][v])
+            count = np.count_nonzero(either)  # quickly found, and mostly tells
+            for node, leader, finite in ((u, v, either), (v, u, either.T)):
+                if count == finite.shape[1] and finite.any(axis=0).all():
                     touched = [other for other in self.adjacent[node] if other != leader]
                     follows = finite.argmax(axis=0)
                     followers.setdefault(leader, []).append((node, follows))
@@ -256,25 +270,26 @@ class Network:
             cost = self.unary[node]
             if cost.size == 1:
                 continue
-            matrices = list(self.adjacent[node].values())
-            borders = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])
-            links = np.concatenate([np.zeros((cost.size, 0)), *matrices], axis=1)
-            used = np.array([amount for _, _, amount in self.usages[node]]).reshape(-1, cost.size)
-            self.keep(node, undominated(cost, links, borders, np.ascontiguousarray(used.T)))
+            matrices = self.adjacent[node].values()
+            borders = np.array([0, *itertools.accumulate(matrix.shape[1] for matrix in matrices)])
+            links = np.concatenate([*matrices], axis=1) if matrices else np.zeros((cost.size, 0))
+            spans = self.usages[node]
+            used = np.stack([amount for _, _, amount in spans], axis=1) if spans else np.zeros((cost.size, 0))
+            self.keep(node, undominated(cost, links, borders, used))
 
     def reduce(self, *, dominated: bool) -> None:
         """All reductions until none finds anything more, each only where something changed; raises Contradiction."""
-        changed = dict.fromkeys(self.unary)
+        changed, inconsistent = dict.fromkeys(self.unary), self.touched
         while changed:
             self.touched = {}
-            self.make_consistent(node for node in changed if node in self.unary)
+            self.make_consistent(node for node in inconsistent if node in self.unary)
             self.absorb_single({**changed, **self.touched})
             self.eliminate_free({**changed, **self.touched})
             self.merge_followers({**changed, **self.touched})
             if not dominated:
                 break
             self.remove_dominated({**changed, **self.touched})
-            changed = self.touched
+            changed = inconsistent = self.touched
         self._drop_times()
 
     # Steps in detail
@@ -473,6 +488,11 @@ class Network:
                 units[start:end] = np.gcd(units[start:end], np.gcd.reduce(amount.astype(np.int64)))
         units = np.maximum(units, 1)
         self.slack = np.floor(self.slack / units) * units
+
+
+def _whole(matrix: Array) -> Array:
+    """The array whose transpose the matrix may be."""
+    return matrix.base if isinstance(matrix.base, np.ndarray) else matrix
 
 
 def _gathered(

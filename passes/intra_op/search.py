@@ -156,7 +156,8 @@ class Search:
 
     def _is_wide(self, network: Network) -> bool:
         oracle = oracle_for(network, self.random)
-        return isinstance(oracle, Wide) and not oracle.narrow
+        # Only prices on memory can make more dominated than what is gone.
+        return isinstance(oracle, Wide) and not (network.slack.size and oracle.narrow)
 
     # Step 5, by messages
 

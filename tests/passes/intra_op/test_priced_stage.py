@@ -155,7 +155,8 @@ def test_what_is_far_from_being_good_or_from_fitting() -> None:
         return planner.stages.are_far(layered, [mesh], seconds)
 
     assert [is_far(share * cost) for share in (0.5, 0.9, 2.0)] == [True, False, False]
-    assert [is_far(0.5 * cost, share * least) for share in (0.5, 0.9)] == [True, False]
+    assert [is_far(2 * cost, share * least) for share in (0.5, 0.9)] == [True, False]
+    assert is_far(0.5 * cost, 0.9 * least)
     assert not is_far(0.5 * cost, asked=False)
     impossible = mock.PropertyMock(side_effect=Infeasible(math.inf, None, proved=True))
     with mock.patch.object(PricedStage, "known_cost", impossible):
