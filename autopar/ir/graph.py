@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.hint import Hint
-from autopar.ir.same import Signature, number_signature, parameters_signature
+from autopar.ir.same import Signature, number_signature, parameters_signature, signature_of
 
 
 class Phase(enum.Enum):
@@ -138,7 +138,7 @@ class Equation:
         """Equal for equations that do the same to arrays of the same shapes and types, whenever they run."""
         inputs = tuple([operand_signature(v) for v in self.inputs])
         outputs = tuple([operand_signature(v) for v in self.outputs])
-        return Signature(self, (self.primitive, parameters_signature(self.params), inputs, outputs))
+        return signature_of(self, (self.primitive, parameters_signature(self.params), inputs, outputs))
 
     def __repr__(self) -> str:
         ins = ", ".join(map(repr, self.inputs))

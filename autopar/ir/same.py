@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import numpy as np
 from jax.extend import core as jex_core
@@ -14,7 +15,7 @@ T = TypeVar("T")
 class Signature(Generic[T]):
     """Of something: compared by structure, the hash found once. What it compares by identity it keeps alive."""
 
-    __slots__ = ("_hash", "_structure", "of")
+    __slots__ = ("__weakref__", "_hash", "_structure", "of")
 
     def __init__(self, of: T, structure: Hashable) -> None:
         self.of = of
@@ -28,6 +29,17 @@ class Signature(Generic[T]):
 
     def __hash__(self) -> int:
         return self._hash
+
+
+_known: WeakValueDictionary[Hashable, Signature[Any]] = WeakValueDictionary()
+
+
+def signature_of(of: T, structure: Hashable) -> Signature[T]:
+    """The same object for all that is equal, as long as it is in use: so it is quickly compared."""
+    found = _known.get(structure)
+    if found is None:
+        found = _known[structure] = Signature(of, structure)
+    return found
 
 
 class _This:

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.cost_model.compute import accumulate_seconds
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.ir.graph import Equation, Value
-from autopar.ir.local import StageSharding, Traffic
+from autopar.ir.local import StageSharding
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
@@ -30,12 +30,11 @@ from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.problem import Solution
 from autopar.passes.intra_op.seconds import StrategySeconds
-from autopar.passes.intra_op.stage import Stage
+from autopar.passes.intra_op.stage import Stage, StageLane
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
     OptionsCache,
     Shardings,
-    lane_operands,
     temporaries,
 )
 from autopar.passes.rules.base import Rule
@@ -102,7 +101,7 @@ class StageProblem:
     def __init__(self, setting: StageSetting) -> None:
         self.setting = setting
         self.stage = stage = setting.stage
-        self.programs, self.traffic, self.copied, self.step = stage.programs, stage.traffic, stage.copied, stage.step
+        self.programs, self.copied, self.step = stage.programs, stage.copied, stage.step
         self.stored = set(self.step.graph.inputs) | set(self.step.constants)
         self.numbers = StageNumbers(setting.memory_limit)
         self._edges: dict[tuple[int, int, int], int] = {}  # the index of each in `edges`
@@ -175,49 +174,42 @@ class StageProblem:
     def _slot(self, program: Program, value: Value) -> Slot:
         return (program.index if value in self.copied else None, value)
 
-    def _strategies(self, eqn: Equation, index: int, addends: frozenset[int], traffic: Traffic) -> Any:
+    def _strategies(self, lane: StageLane) -> tuple[LaneOptions, Any]:
         """The options of a lane of an equation, and the seconds of each."""
-        known = self.setting.remembered.equations
-        key = (eqn.signature, self.setting.limits.kind(eqn), index, addends, traffic)
+        known, limits = self.setting.remembered.equations, self.setting.limits
+        eqn, rule, index = lane.equation, lane.rule, lane.at
+        key = (lane.look, limits.kind(eqn))
         if key not in known:
-            rule = self.stage.rules[eqn.id]
             options = self.setting.remembered.options.of(
-                rule.lanes[index], addends, functools.partial(self.setting.limits.allow_lane, eqn, rule)
+                rule.lanes[index], lane.addends, functools.partial(limits.allow_lane, eqn, rule)
             )
-            if not self.setting.limits.heeds_hints(rule, options.lanes[0]):
+            if not limits.heeds_hints(rule, options.lanes[0]):
                 raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
-            known[key] = (options, self._seconds.of(eqn, rule, index, options, traffic))
+            known[key] = (options, self._seconds.of(eqn, rule, index, options, lane.traffic))
         return known[key]
 
     def _add_equations(self, program: Program, alike: Mapping[tuple[int, int], int]) -> None:
-        stage, in_loop, often = self.stage, program.in_loop, self.setting.often(program.in_loop)
-        traffic = self.traffic[program.index]
-        for eqn in program.equations:
-            rule = stage.rules[eqn.id]
-            for index, lane_rule in enumerate(rule.lanes):
-                positions = lane_operands(eqn, rule, index)
-                addends = frozenset(i for i, p in enumerate(positions) if eqn.inputs[p] in stage.addends)
-                outputs = [eqn.outputs[index]] if rule.separable else list(eqn.outputs)
-                options, seconds = self._strategies(eqn, index, addends, traffic[eqn.id])
-                number = alike.get((program.index, eqn.id))
-                key = (number, index, addends, traffic[eqn.id], id(options))
-                if number is not None and key in self._equations:
-                    node = self._equations[key]
-                    self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
-                else:
-                    node = self._equations[key] = self._node(seconds, in_loop)
-                self.lanes[program.index, eqn.id, index] = (node, options)
-                by_round = _by_round(lane_rule, options)
-                for place, position in enumerate(positions):
-                    v = eqn.inputs[position]
-                    if isinstance(v, Value):
-                        shardings = options.operands[place]
-                        end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
-                        self.readers[self._slot(program, v)].append(end)
-                for place, v in enumerate(outputs):
-                    shardings = options.results[place]
-                    end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
-                    self.makers[self._slot(program, v)] = end
+        in_loop, often = program.in_loop, self.setting.often(program.in_loop)
+        for lane in self.stage.lanes[program.index]:
+            eqn = lane.equation
+            options, seconds = self._strategies(lane)
+            number = alike.get((program.index, eqn.id))
+            key = (number, lane.role, id(options))
+            if number is not None and key in self._equations:
+                node = self._equations[key]
+                self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
+            else:
+                node = self._equations[key] = self._node(seconds, in_loop)
+            self.lanes[program.index, eqn.id, lane.at] = (node, options)
+            by_round = _by_round(lane.rule.lanes[lane.at], options)
+            for place, v in lane.inputs:
+                shardings = options.operands[place]
+                end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
+                self.readers[self._slot(program, v)].append(end)
+            for place, v in enumerate(lane.outputs):
+                shardings = options.results[place]
+                end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
+                self.makers[self._slot(program, v)] = end
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""

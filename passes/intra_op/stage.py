@@ -5,18 +5,35 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 from autopar.cost_model.compute import accumulate_seconds
 from autopar.ir.graph import Equation, Value
+from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import PlacedStep, Program
+from autopar.ir.same import signature_of
 from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
 from autopar.passes.intra_op.strategies import can_sum, lane_operands
 from autopar.passes.rules.base import Rule
 from autopar.passes.rules.fusion import memory_traffic
+
+
+class StageLane(NamedTuple):
+    """A lane of an equation of a stage."""
+
+    equation: Equation
+    rule: Rule  # the equation's
+    at: int  # among those of the equation
+    addends: frozenset[int]  # operands of the lane that can be partial sums
+    traffic: Traffic  # the equation's
+    role: Hashable  # equal where the last three are
+    look: Hashable  # equal for lanes that have the same strategies, but for limits, at the same costs
+    inputs: Sequence[tuple[int, Value]]  # with their places among the operands of the lane
+    outputs: Sequence[Value]
 
 
 class Stage:
@@ -75,6 +92,24 @@ class Stage:
             found.update(w for v, w in self.step.accumulate.items() if v in found)
             found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
         return frozenset(found)
+
+    @functools.cached_property
+    def lanes(self) -> Mapping[int, list[StageLane]]:
+        """Those of all equations in order, by program."""
+        found: dict[int, list[StageLane]] = {}
+        for program in self.programs:
+            traffic, lanes = self.traffic[program.index], found.setdefault(program.index, [])
+            for eqn in program.equations:
+                rule = self.rules[eqn.id]
+                for index in range(len(rule.lanes)):
+                    operands = [eqn.inputs[p] for p in lane_operands(eqn, rule, index)]
+                    inputs = [(place, v) for place, v in enumerate(operands) if isinstance(v, Value)]
+                    addends = frozenset([place for place, v in inputs if v in self.addends])
+                    role = signature_of(None, (index, addends, traffic[eqn.id]))
+                    look = signature_of(None, (eqn.signature, role))
+                    outputs = [eqn.outputs[index]] if rule.separable else eqn.outputs
+                    lanes.append(StageLane(eqn, rule, index, addends, traffic[eqn.id], role, look, inputs, outputs))
+        return found
 
     @functools.cached_property
     def alike(self) -> Mapping[tuple[int, int], int]:

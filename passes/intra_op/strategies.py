@@ -26,6 +26,7 @@ class Shardings:
     each: tuple[Sharding, ...]
     share: np.ndarray[Any, Any]  # the part of the value that one device holds
     partial: np.ndarray[Any, Any]  # whether it is an addend
+    _nbytes: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @staticmethod
     def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
@@ -35,7 +36,10 @@ class Shardings:
 
     def nbytes(self, value: Value) -> Any:
         """Bytes of the value that one device holds."""
-        return np.where(self.partial, value.sum_nbytes, value.nbytes) * self.share
+        key = (value.sum_nbytes, value.nbytes)
+        if key not in self._nbytes:
+            self._nbytes[key] = np.where(self.partial, *key) * self.share
+        return self._nbytes[key]
 
 
 @dataclasses.dataclass
