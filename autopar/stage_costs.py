@@ -161,8 +161,8 @@ class StageCosts:
             known = self._overheads.setdefault((self._kind_of_mesh(mesh), layered.num_layers, first), {})
             known[m] = min(known.get(m, math.inf), seconds / (m * loop + once))
 
-    def overhead(self, layered: Layered, layer: int, mesh: Mesh) -> float:
-        """How many times the least seconds spans of layers like this take on such a mesh, by those that were priced.
+    def overhead(self, layered: Layered, layer: int, mesh: Mesh) -> tuple[float, float]:
+        """The least seconds of a layer, and how many times those such take on such a mesh, by spans that were priced.
 
         What is done once for each microbatch is done more often with more of them, and what is done for each example
         not less often with fewer.
@@ -170,10 +170,9 @@ class StageCosts:
         m = layered.step.num_microbatches
         first, _ = layered.spans.first_alike((layer, layer + 1))
         known = self._overheads.get((self._kind_of_mesh(mesh), layered.num_layers, first), {})
-        if m in known:
-            return max(1.0, _SLACK * known[m])
-        others = [1 + (ratio - 1) * min(1.0, m / number) for number, ratio in known.items()]
-        return max(1.0, _SLACK * max(others, default=1.0))
+        times = [known[m]] if m in known else [1 + (ratio - 1) * min(1.0, m / n) for n, ratio in known.items()]
+        loop, once = self._least_seconds(layered, (layer, layer + 1), mesh)
+        return m * loop + once, max(1.0, _SLACK * max(times, default=1.0))
 
     def _kind_of_mesh(self, mesh: Mesh) -> Hashable:
         """Equal for meshes on which the same stage costs the same."""

@@ -47,8 +47,8 @@ StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
 LeastCostFn = Callable[[Span, Mesh], StageCost | None]
 # (first device, number of devices) -> equal for groups of devices on whose meshes a span costs the same
 AlikeFn = Callable[[int, int], Hashable]
-# (layer, logical mesh) -> how many times the least the costs of what has this layer are at least, by all known so far
-OverheadFn = Callable[[int, Mesh], float]
+# (layer, logical mesh) -> its least cost, and how many times that it costs at least, by all known so far
+OverheadFn = Callable[[int, Mesh], tuple[float, float]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def plan_stages(
     least_cost: LeastCostFn | None = None,
     bound_cost: StageCostFn | None = None,
     alike: AlikeFn = lambda start, size: (start, size),
-    overhead: OverheadFn = lambda layer, mesh: 1.0,
+    overhead: OverheadFn = lambda layer, mesh: (1.0, 1.0),
     below: float = math.inf,
     gain: float = 0.0,
 ) -> StagePlan | None:
@@ -122,8 +122,8 @@ def plan_stages(
     costs of plans are asked for that could be the best if every cost not yet asked for were the least possible (lazy
     evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). Before a cost its `bound_cost` is asked for: what it
     is not below, found with less work; None if it does not fit. Of groups of devices that are `alike`, one is asked
-    for. `overhead` is asked again when costs have become known; the least of a span's layers counts, and the search is
-    as exact as that is true.
+    for. `overhead` is asked again when costs have become known; a span is taken to cost at least what its layers do
+    together, and the search is as exact as that is true.
 
     The time has three criteria: (sum of t, largest t, largest s). A *state* is (first layer, first device) of what is
     still to be placed, a *suffix* a way to place it with r stages.
@@ -327,10 +327,12 @@ class _Costs:
         """Ask how much above the least the costs of each layer on each kind of mesh are."""
         layers = range(self.space.num_layers)
         each = np.array([[self.overhead(layer, mesh) for layer in layers] for mesh in self.meshes])
-        each = each.reshape(self.shape[:2])  # where there is no mesh
+        least, times = np.moveaxis(each.reshape(*self.shape[:2], 2), 2, 0)  # reshaped where there is no mesh
         self.factors = np.ones((3, *self.shape))
         for first in layers:
-            self.factors[:2, :, first, first + 1 :] = np.minimum.accumulate(each[:, first:], axis=1)
+            total = np.cumsum(least[:, first:], axis=1)
+            costs = np.cumsum((least * times)[:, first:], axis=1)
+            self.factors[:2, :, first, first + 1 :] = np.divide(costs, total, out=np.ones_like(total), where=total > 0)
 
     def look(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
         """(3, n): per microbatch, per step, memory of these stages; the least where it has not been asked for."""

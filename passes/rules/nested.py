@@ -73,6 +73,36 @@ class Body:
         """Work of one equation in one round."""
         return self.rules[equation.id].work({})
 
+    @functools.cached_property
+    def split_of(self) -> Callable[[int, tuple[tuple[int, BatchDim], ...]], Split | None]:
+        """The factor that an equation, by id, splits if these operands come in pieces; None if it cannot."""
+
+        @functools.cache
+        def find(eqn: int, batches: tuple[tuple[int, BatchDim], ...]) -> Split | None:
+            rule = self.rules[eqn]
+            try:
+                split = split_of(rule, dict(batches))
+            except Unsplittable:
+                return None
+            return None if any(halo.factor == split.factor for halo in rule.halos) else split  # it has no neighbours
+
+        return find
+
+    @functools.cached_property
+    def pieces(self) -> Callable[[int, Split], tuple[Sequence[BatchDim | None], Sequence[State]]]:
+        """What an equation, by id, reads and what it makes if it splits a factor."""
+
+        @functools.cache
+        def find(eqn: int, split: Split) -> tuple[Sequence[BatchDim | None], Sequence[State]]:
+            rule = self.rules[eqn]
+            results: list[State] = [batch_in_dims(split, dims, rule.factors) for dims in rule.outputs]
+            for k, piece in enumerate(results):
+                if piece is None and rule.is_addend(split.factor, k):
+                    results[k] = PARTIAL
+            return [batch_in_dims(split, dims, rule.factors) for dims in rule.inputs], results
+
+        return find
+
 
 def make_body(
     avals: Sequence[Any], parts: Sequence[tuple[Any, Sequence[int]]], rule_of: RuleOf, *,
@@ -302,29 +332,21 @@ class _Propagation:
         self.sums.update(eqn.inputs[i] for i in partial)  # type: ignore[misc]
         split = self.chosen.get(eqn.id)
         if batches:
-            try:
-                split = split_of(rule, batches)
-            except Unsplittable as error:
-                raise _Failed from error
-            if any(halo.factor == split.factor for halo in rule.halos):
-                raise _Failed  # a body has no neighbours
+            split = self.body.split_of(eqn.id, tuple(batches.items()))
+            if split is None:
+                raise _Failed
         if split is None:
             return
         self.splits[eqn.id] = split
-        for i, (v, dims) in enumerate(zip(eqn.inputs, rule.inputs, strict=True)):
+        read, made = self.body.pieces(eqn.id, split)
+        for i, (v, piece) in enumerate(zip(eqn.inputs, read, strict=True)):
             if not isinstance(v, Value) or i in batches:
                 continue
-            piece = batch_in_dims(split, dims, rule.factors)
             if piece is not None:
                 self.slices[eqn.id, i] = piece
             if states[i] is None:
                 self.wanted[v].append(piece)
-        for k, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
-            piece = batch_in_dims(split, dims, rule.factors)
-            if piece is not None:
-                self.states[v] = piece
-            elif rule.is_addend(split.factor, k):
-                self.states[v] = PARTIAL
+        self.states.update((v, state) for v, state in zip(eqn.outputs, made, strict=True) if state is not None)
 
     def _leaving(self, output: int) -> State:
         state = _state(self.states, self.body.outputs[output])

@@ -283,8 +283,8 @@ def test_overheads_spare_what_they_exclude() -> None:
     def least(span: Span, mesh: Mesh) -> StageCost:
         return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
 
-    def overhead(layer: int, mesh: Mesh) -> float:
-        return 5.0 if mesh.size > 1 and mesh.size in asked else 1.0
+    def overhead(layer: int, mesh: Mesh) -> tuple[float, float]:
+        return 1 / mesh.size, 5.0 if mesh.size > 1 and mesh.size in asked else 1.0
 
     exact = plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least)
     often = len(asked)
