@@ -32,6 +32,10 @@ class Contradiction(Exception):
     """The infinite costs, or these and the memory limit, exclude every choice."""
 
 
+class OutOfMemory(Contradiction):
+    """What every node uses at least is above the limit."""
+
+
 class _Queue:
     """Nodes to look at, each once at a time, first come first served."""
 
@@ -169,10 +173,11 @@ class Network:
             matrix = self.adjacent[u][v] + matrix
         self.adjacent[u][v] = matrix
         self.adjacent[v][u] = matrix.T
-        self._touch(u, v)
+        self._touch((u, v))
 
-    def _touch(self, *nodes: int) -> None:
-        self.touched.update(dict.fromkeys(nodes))
+    def _touch(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            self.touched[node] = None
 
     def keep(self, node: int, kept: Mask) -> None:
         """Restrict a node to some of its strategies."""
@@ -180,7 +185,7 @@ class Network:
             raise Contradiction
         if kept.all():
             return
-        self._touch(node, *self.adjacent[node])
+        self._touch((node, *self.adjacent[node]))
         self.unary[node] = self.unary[node][kept]
         self.labels[node] = self.labels[node][kept]
         for neighbour, matrix in list(self.adjacent[node].items()):
@@ -295,7 +300,7 @@ class Network:
     # Steps in detail
 
     def _remove(self, node: int, lift: Lift) -> None:
-        self._touch(*self.adjacent[node])
+        self._touch(self.adjacent[node])
         for neighbour in self.adjacent.pop(node):
             del self.adjacent[neighbour][node]
         del self.unary[node], self.usages[node], self.labels[node]
@@ -334,7 +339,7 @@ class Network:
         def lift(choice: list[int]) -> None:
             choice[node] = int(own[np.searchsorted(labels, choice[leader])])
 
-        self._touch(*self.adjacent[node])
+        self._touch(self.adjacent[node])
         for neighbour in self.adjacent.pop(node):
             del self.adjacent[neighbour][node]
         del self.unary[node], self.labels[node]  # the usages are gathered when all leaders are known
@@ -362,7 +367,7 @@ class Network:
             matrix = np.where(dropped, np.inf, matrix)
             self.adjacent[node][neighbour] = matrix
             self.adjacent[neighbour][node] = matrix.T
-            self._touch(node, neighbour)
+            self._touch((node, neighbour))
             self.make_consistent([node])
 
     # Memory
@@ -425,7 +430,7 @@ class Network:
         if not count:
             return
         if (self.slack < 0).any():
-            raise Contradiction
+            raise OutOfMemory
         spans = [span for spans in self.usages.values() for span in spans]
         starts = np.array([start for start, _, _ in spans], dtype=np.int64)
         ends = np.array([end for _, end, _ in spans], dtype=np.int64)

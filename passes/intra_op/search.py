@@ -33,7 +33,7 @@ from autopar.passes.intra_op.dual import evaluate as evaluate_prices
 from autopar.passes.intra_op.eliminate import plan_elimination
 from autopar.passes.intra_op.messages import marginal_bounds
 from autopar.passes.intra_op.moves import Moves
-from autopar.passes.intra_op.network import Contradiction, Network
+from autopar.passes.intra_op.network import Contradiction, Network, OutOfMemory
 from autopar.passes.intra_op.oracles import LARGE, STEP, Oracle, Wide, oracle_for
 from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
 from autopar.passes.intra_op.relax import Relaxation
@@ -100,12 +100,17 @@ class Search:
     def run(self) -> Solution:
         try:
             network = Network.of(self.problem)
+            full = network.copy()
+            network.reduce(dominated=False)
             self._without_memory(network.without_memory())
+        except OutOfMemory:
+            self._exclude_all()
+            self._lightest(full)
         except Contradiction:
-            self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
+            self._exclude_all()
         else:
             if not self._closed() and network.slack.size:
-                self._with_memory(network)
+                self._with_memory(network, full)
         if self.best is None:
             raise Infeasible(self.smallest_peak, self.problem.limit, proved=self.bound == math.inf)
         return dataclasses.replace(self.best, lower_bound=min(self.bound, self.best.cost))
@@ -113,21 +118,33 @@ class Search:
     def _without_memory(self, network: Network) -> None:
         network.reduce(dominated=False)
         plan = plan_elimination({node: cost.size for node, cost in network.unary.items()}, network.adjacent)
-        if plan is None and self.problem.limit is not None and network.pair_entries > LARGE:
-            return  # step 5 takes the memory along
+        if plan is None and self.problem.limit is not None:
+            return  # `_with_memory` looks at less
         if plan is None or plan.work > _WORTH_REDUCING:
             network.reduce(dominated=True)
         self._close(network, relaxed=self.problem.limit is not None)
 
-    def _with_memory(self, network: Network) -> None:
-        full = network.copy()
+    def _with_memory(self, network: Network, full: Network) -> None:
+        """`full`: before any reduction."""
         try:
             network.reduce(dominated=True)
-            self._close(network, relaxed=False)
+            if not math.isfinite(self.bound) and network.pair_entries <= LARGE:  # else step 5 takes the memory along
+                free = network.without_memory()
+                free.reduce(dominated=True)
+                if self._is_wide(free):
+                    self._relax(network)
+                    return
+                self._close(free, relaxed=True)
+            if not self._closed():
+                self._close(network, relaxed=False)
         except Contradiction:
-            self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
+            self._exclude_all()
             if self.best is None:
                 self._lightest(full)
+
+    def _exclude_all(self) -> None:
+        """Nothing is worth finding any more."""
+        self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
 
     def _close(self, network: Network, *, relaxed: bool) -> None:
         """Steps 2 to 5; raises Contradiction if nothing better than the best is left.
