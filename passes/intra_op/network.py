@@ -277,7 +277,7 @@ class Network:
                 continue
             matrices = self.adjacent[node].values()
             borders = np.array([0, *itertools.accumulate(matrix.shape[1] for matrix in matrices)])
-            links = np.concatenate([*matrices], axis=1) if matrices else np.zeros((cost.size, 0))
+            links = np.concatenate([np.zeros((cost.size, 0)), *matrices], axis=1)  # C order, whatever theirs
             spans = self.usages[node]
             used = np.stack([amount for _, _, amount in spans], axis=1) if spans else np.zeros((cost.size, 0))
             self.keep(node, undominated(cost, links, borders, used))

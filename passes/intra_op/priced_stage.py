@@ -75,7 +75,7 @@ class PricedStage:
 
     @property
     def known_cost(self) -> float:
-        """What it costs with one microbatch in flight, or at least, as far as that is known."""
+        """What it costs with one microbatch in flight, if that is known; else what it does whatever the memory."""
         return self._least_cost(2)
 
     def _least_cost(self, in_flight: int) -> float:

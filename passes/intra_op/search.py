@@ -1,7 +1,8 @@
 """The course of the search for the cheapest choice within the memory, and for a proof of how good it is.
 
 1. Reduce the network exactly (`network.py`).
-2. Without memory: eliminate all nodes exactly (`eliminate.py`). If the result fits, it is the optimum.
+2. Without memory: eliminate all nodes exactly (`eliminate.py`). If the result fits, it is the optimum. Where that is
+   too wide it is tried again without the strategies that are dominated, memory included.
 3. If the memory binds: climb with prices on bytes (`dual.py`), one elimination per evaluation, first on a few
    strategies of each node (column generation); repair and improve what the evaluations choose (`moves.py`); forbid
    every strategy whose least cost is above the best choice's; reduce again and repeat with what is left.
@@ -102,27 +103,30 @@ class Search:
             network = Network.of(self.problem)
             full = network.copy()
             network.reduce(dominated=False)
-            self._without_memory(network.without_memory())
+            binds = network.slack.size > 0
+            self._without_memory(network.without_memory(), binds=binds)
         except OutOfMemory:
             self._exclude_all()
-            self._lightest(full)
+            if self.best is None:
+                self._lightest(full)
         except Contradiction:
             self._exclude_all()
         else:
-            if not self._closed() and network.slack.size:
+            if not self._closed() and binds:
                 self._with_memory(network, full)
         if self.best is None:
             raise Infeasible(self.smallest_peak, self.problem.limit, proved=self.bound == math.inf)
         return dataclasses.replace(self.best, lower_bound=min(self.bound, self.best.cost))
 
-    def _without_memory(self, network: Network) -> None:
+    def _without_memory(self, network: Network, *, binds: bool) -> None:
+        """Step 2; if the memory may bind, `_with_memory` looks again at what it leaves, where it is too wide here."""
         network.reduce(dominated=False)
         plan = plan_elimination({node: cost.size for node, cost in network.unary.items()}, network.adjacent)
-        if plan is None and self.problem.limit is not None:
-            return  # `_with_memory` looks at less
+        if plan is None and binds:
+            return
         if plan is None or plan.work > _WORTH_REDUCING:
             network.reduce(dominated=True)
-        self._close(network, relaxed=self.problem.limit is not None)
+        self._close(network, relaxed=binds)
 
     def _with_memory(self, network: Network, full: Network) -> None:
         """`full`: before any reduction."""
@@ -166,7 +170,7 @@ class Search:
         """Steps 3 and 4; `exact` says whether the bounds were minima, without which it does not branch."""
         bound, cuts = self._tighten(network, prices, (_FIRST_CLIMB if prices.any() else _COLD_CLIMB, *_CLIMBS))
         self.bound = max(self.bound, bound)
-        if self._closed() or self._spent() or (relaxed and self.best is None):
+        if relaxed or self._closed() or self._spent():
             return
         if self.exact:
             self._branch(network, bound, cuts)
@@ -387,7 +391,9 @@ class Search:
             if self.best is None:
                 break
             if oracle.exact and not network.slack.size:
-                return self.best.cost, cuts  # the choice that was offered is the minimum, whatever the rounding
+                # The choice that was offered is the minimum, whatever the rounding; it may not fit.
+                is_best = self.best.cost <= bound + _TOLERANCE * abs(bound)
+                return self.best.cost if is_best else bound, cuts
             if bound >= self._worth(self.best):
                 return self._worth(self.best), cuts
             if self._spent() or index == len(climbs) - 1:

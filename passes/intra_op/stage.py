@@ -30,7 +30,7 @@ class StageLane(NamedTuple):
     at: int  # among those of the equation
     addends: frozenset[int]  # operands of the lane that can be partial sums
     traffic: Traffic  # the equation's
-    role: Hashable  # equal where the last three are
+    role: Hashable  # equal where `at`, `addends` and `traffic` are
     look: Hashable  # equal for lanes that have the same strategies, but for limits, at the same costs
     inputs: Sequence[tuple[int, Value]]  # with their places among the operands of the lane
     outputs: Sequence[Value]

@@ -74,7 +74,7 @@ class Body:
         return self.rules[equation.id].work({})
 
     @functools.cached_property
-    def split_of(self) -> Callable[[int, tuple[tuple[int, BatchDim], ...]], Split | None]:
+    def split_from(self) -> Callable[[int, tuple[tuple[int, BatchDim], ...]], Split | None]:
         """The factor that an equation, by id, splits if these operands come in pieces; None if it cannot."""
 
         @functools.cache
@@ -332,7 +332,7 @@ class _Propagation:
         self.sums.update(eqn.inputs[i] for i in partial)  # type: ignore[misc]
         split = self.chosen.get(eqn.id)
         if batches:
-            split = self.body.split_of(eqn.id, tuple(batches.items()))
+            split = self.body.split_from(eqn.id, tuple(batches.items()))
             if split is None:
                 raise _Failed
         if split is None:

@@ -68,6 +68,32 @@ def check_against_brute_force(problem: Problem) -> None:
     assert fits(problem, found.peak)
 
 
+@pytest.mark.parametrize("limit", [1e9, None])
+def test_a_limit_that_cannot_bind_changes_nothing(limit: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(eliminate, "MAX_TABLE", 100)
+    random = np.random.default_rng(0)
+    nodes = range(7)
+    problem = problem_of(
+        costs=[random.random(4) for _ in nodes],
+        edges=[(u, v, random.random((4, 4))) for u, v in itertools.combinations(nodes, 2)],
+        usages=[(use(0, 10, random.integers(1, 9, 4).tolist()),) for _ in nodes],
+        limit=limit,
+    )
+    expected = brute_force(problem)
+    assert expected is not None
+    for start in (None, [0] * 7):
+        assert solve(problem, start=start).cost == pytest.approx(expected.cost)
+
+
+def test_a_start_is_no_better_than_what_fits() -> None:
+    """The cheapest choice does not fit, and the start is not the best that does."""
+    problem = problem_of(costs=([1, 2, 3],), edges=(), usages=((use(0, 10, [100, 10, 1]),),), limit=50)
+    for start in (None, [1], [2]):
+        found = solve(problem, start=start)
+        assert found.cost == 2
+        assert found.lower_bound == pytest.approx(2)
+
+
 def tiny(seed: int) -> Problem:
     return tiny_problem(seed, memory=seed % 2 == 0, forbidden=seed % 3 == 0)
 
