@@ -59,7 +59,7 @@ class _This:
 
 def program_signature(closed: Any) -> Signature[Any]:
     """Equal for closed jaxprs that compute the same with the same constants."""
-    return Signature(closed, _closed(closed))
+    return signature_of(closed, _closed(closed))
 
 
 def parameters_signature(params: Mapping[str, Any]) -> Hashable:

@@ -90,13 +90,19 @@ def _entries(graph: _Graph, sizes: Integers, node: int) -> int:
 
 
 @compiled
+def _is_before(node: int, other: int, fills: Integers, tables: Integers) -> bool:
+    """Whether a node goes before another with a lower number; -1: there is none."""
+    if node < 0 or other < 0:
+        return other < 0 <= node
+    return bool(fills[node] < fills[other] or (fills[node] == fills[other] and tables[node] < tables[other]))
+
+
+@compiled
 def _first_of(block: int, fills: Integers, tables: Integers, is_left: Mask) -> int:
     """The node of a block that goes first; -1 if none is left."""
     best = -1
     for node in range(block * _BLOCK, min((block + 1) * _BLOCK, fills.size)):
-        if is_left[node] and (
-            best < 0 or fills[node] < fills[best] or (fills[node] == fills[best] and tables[node] < tables[best])
-        ):
+        if is_left[node] and _is_before(node, best, fills, tables):
             best = node
     return best
 
@@ -138,17 +144,13 @@ def min_fill(
         for block in range(firsts.size):
             if firsts[block] == -2:
                 firsts[block] = _first_of(block, fills, tables, is_left)
-            first = firsts[block]
-            if first >= 0 and (
-                node < 0 or fills[first] < fills[node] or (fills[first] == fills[node] and tables[first] < tables[node])
-            ):
-                node = first
+            if _is_before(firsts[block], node, fills, tables):
+                node = firsts[block]
         if effort > most_effort and not can_fix:
             is_done = False
             break
-        table, size, is_large = tables[node], graph.degree[node], False
-        if table > most_table or work + table * sizes[node] > most_work or stored + table > most_stored:
-            is_large = True
+        table, size = tables[node], graph.degree[node]
+        is_large = table > most_table or work + table * sizes[node] > most_work or stored + table > most_stored
         if is_large and not can_fix:
             is_done = False
             break
@@ -178,22 +180,20 @@ def min_fill(
             done += 1
             for a in range(size):
                 u = mine[a]
+                for at in range(graph.start[u], graph.start[u] + graph.degree[u]):
+                    marks[graph.other[at]] = mark
                 for b in range(a + 1, size):
                     v = mine[b]
-                    is_linked = False
-                    for at in range(graph.start[u], graph.start[u] + graph.degree[u]):
-                        marks[graph.other[at]] = mark
-                        is_linked |= graph.other[at] == v
-                    mark += 1
-                    if is_linked:
-                        continue
+                    if marks[v] == mark:
+                        continue  # linked before
                     for at in range(graph.start[v], graph.start[v] + graph.degree[v]):
                         other = graph.other[at]
-                        if marks[other] == mark - 1 and not waits[other]:
+                        if marks[other] == mark and not waits[other]:
                             waits[other], waiting[num_waiting] = True, other
                             num_waiting += 1
                     graph, end = _with_link(graph, u, v, end)
                     graph, end = _with_link(graph, v, u, end)
+                mark += 1
         for other in mine:
             _unlink(graph, other, node)
         is_left[node] = False

@@ -23,25 +23,22 @@ import dataclasses
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from autopar.passes.intra_op import kernels
+from autopar.passes.intra_op.books import RATE, TOLERANCE, Books, now
 from autopar.passes.intra_op.dual import Cut, Master, climb, priced
 from autopar.passes.intra_op.dual import evaluate as evaluate_prices
 from autopar.passes.intra_op.eliminate import plan_elimination
 from autopar.passes.intra_op.messages import marginal_bounds
 from autopar.passes.intra_op.moves import Moves
 from autopar.passes.intra_op.network import Contradiction, Network, OutOfMemory
-from autopar.passes.intra_op.oracles import LARGE, STEP, Oracle, Wide, oracle_for
-from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution, evaluate, fits
+from autopar.passes.intra_op.oracles import LARGE, STEP, Wide, oracle_for
+from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution
 from autopar.passes.intra_op.relax import Relaxation
 from autopar.passes.intra_op.task import IntegerProgram, Task
 
-_RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
-_TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
 _WORTH_REDUCING = 1 << 26  # work of an elimination that takes longer than looking for dominated strategies
 _COLUMNS, _COLUMN_CLIMB = 8, 15  # evaluations of the whole network, and of a few strategies between them
 _COLUMNS_CLOSE = 2e-3  # relative distance of the few strategies' bound from the whole network's that is good enough
@@ -69,8 +66,8 @@ _HEAT = (1e-3, 1e-4, 1e-5)  # of the gap per move, in turn
 _POINTS = 200  # in time that CP-SAT gets at once; of more only those that matter
 
 
-class Search:
-    """The state of one search: the best choice, the best bound, the work that is left."""
+class Search(Books):
+    """One search."""
 
     def __init__(
         self,
@@ -82,18 +79,11 @@ class Search:
         gap: float = 0.0,
         patience: float = 1.0,
     ) -> None:
-        self.problem = problem
-        self.gap = gap
+        super().__init__(problem, seconds, patience, gap)
         self.master = master
         self.integer_program = integer_program
-        self.work = seconds * _RATE
-        self.deadline = _now() + seconds * patience
         self.seed = seed
         self.random = np.random.default_rng(seed)
-        self.best: Solution | None = None
-        self.bound = -math.inf
-        self.smallest_peak = math.inf
-        self.cheapest: tuple[int, ...] = ()  # choice without regard to memory
         self.exact = True  # whether the last climb's bounds were minima
 
     # The course
@@ -106,11 +96,11 @@ class Search:
             binds = network.slack.size > 0
             self._without_memory(network.without_memory(), binds=binds)
         except OutOfMemory:
-            self._exclude_all()
+            self._note_all_excluded()
             if self.best is None:
                 self._lightest(full)
         except Contradiction:
-            self._exclude_all()
+            self._note_all_excluded()
         else:
             if not self._closed() and binds:
                 self._with_memory(network, full)
@@ -142,13 +132,9 @@ class Search:
             if not self._closed():
                 self._close(network, relaxed=False)
         except Contradiction:
-            self._exclude_all()
+            self._note_all_excluded()
             if self.best is None:
                 self._lightest(full)
-
-    def _exclude_all(self) -> None:
-        """Nothing is worth finding any more."""
-        self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
 
     def _close(self, network: Network, *, relaxed: bool) -> None:
         """Steps 2 to 5; raises Contradiction if nothing better than the best is left.
@@ -208,7 +194,7 @@ class Search:
         if self._closed() or self._spent():
             return
         if network.pair_entries <= _WHOLE:
-            self.bound = max(self.bound, self._by_program(network, prices, self.work / _RATE / 2))
+            self.bound = max(self.bound, self._by_program(network, prices, self.work / RATE / 2))
         self._anneal(self._relaxation(network, prices, relaxation))
         self._neighbourhoods(network, prices)
 
@@ -223,7 +209,7 @@ class Search:
         """Climb, and offer choices on the way; raises Contradiction if none fits."""
         network, until = relaxation.network, self.work * (1 - _SHARE)
         most = network.most() if self.best is None else math.inf  # no choice costs more
-        most += _TOLERANCE * abs(most)
+        most += TOLERANCE * abs(most)
         for step in range(_STEPS):
             if step < _WARM:
                 relaxation.sweep()
@@ -260,14 +246,14 @@ class Search:
         while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
             if self.best is not before:
                 before, choice = self.best, self._flat_choice(relaxation, self.best)
-            started = _now()
+            started = now()
             if choice is None or started + longest > self.deadline:
                 return
             gap = self.best.cost - max(self.bound, 0.5 * self.best.cost)
             heat = _HEAT[turn % len(_HEAT)] * gap
             self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED, heat))
             self._spend(relaxation)
-            longest = max(longest, _now() - started)
+            longest = max(longest, now() - started)
             if not self._spent():
                 self._choose(relaxation, 1.0 + 0.2 * float(self.random.random()))
             turn, stalled = turn + 1, stalled + 1 if self.best is before else 0
@@ -385,14 +371,14 @@ class Search:
             cuts.sort(key=lambda cut: -cut.value)
             bound = max(bound, cuts[0].value)
             if self.best is None and network.slack.size:
-                if bound > (most := network.most()) + _TOLERANCE * abs(most):
+                if bound > (most := network.most()) + TOLERANCE * abs(most):
                     raise Contradiction  # no choice of finite cost fits
                 self._lightest(network)
             if self.best is None:
                 break
             if oracle.exact and not network.slack.size:
                 # The choice that was offered is the minimum, whatever the rounding; it may not fit.
-                is_best = self.best.cost <= bound + _TOLERANCE * abs(bound)
+                is_best = self.best.cost <= bound + TOLERANCE * abs(bound)
                 return self.best.cost if is_best else bound, cuts
             if bound >= self._worth(self.best):
                 return self._worth(self.best), cuts
@@ -465,39 +451,6 @@ class Search:
         except Contradiction:
             return
 
-    # The books
-
-    def _spend(self, oracle: Oracle | Relaxation) -> None:
-        self.work -= oracle.work
-        oracle.work = 0.0
-
-    def _spent(self) -> bool:
-        return self.work <= 0 or _now() > self.deadline
-
-    def _closed(self) -> bool:
-        return self.best is not None and self.bound >= self._worth(self.best)
-
-    def _worth(self, solution: Solution) -> float:
-        """What a choice must cost less than to be looked for."""
-        return solution.cost - max(self.gap, _TOLERANCE) * abs(solution.cost)
-
-    def _offer(self, network: Network, positions: dict[int, int]) -> None:
-        if self.best is not None:
-            is_cheaper = network.cost(positions) < self.best.cost
-            if not is_cheaper or (network.load(positions) > network.slack).any():
-                return
-        self.offer(network.lift(positions, self.problem.num_nodes))
-
-    def offer(self, choice: Sequence[int]) -> None:
-        """Take a choice as the best if it is."""
-        choice = tuple(choice)
-        cost, peak = evaluate(self.problem, choice)
-        if math.isfinite(cost):
-            self.cheapest = self.cheapest or choice
-            self.smallest_peak = min(self.smallest_peak, peak)
-            if fits(self.problem, peak) and (self.best is None or cost < self.best.cost):
-                self.best = Solution(choice, cost, -math.inf, peak)
-
     # Step 5, and the least memory
 
     def _lightest(self, network: Network) -> None:
@@ -554,11 +507,11 @@ class Search:
         points = np.ones(prices.size, dtype=bool) if prices.size <= _POINTS else prices > 0
         bound = 0.0
         while seconds > 0:
-            wall = max(self.deadline - _now(), 1e-3)
+            wall = max(self.deadline - now(), 1e-3)
             outcome = self.integer_program(
                 Task(network, nodes, edges, prices, np.flatnonzero(points), room, hint, self.seed, seconds, wall)
             )
-            self.work -= _RATE * outcome.seconds
+            self.work -= RATE * outcome.seconds
             seconds -= max(outcome.seconds, 1e-3)
             bound = max(bound, outcome.bound)
             if outcome.positions is None or self._spent():
@@ -572,11 +525,6 @@ class Search:
         if math.isinf(bound):
             return base + room if hint else math.inf
         return base + bound
-
-
-def _now() -> float:
-    """Seconds, of which none passes while the loops are compiled: that happens once on a machine."""
-    return time.monotonic() - kernels.compile_seconds()
 
 
 def _split(network: Network, cuts: list[Cut]) -> tuple[int, Mask]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,13 @@ def test_what_was_traced_twice_is_the_same() -> None:
 )
 def test_what_computes_something_else_is_not(other: Signature[Any]) -> None:
     assert program(layered(2.0), X) != other
+
+
+def test_what_is_the_same_is_one_object_while_it_is_used() -> None:
+    first = program(layered(2.0), X)
+    assert program(layered(2.0), X) is first
+    gone = weakref.ref(program(layered(2.5), X))
+    assert gone() is None
 
 
 def test_operands_in_another_order_are_another_program() -> None:

@@ -272,8 +272,12 @@ def test_what_bounds_exclude_is_not_asked_for() -> None:
     assert sorted(asked) == [(0, 2), (2, 4)]
 
 
-def test_overheads_spare_what_they_exclude() -> None:
-    """Communication makes stages on several devices bad choices: after one of them no other is asked for."""
+@pytest.mark.parametrize("unknown", [(), (0,)])
+def test_overheads_spare_what_they_exclude(unknown: tuple[int, ...]) -> None:
+    """Communication makes stages on several devices bad choices: after one of them no other is asked for.
+
+    Not if nothing is known of a layer either, as long as the others are dear enough.
+    """
     asked: list[int] = []
 
     def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
@@ -284,13 +288,13 @@ def test_overheads_spare_what_they_exclude() -> None:
         return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
 
     def overhead(layer: int, mesh: Mesh) -> tuple[float, float]:
-        return 1 / mesh.size, 5.0 if mesh.size > 1 and mesh.size in asked else 1.0
+        return 1 / mesh.size, 5.0 if mesh.size > 1 and mesh.size in asked and layer not in unknown else 1.0
 
     exact = plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least)
     often = len(asked)
     asked.clear()
     assert plan_stages(8, cluster(2, 2), cost, 16, "1f1b", least_cost=least, overhead=overhead) == exact
-    assert len(asked) < often
+    assert len(asked) < 0.7 * often
 
 
 def test_what_quick_bounds_exclude_is_not_asked_for() -> None:
