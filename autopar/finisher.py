@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import InternalError, PlanMismatchError
-from autopar.ir.graph import LeafCut, Phase, Value
+from autopar.ir.graph import Block, LeafCut, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
@@ -164,7 +164,7 @@ class Finisher:
         self.stages.pinned = {
             graph.inputs[k]: at for i, home in lies.items() for k, at in zip(graph.inputs_of[i], home.at, strict=True)
         }
-        step, rules, _ = self.layering.in_microbatches(analysis, num_microbatches)
+        step, rules = self.layering.in_microbatches(analysis, num_microbatches)
         homes = {v: stage for v, (stage, _) in self.stages.pinned.items()}
         at: dict[Value, int] = dict(homes)
         stages: dict[int, int] = {}
@@ -174,15 +174,27 @@ class Finisher:
                 at.update(dict.fromkeys(eqn.outputs, stage))
             if eqn.phase is Phase.FORWARD and eqn.id not in step.replicable:
                 stages[eqn.id] = stage
-        placed = place(step, stages, len(meshes), homes)
-        forward = tuple(e for e in step.equations if e.id in stages)
-        layered = Layered(analysis, step, rules, forward, tuple(stages[e.id] for e in forward), len(meshes))
+        layered = Layered(analysis, step, rules, tuple(stages[e.id] for e in step.forward), len(meshes))
+        spans = [(i, i + 1) for i in range(len(meshes))]
+        layered = layered.recomputing_at(spans, self._recomputed(layered, like))
+        placed = place(layered.step, stages, len(meshes), homes)
         interleaved = len({mesh.devices for mesh in meshes}) < len(meshes)
         regathers = [i for i, stage in enumerate(like) if stage.regathers]
         found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", regathers)
         if found is None:
             raise self.stages.infeasible(self.graph.name)
         return found
+
+    def _recomputed(self, layered: Layered, like: Sequence[StagePlan]) -> list[Sequence[Block]]:
+        """What each stage computes again where one of these does: nothing, some, or as much as can be."""
+        if not any(stage.recomputed for stage in like):
+            return [()] * len(like)
+        levels = self.stages.levels(layered)
+        saves = [any(block.saved for block in stage.recomputed) for stage in like]
+        return [
+            () if not stage.recomputed else levels[1] if some and len(levels) > 1 else levels[-1]
+            for stage, some in zip(like, saves, strict=True)
+        ]
 
     def restore(self, plan: Plan) -> tuple[Plan, LoweredStep, Layered]:
         """The programs of a plan that was made before, priced anew.
@@ -203,15 +215,16 @@ class Finisher:
                     f"{cut.bounds}: it was edited inconsistently. Make it again."
                 )
         analysis = self.layering.cut(plan.leaf_cuts)
-        step, rules, forward = self.layering.in_microbatches(analysis, plan.num_microbatches)
+        step, rules = self.layering.in_microbatches(analysis, plan.num_microbatches)
         layers = tuple(
             next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
-            for i in range(len(forward))
+            for i in range(len(step.forward))
         )
-        layered = Layered(analysis, step, rules, forward, layers, len(plan.stages))
-        placed = layered.placed(range(1, len(plan.stages)))
-        values = {v.id: v for v in _all_values(placed)}
+        layered = Layered(analysis, step, rules, layers, len(plan.stages))
         try:
+            layered = layered.recomputing([block for stage in plan.stages for block in stage.recomputed])
+            placed = layered.placed(range(1, len(plan.stages)))
+            values = {v.id: v for v in _all_values(placed)}
             shardings = [
                 StageSharding(
                     stage.mesh, stage.strategies, {(p, values[v]): s for (p, v), s in stage.layouts.items()},

@@ -5,28 +5,31 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.errors import PlanError, UnsplitWarning
-from autopar.ir.graph import Equation, LeafCut, Phase, StepGraph
-from autopar.ir.mesh import Cluster
+from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph
+from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis, analyse_batch
+from autopar.passes.intra_op.lifetimes import equation_seconds
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
+from autopar.passes.recompute import leaner_blocks, recompute
 from autopar.passes.rules.base import Rule
+from autopar.passes.rules.fusion import memory_traffic
 from autopar.passes.rules.table import rule_of
 from autopar.passes.spans import Spans
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
 
 MAX_LAYERS = 16
 
-_Microbatches = tuple[StepGraph, dict[int, Rule], tuple[Equation, ...]]
+_Microbatches = tuple[StepGraph, dict[int, Rule]]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -36,9 +39,13 @@ class Layered:
     analysis: BatchAnalysis
     step: StepGraph
     rules: Mapping[int, Rule]  # by equation id
-    forward: tuple[Equation, ...]  # forward equations that are placed, in program order
-    layers: tuple[int, ...]  # by forward equation
+    layers: tuple[int, ...]  # by forward equation that is placed
     num_layers: int
+
+    @property
+    def forward(self) -> tuple[Equation, ...]:
+        """The forward equations that are placed, in order."""
+        return self.step.forward
 
     @functools.cached_property
     def finest(self) -> PlacedStep:
@@ -57,6 +64,42 @@ class Layered:
             stage_of_layer[cut:] += 1
         stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
         return place(self.step, stages, len(cuts) + 1, {})
+
+    def recomputing(self, blocks: Sequence[Block]) -> Layered:
+        """It with these blocks of the forward pass computed again in the backward pass."""
+        if not blocks:
+            return self
+        step, repeats = recompute(self.step, blocks)
+        new = {e.id: e for e in step.equations if e.id not in self.rules}
+        rules = {id_: self.rules[repeats[id_]] if id_ in repeats else rule_of(eqn) for id_, eqn in new.items()}
+        return dataclasses.replace(self, step=step, rules={**self.rules, **rules})
+
+    def leaner(self, kind: DeviceKind) -> list[tuple[Block, ...]]:
+        """Blocks to compute again, so that less and less is kept; none where that saves little.
+
+        `kind`: of the devices, whose speeds say what is computed again soonest.
+        """
+        step, rules = self.step, self.rules
+
+        def times() -> Callable[[Equation], float]:
+            read = {v for eqn in step.equations if eqn.phase is not Phase.FORWARD for v in eqn.values}
+            traffic = memory_traffic(step.forward, rules, (), read)
+
+            def seconds(eqn: Equation) -> float:
+                shared, launches = equation_seconds(eqn, rules[eqn.id], traffic[eqn.id], kind)
+                return shared + launches * kind.launch_overhead
+
+            return seconds
+
+        return leaner_blocks(step, self.layers, lambda eqn: rules[eqn.id].products, times)
+
+    def recomputing_at(self, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[Block]]) -> Layered:
+        """It with what lies in each of these spans of layers of its blocks computed again."""
+        found = []
+        for span, some in zip(spans, blocks, strict=True):
+            start, stop = np.searchsorted(self.layers, span).tolist()
+            found += [part for block in some if (part := block.within(start, stop)).start < part.stop]
+        return self.recomputing(found)
 
 
 class Layering:
@@ -79,14 +122,15 @@ class Layering:
             if analysis is not self.analysis:
                 self._warn_of_whole_loops()
             analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
-        step, rules, forward = self.in_microbatches(analysis, m)
+        step, rules = self.in_microbatches(analysis, m)
+        forward = step.forward
 
         def flops(eqn: Equation) -> float:
             return rules[eqn.id].products
 
         wanted = self.method.num_stages or 1
         if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
-            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
+            return Layered(analysis, step, rules, (0,) * len(forward), 1)
         found = heavy_equations(np.array([flops(e) for e in forward]))
         heavy = int(found.sum())
         if wanted > max(1, heavy):
@@ -103,9 +147,9 @@ class Layering:
             number = self.num_layers or max(wanted, default_num_layers(forward, flops, MAX_LAYERS, stages))
             number = min(number, max(1, heavy))
         if number == 1:
-            return Layered(analysis, step, rules, forward, (0,) * len(forward), 1)
+            return Layered(analysis, step, rules, (0,) * len(forward), 1)
         layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
-        return Layered(analysis, step, rules, forward, layers, number)
+        return Layered(analysis, step, rules, layers, number)
 
     def joined(self, layered: Layered, cuts: Sequence[int]) -> Layered:
         """The step with its stages as layers, its loops cut only where a stage ends."""
@@ -115,14 +159,14 @@ class Layering:
             return dataclasses.replace(layered, layers=tuple(map(int, stage)), num_layers=len(cuts) + 1)
         at = list(zip(layered.forward, map(int, stage), strict=True))
         analysis = self.cut(self.stacks.leaf_cuts(loop_bounds(at, self.stacks)))
-        step, rules, forward = self.in_microbatches(analysis, m)
+        step, rules = self.in_microbatches(analysis, m)
         # Pieces in one stage begin with the first of the finer ones.
         stage_of = {eqn.origin: s for eqn, s in reversed(at)}
         stages, latest = [], 0
-        for eqn in forward:
+        for eqn in step.forward:
             latest = max(latest, stage_of.get(eqn.origin, latest))
             stages.append(latest)
-        return Layered(analysis, step, rules, forward, tuple(stages), len(cuts) + 1)
+        return Layered(analysis, step, rules, tuple(stages), len(cuts) + 1)
 
     @property
     def _layers_of_method(self) -> int | None:
@@ -148,12 +192,11 @@ class Layering:
         return analyse_batch(cut_leaves(self.analysis, cuts, whole), axes, rule_of)
 
     def in_microbatches(self, analysis: BatchAnalysis, m: int) -> _Microbatches:
-        """The step in microbatches, the rules of its equations, and its forward equations that are placed."""
+        """The step in microbatches, and the rules of its equations."""
         known = self.whole_steps if analysis is self.analysis else {}
         if m not in known:
             step = split_batch(analysis, m)
-            forward = tuple(e for e in step.equations if e.phase is Phase.FORWARD and e.id not in step.replicable)
-            known[m] = step, {eqn.id: rule_of(eqn) for eqn in step.equations}, forward
+            known[m] = step, {eqn.id: rule_of(eqn) for eqn in step.equations}
         return known[m]
 
     def _warn_of_loops(self) -> None:

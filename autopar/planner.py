@@ -28,7 +28,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import ScheduleName
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import StageCost, StageCostFn, StagePlan, plan_stages
+from autopar.passes.inter_op import Span, StageCost, StageCostFn, StagePlan, in_flight, plan_stages
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.passes.unsplit import find_unsplit
@@ -386,11 +386,43 @@ class Planner:
         return finished
 
     def _finished(
-        self, layered: Layered, stages: Sequence[tuple[tuple[int, int], Mesh]], found: StagePlan | None
+        self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], found: StagePlan | None
     ) -> _Found | None:
         """The plan of these layers on these meshes, which the stage search found if it did."""
         spans, meshes = zip(*stages, strict=True)
+        levels = self._levels(layered, len(spans), found)
+        finished = self._finished_at(layered, spans, meshes, levels, found)
+        # What the solver did not count may be more than there is: then less is kept for the backward pass.
+        while finished is None and self.method.remat is None:
+            leaner = [min(level + 1, len(self.stages.levels(layered)) - 1) for level in levels]
+            if leaner == levels:
+                break
+            levels = leaner
+            finished = self._finished_at(layered, spans, meshes, levels, found)
+        return None if finished is None else (with_layers(finished[0], spans), finished[1])
+
+    def _levels(self, layered: Layered, num_stages: int, found: StagePlan | None) -> list[int]:
+        """How much each stage computes again in the backward pass: which of `StageCosts.levels`."""
+        if found is None:
+            return [len(self.stages.levels(layered)) - 1 if self.method.remat else 0] * num_stages
+        return [
+            self.stages.level(
+                layered, self._schedule, stage.span, stage.mesh,
+                in_flight(self._schedule, found.num_microbatches, num_stages - i),
+            )
+            for i, stage in enumerate(found.stages)
+        ]  # fmt: skip
+
+    def _finished_at(
+        self, layered: Layered, spans: Sequence[Span], meshes: Sequence[Mesh], levels: Sequence[int],
+        found: StagePlan | None,
+    ) -> _Found | None:  # fmt: skip
+        """The plan where each stage computes so much again in the backward pass."""
         cuts = [start for start, _ in spans[1:]]
+        if any(levels):
+            blocks = self.stages.levels(layered)
+            way = layered.recomputing_at(spans, [blocks[level] for level in levels])
+            return self.finisher.finish(way, way.placed(cuts), meshes, self._schedule)
         joined = self.layering.joined(layered, cuts)
         ways = [(joined, joined.placed(range(1, len(spans))))]
         if joined.analysis is not layered.analysis:
@@ -405,9 +437,7 @@ class Planner:
                 other = self.finisher.finish(way, placed, meshes, self._schedule)
                 if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
                     finished = other
-        if finished is None:
-            return None
-        return with_layers(finished[0], spans), finished[1]
+        return finished
 
     def _is_tight(self, found: StagePlan) -> bool:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)

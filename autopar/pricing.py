@@ -181,6 +181,7 @@ class Prices:
                     sum(c.compute * n for (_, c), n in zip(mine, often, strict=True)),
                     sum(c.communication * n for (_, c), n in zip(mine, often, strict=True)),
                     self._memory(lowered, index, mine, rows.in_flight(index)),
+                    tuple(b for b in placed.step.recomputed if chosen and chosen[0] <= b.start <= chosen[-1]),
                 )
             )
         kept: dict[tuple[int, ...], int] = defaultdict(int)

@@ -18,6 +18,7 @@ def auto(
     tensor: bool | None = None,
     pipeline: bool | None = None,
     zero: int | None = None,
+    remat: bool | None = None,
     num_stages: int | None = None,
     num_microbatches: int | None = None,
     mesh_shape: tuple[int, ...] | None = None,
@@ -33,6 +34,9 @@ def auto(
         axis x of every stage's mesh, matrix products over axis y, and there are two stages or more.
       zero: 0 replicates state over the devices that split examples; 1 shards the optimizer state over them, 2 also the
         gradients, 3 also the parameters.
+      remat: True computes the blocks that the model repeats again in the backward pass, as `jax.checkpoint` around each
+        of them does; False keeps what the step itself keeps. None: all or the dear half of it is computed again in
+        stages where less memory is quicker.
       num_stages, num_microbatches: as they shall be.
       schedule: "1f1b" or "gpipe". None: 1F1B, its stages interleaved where that is quicker.
       mesh_shape: the logical shape of every stage's mesh (axes x, y); (-1,): one axis.
@@ -68,7 +72,7 @@ def auto(
         f"auto({', '.join(f'{name}={value!r}' for name, value in given.items())})" if given else "auto",
         1 if pipeline is False else num_stages, num_microbatches, mesh_shape, schedule=schedule, data_axes=data_axes,
         model_axes=model_axes, zero=zero, min_stages=2 if pipeline else 1, axes=tuple(forced),
-        memory_limit=memory_limit, time_limit=time_limit, baselines=baselines,
+        memory_limit=memory_limit, time_limit=time_limit, baselines=baselines, remat=remat,
         options=tuple(given.items()),
     )  # fmt: skip
 
@@ -84,6 +88,7 @@ def _check_auto(given: Mapping[str, Any]) -> None:
         **dict.fromkeys(flags, (lambda x: isinstance(x, bool), "True, False or None")),
         **dict.fromkeys(("num_stages", "num_microbatches", "memory_limit"), (whole(1), "a whole number above 0")),
         "baselines": (lambda x: isinstance(x, bool), "True or False"),
+        "remat": (lambda x: isinstance(x, bool), "True, False or None"),
         "zero": (lambda x: whole(0)(x) and x <= 3, "0, 1, 2 or 3"),
         "mesh_shape": (_is_mesh_shape, "(-1,), or one to three whole numbers above 0"),
         "schedule": (lambda x: x in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from autopar.errors import InfeasiblePlanError
-from autopar.ir.graph import Value
+from autopar.ir.graph import Block, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
@@ -16,6 +18,7 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.layering import Layered
+from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import StageCost
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.numbers import StageNumbers
@@ -29,6 +32,7 @@ from autopar.pricing import Prices
 _SECONDS = 0.3  # the work limit of a solution: choices rarely improve after the first; its lower bounds do
 _SLACK = 0.95  # of what spans of layers that were priced take, for those that were not
 _FAR = 1.3  # times what there is
+_FREE = 0.02  # relative: a solution that costs no more than this over what it does with any memory
 _FUSED = 0.98  # of the time of kernels that end where a layer does
 
 
@@ -48,25 +52,83 @@ class StageCosts:
         self._priced: dict[Any, PricedStage | None] = {}
         self._by_size: dict[tuple[int, int], list[PricedStage]] = {}  # numbers of nodes and edges
         self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `overhead`
-        self._placed: dict[Any, PlacedStep] = {}
+        self._placed: dict[Any, tuple[Layered, PlacedStep]] = {}
+        self._levels: dict[Layered, Sequence[Sequence[Block]]] = {}
+        self._num_levels: dict[BatchAnalysis, int] = {}
 
     def cost(
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
-        """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once."""
-        return self._solved(layered, schedule, span, mesh, lambda priced: priced.solution(in_flight))
+        """What a span of layers costs on a mesh, whatever the other stages are; alike spans are solved once.
+
+        With as much of the forward pass computed again in the backward pass as is quickest.
+        """
+        return self._quickest(layered, schedule, span, mesh, in_flight)[0]
+
+    def level(self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int) -> int:
+        """How much is computed again at that cost: which of the `levels`."""
+        return self._quickest(layered, schedule, span, mesh, in_flight)[1]
+
+    def levels(self, layered: Layered) -> Sequence[Sequence[Block]]:
+        """What may be computed again in the backward pass: nothing first, then more and more of the forward pass."""
+        if layered not in self._levels:
+            is_vain = self.method.remat is False or self._num_levels.get(layered.analysis) == 1
+            leaner = [] if is_vain else layered.leaner(self.prices.cluster.kinds_of([0])[0])
+            self._levels[layered] = ((), *leaner)
+            self._num_levels[layered.analysis] = 1 + len(leaner)  # the same for other numbers of microbatches
+        return self._levels[layered]
+
+    def _allowed(self, layered: Layered) -> Iterator[int]:
+        """The levels that the method allows, found as they are asked for."""
+        if self.method.remat is not True:
+            yield 0
+        levels = range(len(self.levels(layered)))
+        yield from levels[-1:] if self.method.remat is True else levels[1:]
+
+    def _quickest(
+        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
+    ) -> tuple[StageCost | None, int]:
+        m = layered.step.num_microbatches
+        best, best_level, seconds = None, 0, math.inf
+        free = least = 0.0  # seconds at the level before, whatever memory it takes; and at least
+        for level in self._allowed(layered):
+            if best is not None and seconds * least <= free * self._least_of(layered, level, span, mesh):
+                break  # to compute so much again takes longer
+            found = self._solved(layered, level, schedule, span, mesh, lambda priced: priced.solution(in_flight))
+            if found is None:
+                continue
+            if m * found.per_microbatch + found.per_step < seconds:
+                best, best_level, seconds = found, level, m * found.per_microbatch + found.per_step
+            priced = self._priced_stage(layered, level, schedule, span, mesh)
+            assert priced is not None
+            free = priced.cheapest.cost
+            if seconds <= (1 + _FREE) * free:
+                break  # memory costs nothing
+            least = self._least_of(layered, level, span, mesh)
+        return best, best_level
+
+    def _least_of(self, layered: Layered, level: int, span: tuple[int, int], mesh: Mesh) -> float:
+        """Seconds per step of a span of layers that no sharding can beat."""
+        way, placed, index = self._span_placed(layered, level, span)
+        stage = self._stage(way, placed, index)
+        loop, once = min(stage.least_seconds(kind, mesh.size) for kind in self.prices.cluster.kinds_of(mesh.devices))
+        return layered.step.num_microbatches * loop + once
 
     def bound(
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
         """What it costs whatever memory that takes; None if it cannot fit with so many microbatches in flight."""
-        return self._solved(layered, schedule, span, mesh, lambda priced: priced.bound(in_flight))
+        found = (
+            self._solved(layered, level, schedule, span, mesh, lambda priced: priced.bound(in_flight))
+            for level in self._allowed(layered)
+        )
+        return next((cost for cost in found if cost is not None), None)
 
     def _solved(
-        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh,
+        self, layered: Layered, level: int, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh,
         solve: Callable[[PricedStage], Solution],
     ) -> StageCost | None:  # fmt: skip
-        priced = self._priced_stage(layered, schedule, span, mesh)
+        priced = self._priced_stage(layered, level, schedule, span, mesh)
         if priced is None:
             return None
         try:
@@ -74,21 +136,22 @@ class StageCosts:
         except Infeasible as error:
             self.note_infeasible(error, _where(layered, span, mesh))
             return None
-        self._note_overhead(layered, span, mesh, priced.cheapest.cost)
+        if level == 0:
+            self._note_overhead(layered, span, mesh, priced.cheapest.cost)
         loop = priced.numbers.loop_seconds(solution)
         return StageCost(loop / layered.step.num_microbatches, max(0.0, solution.cost - loop), solution.peak)
 
     def _priced_stage(
-        self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh
+        self, layered: Layered, level: int, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh
     ) -> PricedStage | None:
         """None where hints contradict one another."""
-        placed, stage = self._span_placed(layered, span)
+        way, placed, stage = self._span_placed(layered, level, span)
         key = (placed, self._kind_of_mesh(mesh))
         if key not in self._priced:
             m = layered.step.num_microbatches
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.prices.cluster.num_devices)
             try:
-                problem = self.problem(layered, placed, stage, mesh, tied=True)
+                problem = self.problem(way, placed, stage, mesh, tied=True)
             except Contradiction as error:
                 self.note_contradiction(error)
                 self._priced[key] = None
@@ -102,18 +165,18 @@ class StageCosts:
 
         Then other shapes of these meshes are in vain, too. False if one was not asked for.
         """
-        span = layered.spans.first_alike((0, layered.num_layers))
-        for mesh in meshes:
-            placed = self._placed.get((layered, span))
-            priced = self._priced.get((placed, self._kind_of_mesh(mesh)))
-            if priced is None:
-                return False
-            try:
-                least = priced.numbers.least_bytes(1)
-                if least <= _FAR * self.prices.memory(mesh) and priced.known_cost <= _FAR * seconds:
+        for level in self._allowed(layered):
+            _, placed, _ = self._span_placed(layered, level, (0, layered.num_layers))
+            for mesh in meshes:
+                priced = self._priced.get((placed, self._kind_of_mesh(mesh)))
+                if priced is None:
                     return False
-            except Infeasible:  # whatever the memory
-                return False
+                try:
+                    least = priced.numbers.least_bytes(1)
+                    if least <= _FAR * self.prices.memory(mesh) and priced.known_cost <= _FAR * seconds:
+                        return False
+                except Infeasible:  # whatever the memory
+                    return False
         return True
 
     def solution(self, numbers: StageNumbers, in_flight: int) -> Solution | None:
@@ -197,16 +260,22 @@ class StageCosts:
     def note_contradiction(self, error: Contradiction) -> None:
         self._contradictions.setdefault(error.what, set()).add(error.shape)
 
-    def _span_placed(self, layered: Layered, span: tuple[int, int]) -> tuple[PlacedStep, int]:
+    def _span_placed(self, layered: Layered, level: int, span: tuple[int, int]) -> tuple[Layered, PlacedStep, int]:
         """The pipeline of what comes before a span, the span, and what comes after it; and the span's stage.
 
-        Of spans that are alike it is the first.
+        With what the span computes again at this level. Of spans that are alike it is the first.
         """
-        span = layered.spans.first_alike(span)
-        key = (layered, span)
+        first = layered.spans.first_alike(span)
+        key: Any = (layered, first)
+        if level:
+            start, stop = np.searchsorted(layered.layers, span).tolist()
+            parts = [block.within(start, stop) for block in self.levels(layered)[level]]
+            key = (*key, tuple((b.start - start, b.stop - start, len(b.saved)) for b in parts if b.start < b.stop))
         if key not in self._placed:
-            self._placed[key] = layered.placed(sorted({*span} - {0, layered.num_layers}))
-        return self._placed[key], 1 if span[0] > 0 else 0
+            first = span if level else first
+            way = layered.recomputing_at([first], [self.levels(layered)[level]]) if level else layered
+            self._placed[key] = way, way.placed(sorted({*first} - {0, layered.num_layers}))
+        return *self._placed[key], 1 if span[0] > 0 else 0
 
     def problem(
         self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False, withheld: float = 0.0

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
 import numpy as np
 
 from autopar import finisher
+from autopar.ir.graph import Block, Equation
 from autopar.ir.mesh import Mesh
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.problem import Problem, Solution
@@ -35,6 +37,16 @@ def draw(problem: Problem, random: np.random.Generator) -> Solution:
     return Solution(tuple(choice[node] for node in range(problem.num_nodes)), 0.0, 0.0, 0.0)
 
 
+def blocks_by_lot(forward: Sequence[Equation], random: np.random.Generator) -> list[Block]:
+    """Some of the forward pass to be computed again, or nothing: blocks in order, some of what they make kept."""
+    bounds = np.sort(random.integers(0, len(forward) + 1, 2 * int(random.integers(0, 3)))).tolist()
+    return [
+        Block(start, stop, tuple((int(i), 0) for i in range(start, stop) if random.random() < 0.2))
+        for start, stop in zip(bounds[::2], bounds[1::2], strict=True)
+        if start < stop
+    ]
+
+
 def plan_by_lot(
     analysis: BatchAnalysis, shape: tuple[int, ...], num_stages: int, num_microbatches: int, random: np.random.Generator
 ) -> Planned:
@@ -43,6 +55,7 @@ def plan_by_lot(
     with mock.patch.object(finisher, "solve", lambda problem, **_: draw(problem, random)):
         search = finisher.Finisher(analysis, cluster_of(1, size * num_stages), num_layers=num_stages)
         layered = search.layering.layered(num_microbatches, False)
+        layered = layered.recomputing(blocks_by_lot(layered.forward, random))
         stages = min(num_stages, layered.num_layers)
         meshes = [
             Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,9 +176,14 @@ class Builder:
     def _fence(self, inputs: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
         values = [v for v in inputs if isinstance(v, Value)]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
-        barrier = jax.make_jaxpr(lambda *xs: jax.lax.optimization_barrier(xs))(*avals).jaxpr.eqns[0]
-        fenced = iter(self.add(barrier.primitive, barrier.params, values, avals, phase, source))
+        fenced = iter(self.add(barrier(), {}, values, avals, phase, source))
         return [next(fenced) if isinstance(v, Value) else v for v in inputs]
+
+
+@functools.cache
+def barrier() -> Any:
+    """The primitive of `jax.lax.optimization_barrier`, which has no parameters."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[0].primitive
 
 
 def _plainer(name: str, params: Mapping[str, Any], counting: bool) -> Callable[..., Sequence[Any]] | None:

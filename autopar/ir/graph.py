@@ -257,6 +257,24 @@ class BatchDim:
         return self.size // num_microbatches
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Forward equations that the backward pass computes again: [start, stop) among those of a step that are placed.
+
+    Kept for the backward pass is what other blocks read, and what is `saved`: pairs of an equation's number and that of
+    its result.
+    """
+
+    start: int
+    stop: int
+    saved: tuple[tuple[int, int], ...] = ()
+
+    def within(self, start: int, stop: int) -> Block:
+        """The part of it in [start, stop)."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        return Block(start, max(start, stop), tuple(pair for pair in self.saved if start <= pair[0] < stop))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepGraph:
     """A step cut in time: loop equations stand in the sizes of one microbatch, the others in full sizes.
@@ -277,6 +295,12 @@ class StepGraph:
     replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used
     batched: frozenset[Value]  # loop values that differ between microbatches
     partial: frozenset[Value]  # those of them that are addends of full size, in the type in which they are summed
+    recomputed: tuple[Block, ...] = ()  # what the backward pass computes again, by its own equations
+
+    @functools.cached_property
+    def forward(self) -> tuple[Equation, ...]:
+        """The forward equations that get a stage, in order: all but what is copied to wherever it is used."""
+        return tuple(e for e in self.equations if e.phase is Phase.FORWARD and e.id not in self.replicable)
 
     @functools.cached_property
     def hints(self) -> Mapping[Value, Hint]:

@@ -35,6 +35,7 @@ class Method:
     # 3 also the parameters (Rajbhandari et al. 2020). None: as the solver finds best.
     zero: int | None = None
     min_stages: int = 1
+    remat: bool | None = None  # True: nothing is kept of a block for the backward pass; False: all is, as the step says
     axes: tuple[str, ...] = ()  # that have several devices in every stage's mesh
     memory_limit: int | None = None  # bytes per device, where that is less than the cluster has
     time_limit: float | None = None  # seconds after which the search ends with the best plan that it has

@@ -19,6 +19,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.cluster_json import cluster_data, read_cluster
+from autopar.ir.graph import Block
 from autopar.ir.json_file import (
     FieldError,
     Reader,
@@ -94,6 +95,7 @@ def _stage_data(stage: StagePlan) -> dict[str, Any]:
         **_fields(stage),
         "mesh": _fields(stage.mesh),
         "memory": _fields(stage.memory),
+        "recomputed": list(map(_fields, stage.recomputed)),
         "strategies": strategies,
         "layouts": layouts,
     }
@@ -236,6 +238,13 @@ def _read_leaves(value: Any, path: str) -> tuple[LeafPlan, ...]:
     return leaves
 
 
+def _read_block(value: Any, path: str) -> Block:
+    block = Block(**_BLOCK(value, path))
+    if block.start > block.stop or not all(block.start <= at < block.stop for at, _ in block.saved):
+        raise bad(path, value, "equations from start to stop, and those of them whose results are saved")
+    return block
+
+
 def _read_memory(value: Any, path: str) -> StageMemory:
     return StageMemory(**_MEMORY(value, path))
 
@@ -248,6 +257,11 @@ _MESH = record(
     }
 )
 _MEMORY = record(dict.fromkeys(("state", "gradients", "activations", "temporaries", "capacity"), _BYTES))
+_BLOCK = record({
+    "start": _INDEX,
+    "stop": _INDEX,
+    "saved": sequence(sequence(_INDEX, "the numbers of an equation and of its result", length=2), "a list of values"),
+})  # fmt: skip
 _STRATEGY = sequence(sequence(_CHOICE, "a list of choices, one for each mesh axis"), "a list of lanes")
 _STAGE = record(
     {
@@ -263,8 +277,9 @@ _STAGE = record(
         "compute": _SECONDS,
         "communication": _SECONDS,
         "memory": _read_memory,
+        "recomputed": sequence(_read_block, "a list of blocks"),
     },
-    {"regathers": False},
+    {"regathers": False, "recomputed": ()},
 )
 _LEAF = record(
     {

@@ -6,7 +6,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
 
-from autopar.ir.graph import LeafCut
+from autopar.ir.graph import Block, LeafCut
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.schedule import ScheduleName
 from autopar.ir.sharding import Sharding
@@ -49,6 +49,7 @@ class StagePlan:
     compute: float  # predicted seconds per step of these that compute
     communication: float  # predicted seconds per step of these in collectives
     memory: StageMemory
+    recomputed: tuple[Block, ...] = ()  # of its equations, what the backward pass computes again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,8 @@ def _table(*headers: str, right: Sequence[str] = ()) -> Table:
 def _stages(plan: PlanRecord) -> Table:
     times, kinds = ("forward", "backward", "once"), ("state", "gradients", "activations", "temporaries")
     right = (*(f"{name} ms" for name in times), *kinds, "of memory")
-    table = _table("stage", "devices", "mesh", "layers", *right, right=right)
+    recomputes = any(stage.recomputed for stage in plan.stages)
+    table = _table("stage", "devices", "mesh", "layers", *right, *["computed again"] * recomputes, right=right)
     for index, stage in enumerate(plan.stages):
         start, stop = stage.layers
         memory = stage.memory
@@ -65,8 +66,17 @@ def _stages(plan: PlanRecord) -> Table:
             *(f"{getattr(stage, name) * 1e3:.3f}" for name in times),
             *(bytes_text(getattr(memory, kind)) for kind in kinds),
             f"{memory.total / memory.capacity:.1%}" if memory.capacity else "-",
+            *[_recomputed(stage)] * recomputes,
         )
     return table
+
+
+def _recomputed(stage: StagePlan) -> str:
+    """How much of a stage's blocks the backward pass computes again."""
+    if not stage.recomputed:
+        return "-"
+    kind = "part of " if any(block.saved for block in stage.recomputed) else ""
+    return f"{kind}{count_text(len(stage.recomputed), 'block')}"
 
 
 def _mesh(stage: StagePlan) -> str:

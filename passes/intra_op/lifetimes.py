@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from autopar.cost_model.compute import compute_time
-from autopar.ir.graph import Value
+from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import Program
@@ -27,19 +27,26 @@ def least_seconds(
     """Seconds of one run that devices share at best, every equation and array cut evenly, and those that all spend."""
     shared, launches = 0.0, 0.0
     for eqn in program.equations:
-        rule = rules[eqn.id]
-        for k in rule.kernels:
-            moved = sum(nbytes for nbytes, _ in k.traffic)
-            matmul = k.sides is not None
-            shared += compute_time(kind, flops=k.flops, bytes_moved=moved, dtype=k.dtype, matmul=matmul)
-            launches += k.times
-        if not rule.kernels:
-            moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic[eqn.id]))
-            flops = rule.work({})
-            matmul = rule.unit == "matmul"
-            shared += compute_time(kind, flops=flops, bytes_moved=moved, dtype=eqn.kernel_dtype(matmul), matmul=matmul)
-            launches += traffic[eqn.id].launches
+        seconds, times = equation_seconds(eqn, rules[eqn.id], traffic[eqn.id], kind)
+        shared, launches = shared + seconds, launches + times
     return shared, kind.launch_overhead * launches
+
+
+def equation_seconds(eqn: Equation, rule: Rule, traffic: Traffic, kind: DeviceKind) -> tuple[float, float]:
+    """Seconds of a whole equation without those of launches, and the number of these."""
+    if not rule.kernels:
+        moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic))
+        is_product = rule.unit == "matmul"
+        dtype = eqn.kernel_dtype(is_product)
+        seconds = compute_time(kind, flops=rule.work({}), bytes_moved=moved, dtype=dtype, matmul=is_product)
+        return seconds, traffic.launches
+    shared, launches = 0.0, 0.0
+    for k in rule.kernels:
+        read_or_written = sum(nbytes for nbytes, _ in k.traffic)
+        matmul = k.sides is not None
+        shared += compute_time(kind, flops=k.flops, bytes_moved=read_or_written, dtype=k.dtype, matmul=matmul)
+        launches += k.times
+    return shared, launches
 
 
 def lifetimes(

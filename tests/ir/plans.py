@@ -1,5 +1,6 @@
 """A small plan made by hand: two stages on six devices of an eight-device cluster."""
 
+from autopar.ir.graph import Block
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
 from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
 from autopar.ir.sharding import Sharding
@@ -25,6 +26,7 @@ FIRST = StagePlan(
     compute=0.003,
     communication=0.1 + 0.2,
     memory=StageMemory(state=64 << 10, gradients=32 << 10, activations=100, temporaries=1 << 10, capacity=1023 << 10),
+    recomputed=(Block(1, 4, ((2, 0), (3, 1))), Block(4, 7)),
 )
 SECOND = StagePlan(
     mesh=Mesh((4, 6), (2,), ("x",)),

@@ -18,9 +18,9 @@ Plan for train_step by method auto on cluster lab (8 devices)
 Batch 32 = 4 microbatches × 8, 2 stages, 1f1b
 Predicted: 12.3 ms per step, bubbles 25.0%, solver gap 0.10%
 
-stage  devices  mesh     layers  forward ms  backward ms  once ms     state  gradients  activations  temporaries  of memory
-0      0-3      x=2 y=2  0-2          1.000        2.500    0.333  64.0 KiB   32.0 KiB        100 B      1.0 KiB       9.5%
-1      4,6      x=2      3            2.000        0.000    0.000       0 B        0 B          0 B          0 B       0.0%
+stage  devices  mesh     layers  forward ms  backward ms  once ms     state  gradients  activations  temporaries  of memory  computed again
+0      0-3      x=2 y=2  0-2          1.000        2.500    0.333  64.0 KiB   32.0 KiB        100 B      1.0 KiB       9.5%  part of 2 blocks
+1      4,6      x=2      3            2.000        0.000    0.000       0 B        0 B          0 B          0 B       0.0%  -
 
 batch argument  shape        axis  sharding
 batch['x']      int32[32,5]     0  [x·y,-]
