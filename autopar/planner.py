@@ -76,7 +76,7 @@ class Planner:
         self.candidates = Candidates(self.layering)
         self._best = _Best()
         self._schedule: ScheduleName = method.schedule or "1f1b"
-        self._one_stage_fits = False  # with one microbatch
+        self._one_stage_fits = False  # with one microbatch, and nothing computed again
         self._deadline = time.monotonic() + (method.time_limit or math.inf)
 
     def plan(self, num_microbatches: int | None = None) -> _Found:
@@ -155,13 +155,22 @@ class Planner:
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
 
+        With more, too, as long as that is a gain, if the best computes something again.
+
         A pipeline's bubble grows as they become fewer; without one, the fewest that are likely to fit are the best.
         The groups of devices stay until it is known how many microbatches there are.
         """
+        stages = self.method.num_stages
+        if best is not None and any(stage.recomputed for stage in best[0].stages):
+            for m in [n for n in self.candidates.many[::-1] if n > best[0].num_microbatches]:
+                found = self._better(m, stages)  # smaller ones may need nothing computed again
+                if found is None:
+                    break
+                best = found
+                yield found
         if self.cluster.num_devices == 1:
             yield from self._fewest_that_fit() if best is None else ()
             return
-        stages = self.method.num_stages
         for m in self.candidates.more if best is None else ():
             found = self._better(m, stages)
             if found is None and best is not None:
@@ -340,7 +349,7 @@ class Planner:
         if found is None or found[0].step_time >= self._best.step_time:
             return None
         self._best.step_time = found[0].step_time
-        self._one_stage_fits |= (m, len(found[0].stages)) == (1, 1)
+        self._one_stage_fits |= m == 1 and len(found[0].stages) == 1 and not found[0].stages[0].recomputed
         return found
 
     def _check_time(self) -> None:

@@ -270,9 +270,9 @@ class StageCosts:
         if level:
             start, stop = np.searchsorted(layered.layers, span).tolist()
             parts = [block.within(start, stop) for block in self.levels(layered)[level]]
-            key = (*key, tuple((b.start - start, b.stop - start, len(b.saved)) for b in parts if b.start < b.stop))
+            key = (*key, tuple(block.moved(-start) for block in parts if block.start < block.stop))
         if key not in self._placed:
-            first = span if level else first
+            first = span if level else first  # one whose blocks lie alike
             way = layered.recomputing_at([first], [self.levels(layered)[level]]) if level else layered
             self._placed[key] = way, way.placed(sorted({*first} - {0, layered.num_layers}))
         return *self._placed[key], 1 if span[0] > 0 else 0

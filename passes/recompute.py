@@ -218,13 +218,14 @@ def leaner_blocks(
     found: list[tuple[Block, ...]] = []
     kept = whole
     for share in _KEPT:
-        known: dict[Hashable, tuple[tuple[int, int], ...]] = {}
+        known: dict[Hashable, Block] = {}
         some = []
         for block in blocks:
             look = _look(forward, block)
             if look not in known:
-                known[look] = tuple((at - block.start, k) for at, k in best_saved(forward, block, share, times))
-            some.append(dataclasses.replace(block, saved=tuple((at + block.start, k) for at, k in known[look])))
+                saved = best_saved(forward, block, share, times)
+                known[look] = dataclasses.replace(block, saved=saved).moved(-block.start)
+            some.append(known[look].moved(block.start))
         some = forward.with_residuals(some)
         left = forward.kept_bytes(some)
         if kept - left >= _LEAST_STEP * whole and left - forward.kept_bytes(blocks) >= _LEAST_STEP * whole:

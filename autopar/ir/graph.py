@@ -274,6 +274,10 @@ class Block:
         start, stop = max(start, self.start), min(stop, self.stop)
         return Block(start, max(start, stop), tuple(pair for pair in self.saved if start <= pair[0] < stop))
 
+    def moved(self, by: int) -> Block:
+        """The same, so many equations later."""
+        return Block(self.start + by, self.stop + by, tuple((at + by, k) for at, k in self.saved))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepGraph:

@@ -167,10 +167,10 @@ def test_dropout_drops_the_same_again() -> None:
         assert np.asarray(found) == pytest.approx(np.asarray(expected), abs=1e-5)
 
 
-def peaks(memory: int, remat: bool | None) -> Plan:
+def peaks(memory: int, remat: bool | None, devices: int = 2, m: int | None = 1) -> Plan:
     x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
-    cluster = cluster_of(1, 2, memory=memory, **FAST)
-    method = recipes.auto(remat=remat, num_microbatches=1, baselines=False)
+    cluster = cluster_of(1, devices, memory=memory, **FAST)
+    method = recipes.auto(remat=remat, num_microbatches=m, baselines=False)
     step = autopar.parallelize(step_of(layer), cluster=cluster, method=method, batch_axes=(None, 0))
     plan: Plan = step.plan(arguments()[0], x)
     return plan
@@ -189,6 +189,16 @@ def test_it_is_chosen_where_memory_is_short_and_only_there() -> None:
     assert found.step_time < 1.5 * plenty.step_time
     with pytest.raises(InfeasiblePlanError, match="What works: without remat=False"):
         peaks(short, False)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_to_be_free_to_compute_again_costs_nothing(devices: int) -> None:
+    plenty = peaks(2**40, None, devices, None)
+    for share in (0.8, 0.5, 0.25):  # of the memory; smaller microbatches need less, too
+        memory = int(share * plenty.peak_memory)
+        free = peaks(memory, None, devices, None)
+        assert free.peak_memory <= memory
+        assert free.step_time <= 1.02 * peaks(memory, False, devices, None).step_time
 
 
 def test_a_plan_says_what_it_computes_again_and_is_restored_and_followed() -> None:
