@@ -165,10 +165,12 @@ class StageCosts:
 
         Then other shapes of these meshes are in vain, too. False if one was not asked for.
         """
-        for level in self._allowed(layered):
+        for at, level in enumerate(self._allowed(layered)):
             _, placed, _ = self._span_placed(layered, level, (0, layered.num_layers))
             for mesh in meshes:
                 priced = self._priced.get((placed, self._kind_of_mesh(mesh)))
+                if priced is None and at > 0:
+                    continue  # the level before needs no more memory than there is
                 if priced is None:
                     return False
                 try:

@@ -147,8 +147,9 @@ def test_what_is_far_from_being_good_or_from_fitting() -> None:
     tied = stage_problems(planner_of_gpt(CONFIG), 1)[0].numbers
     cost, least = PricedStage(tied, 1, 1.0).cheapest.cost, tied.least_bytes(1)
 
-    def is_far(seconds: float, memory: float = 2**34, asked: bool = True) -> bool:
+    def is_far(seconds: float, memory: float = 2**34, asked: bool = True, remat: bool | None = False) -> bool:
         planner = planner_of_gpt(CONFIG, memory=int(memory))
+        planner.stages.method = dataclasses.replace(planner.stages.method, remat=remat)
         layered = planner.layering.layered(1, False)
         if asked:
             planner.stages.bound(layered, "1f1b", (0, layered.num_layers), mesh, 1)
@@ -157,6 +158,8 @@ def test_what_is_far_from_being_good_or_from_fitting() -> None:
     assert [is_far(share * cost) for share in (0.5, 0.9, 2.0)] == [True, False, False]
     assert [is_far(2 * cost, share * least) for share in (0.5, 0.9)] == [True, False]
     assert is_far(0.5 * cost, 0.9 * least)
+    assert not is_far(2 * cost, 0.5 * least, remat=None)  # it fits if the backward pass computes more
+    assert is_far(0.5 * cost, remat=None)
     assert not is_far(0.5 * cost, asked=False)
     impossible = mock.PropertyMock(side_effect=Infeasible(math.inf, None, proved=True))
     with mock.patch.object(PricedStage, "known_cost", impossible):
