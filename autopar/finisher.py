@@ -192,7 +192,7 @@ class Finisher:
         levels = self.stages.levels(layered)
         saves = [any(block.saved for block in stage.recomputed) for stage in like]
         return [
-            () if not stage.recomputed else levels[1] if some and len(levels) > 1 else levels[-1]
+            () if not stage.recomputed else levels[-2] if some and len(levels) > 2 else levels[-1]
             for stage, some in zip(like, saves, strict=True)
         ]
 

@@ -35,8 +35,8 @@ def auto(
       zero: 0 replicates state over the devices that split examples; 1 shards the optimizer state over them, 2 also the
         gradients, 3 also the parameters.
       remat: True computes the blocks that the model repeats again in the backward pass, as `jax.checkpoint` around each
-        of them does; False keeps what the step itself keeps. None: all or the dear half of it is computed again in
-        stages where less memory is quicker.
+        of them does, where that frees much; False keeps what the step itself keeps. None: in stages where memory is
+        short, all of it or the best part is computed again where that is quicker.
       num_stages, num_microbatches: as they shall be.
       schedule: "1f1b" or "gpipe". None: 1F1B, its stages interleaved where that is quicker.
       mesh_shape: the logical shape of every stage's mesh (axes x, y); (-1,): one axis.

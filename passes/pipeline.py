@@ -93,8 +93,7 @@ def _defer_sums(step: StepGraph, stages: dict[int, int]) -> tuple[StepGraph, dic
     if not moved:
         return step, stages
 
-    next_id = 1 + max(v.id for eqn in step.equations for v in (*eqn.values, *eqn.outputs))
-    next_id = max(next_id, *(v.id + 1 for v in step.accumulate.values()))
+    next_id = step.next_value_id
     accumulate = dict(step.accumulate)
     summed: dict[Value, Value] = {}  # moved loop value -> its step value
     loop: list[Equation] = []

@@ -13,6 +13,7 @@ at most so many bytes kept (what Korthikanti et al. 2022 call selective recomput
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
@@ -47,7 +48,8 @@ class Forward:
 
     def __init__(self, step: StepGraph) -> None:
         self.step, self.equations = step, step.forward
-        varying = step.batched - step.partial
+        self.varying = varying = step.batched - step.partial
+        self.again = functools.cache(self._again)  # decorated, it would keep this for ever
         self.place = {v: (i, k) for i, e in enumerate(self.equations) for k, v in enumerate(e.outputs) if v in varying}
         self.sources = varying - {step.microbatch}
         self.last_reader = {v: i for i, e in enumerate(self.equations) for v in e.values}
@@ -69,7 +71,9 @@ class Forward:
             and self.last_reader.get(v, -1) < block.stop
         )
 
-    def again(self, block: Block) -> _Again:
+    def _again(self, block: Block) -> _Again:
+        """What it takes to compute a block again."""
+
         def is_lost(v: Value) -> bool:
             return self.is_residual(v, block) and self.place[v] not in block.saved
 
@@ -108,10 +112,9 @@ def _places(forward: Forward, plans: Sequence[_Again]) -> tuple[dict[int, int], 
 
     Without such a cotangent no other block has been through the backward pass.
     """
-    step = forward.step
     block_of = {v: number for number, again in enumerate(plans) for v in again.residuals}
-    backward = [e for e in step.equations if e.phase is Phase.BACKWARD]
-    made_at = {v: at for at, eqn in enumerate(backward) for v in eqn.outputs if v in step.batched - step.partial}
+    backward = [e for e in forward.step.equations if e.phase is Phase.BACKWARD]
+    made_at = {v: at for at, eqn in enumerate(backward) for v in eqn.outputs if v in forward.varying}
     first: dict[int, int] = {}  # the place in the backward pass before which a block is computed again
     tie: dict[int, Value] = {}  # a cotangent that is there by then
     for at, eqn in enumerate(backward):
@@ -132,9 +135,7 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
     plans = [forward.again(block) for block in blocks]
     first, tie = _places(forward, plans)
 
-    next_value = 1 + max((v.id for e in step.equations for v in (*e.values, *e.outputs)), default=0)
-    next_value = max([next_value, *(v.id + 1 for v in step.accumulate.values())])
-    next_id = 1 + max(e.id for e in step.equations)
+    next_value, next_id = step.next_value_id, 1 + max(e.id for e in step.equations)
     equations: list[Equation] = []
     repeats: dict[int, int] = {}
     batched = set(step.batched)

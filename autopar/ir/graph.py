@@ -301,6 +301,12 @@ class StepGraph:
     partial: frozenset[Value]  # those of them that are addends of full size, in the type in which they are summed
     recomputed: tuple[Block, ...] = ()  # what the backward pass computes again, by its own equations
 
+    @property
+    def next_value_id(self) -> int:
+        """Above those of all values."""
+        made = (v.id for eqn in self.equations for v in (*eqn.values, *eqn.outputs))
+        return 1 + max(itertools.chain(made, (v.id for v in self.accumulate.values())), default=-1)
+
     @functools.cached_property
     def forward(self) -> tuple[Equation, ...]:
         """The forward equations that get a stage, in order: all but what is copied to wherever it is used."""
