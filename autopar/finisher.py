@@ -13,7 +13,7 @@ from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import ScheduleName, schedule_for
+from autopar.ir.schedule import Schedule, ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding
 from autopar.layering import Layered, Layering
 from autopar.passes.batch import BatchAnalysis
@@ -79,9 +79,7 @@ class Finisher:
             for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
                 if stage not in solved:
                     try:
-                        problem, solution = self._solved(
-                            layered, placed, stage, mesh, rows.in_flight(stage), withheld[stage], known
-                        )
+                        problem, solution = self._solved(layered, placed, stage, mesh, rows, withheld[stage], known)
                     except Infeasible as error:
                         self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                         return other
@@ -122,7 +120,7 @@ class Finisher:
         return lowered, self._price(layered, lowered, schedule, bound, gap)
 
     def _solved(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, in_flight: int, withheld: float,
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, rows: Schedule, withheld: float,
         known: list[_Known],
     ) -> tuple[StageProblem, Solution]:  # fmt: skip
         """A stage's problem without so many bytes of each device's memory, and a choice; raises Infeasible.
@@ -130,17 +128,17 @@ class Finisher:
         Where layers are alike, it is searched from where they choose alike. Of `known` problems, to which this one is
         added, one with the same numbers and more memory may have a solution that fits: it is as good here.
         """
-        memory = self.stages.prices.memory(mesh)
+        memory, in_flight = self.stages.prices.memory(mesh), rows.in_flight(stage)
         if withheld >= memory:
             raise Infeasible(withheld, memory, proved=False)
-        problem = self.stages.problem(layered, placed, stage, mesh, withheld=withheld)
+        problem = self.stages.problem(layered, placed, stage, mesh, withheld=withheld, rows=rows)
         numbers = problem.numbers
         for other, fewer, solution in known:
             if fewer <= in_flight and numbers.is_like(other):
                 peak = numbers.peak_bytes(solution.choice, in_flight)
                 if numbers.memory_limit is None or peak <= numbers.memory_limit:
                     return problem, dataclasses.replace(solution, peak=peak)
-        tied = self.stages.problem(layered, placed, stage, mesh, tied=True, withheld=withheld)
+        tied = self.stages.problem(layered, placed, stage, mesh, tied=True, withheld=withheld, rows=rows)
         start = None
         if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
             with contextlib.suppress(Infeasible):
@@ -196,6 +194,17 @@ class Finisher:
             for stage, some in zip(like, saves, strict=True)
         ]
 
+    def layered(self, plan: Plan) -> Layered:
+        """The step with the stages of a plan as its layers, and with what they compute again."""
+        analysis = self.layering.cut(plan.leaf_cuts)
+        step, rules = self.layering.in_microbatches(analysis, plan.num_microbatches)
+        layers = tuple(
+            next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
+            for i in range(len(step.forward))
+        )
+        layered = Layered(analysis, step, rules, layers, len(plan.stages))
+        return layered.recomputing([block for stage in plan.stages for block in stage.recomputed])
+
     def restore(self, plan: Plan) -> tuple[Plan, LoweredStep, Layered]:
         """The programs of a plan that was made before, priced anew.
 
@@ -214,16 +223,12 @@ class Finisher:
                     f"the plan for {plan.function!r} cuts leaf {i}, of shape {shape}, along axis {cut.axis} at "
                     f"{cut.bounds}: it was edited inconsistently. Make it again."
                 )
-        analysis = self.layering.cut(plan.leaf_cuts)
-        step, rules = self.layering.in_microbatches(analysis, plan.num_microbatches)
-        layers = tuple(
-            next((k for k, stage in enumerate(plan.stages) if stage.equations[0] <= i < stage.equations[1]), 0)
-            for i in range(len(step.forward))
-        )
-        layered = Layered(analysis, step, rules, layers, len(plan.stages))
         try:
-            layered = layered.recomputing([block for stage in plan.stages for block in stage.recomputed])
-            placed = layered.placed(range(1, len(plan.stages)))
+            layered, cuts = self.layered(plan), range(1, len(plan.stages))
+            if plan.schedule == "zero-bubble":
+                layered, placed = self.layering.apart(layered, cuts)
+            else:
+                placed = layered.placed(cuts)
             values = {v.id: v for v in _all_values(placed)}
             shardings = [
                 StageSharding(
@@ -236,7 +241,8 @@ class Finisher:
         except (KeyError, InternalError, IndexError) as error:
             raise PlanMismatchError(
                 f"the plan for {plan.function!r} does not cover the programs of this step ({error!r}): it was edited "
-                "inconsistently, or made by another version of autopar or JAX. Make it again."
+                "inconsistently (its schedule can be, but not to or from zero-bubble, which has other programs), or "
+                "made by another version of autopar or JAX. Make it again."
             ) from error
         fresh = self._price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
         fresh = with_layers(fresh, [stage.layers for stage in plan.stages])

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from autopar.errors import PlanError, UnsplitWarning
-from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph
+from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph, Value
 from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
 from autopar.ir.units import count_text
+from autopar.passes.apart import split_loops
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.intra_op.lifetimes import equation_seconds
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
@@ -57,13 +58,14 @@ class Layered:
         """The spans of its layers."""
         return Spans(self.finest)
 
-    def placed(self, cuts: Sequence[int]) -> PlacedStep:
-        """Programs of the pipeline whose stages begin at the layers 0, *cuts."""
+    def placed(self, cuts: Sequence[int], weights_apart: bool = False) -> PlacedStep:
+        """Programs of the pipeline whose stages begin at the layers 0, *cuts; gradients of parameters apart or not."""
         stage_of_layer = np.zeros(self.num_layers, int)
         for cut in cuts:
             stage_of_layer[cut:] += 1
         stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
-        return place(self.step, stages, len(cuts) + 1, {})
+        heavy = (lambda eqn: self.rules[eqn.id].products > 0) if weights_apart else None
+        return place(self.step, stages, len(cuts) + 1, {}, heavy)
 
     def recomputing(self, blocks: Sequence[Block]) -> Layered:
         """It with these blocks of the forward pass computed again in the backward pass."""
@@ -188,8 +190,31 @@ class Layering:
         """The analysis of the graph with these argument leaves in pieces, others whole."""
         if not cuts:
             return self.analysis
-        axes = {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
-        return analyse_batch(cut_leaves(self.analysis, cuts, whole), axes, rule_of)
+        return self._cut(self.analysis, cuts, whole)
+
+    def _cut(
+        self, analysis: BatchAnalysis, cuts: Mapping[int, LeafCut], whole: frozenset[int] = frozenset()
+    ) -> BatchAnalysis:
+        return analyse_batch(cut_leaves(analysis, cuts, whole), self._batch_axes, rule_of)
+
+    @property
+    def _batch_axes(self) -> dict[Value, int]:
+        return {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
+
+    def apart(self, layered: Layered, cuts: Sequence[int]) -> tuple[Layered, PlacedStep]:
+        """With loops in two, so that gradients of parameters are apart; programs of the stages that begin at `cuts`."""
+        cut = layered.analysis.graph.input_cuts
+        analysis = self._apart if not cut else self._cut(self._apart, cut)
+        step, rules = self.in_microbatches(analysis, layered.step.num_microbatches)
+        way = dataclasses.replace(layered, analysis=analysis, step=step, rules=rules)
+        way = way.recomputing(layered.step.recomputed)
+        return way, way.placed(cuts, weights_apart=True)
+
+    @functools.cached_property
+    def _apart(self) -> BatchAnalysis:
+        """Of the graph with loops in two."""
+        graph = split_loops(self.graph, rule_of)
+        return self.analysis if graph is self.graph else analyse_batch(graph, self._batch_axes, rule_of)
 
     def in_microbatches(self, analysis: BatchAnalysis, m: int) -> _Microbatches:
         """The step in microbatches, and the rules of its equations."""

@@ -22,9 +22,11 @@ from collections.abc import Callable, Iterator, Sequence
 from autopar.candidates import Candidates, Groups, groups_of, has_room, shapes_on
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
+from autopar.ir.graph import Phase
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method, StageMethod
 from autopar.ir.plan import Plan
+from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
@@ -122,6 +124,7 @@ class Planner:
             yield finer
         if best is not None:
             yield from self._interleaved(best[0], fixed)
+            yield from self._without_bubble(best[0], fixed)
 
     def _likely(self, fixed: int | None) -> Iterator[_Found]:
         """Better plans, what is likely to be good first: a stage of no better plan is not solved any more."""
@@ -208,6 +211,32 @@ class Planner:
             else:
                 high = middle
                 yield found
+
+    def _without_bubble(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
+        """The stages of a plan, with the gradients of their parameters computed where they would wait.
+
+        Then there may be fewer microbatches.
+        """
+        stages, m = len(plan.stages), plan.num_microbatches
+        if self.method.schedule is not None or plan.schedule != "1f1b" or stages == 1:
+            return
+        last = math.inf
+        for n in (m,) if fixed is not None else (m, *(n for n in self.candidates.many if n < m)):
+            self._check_time()
+            layered, placed = self.layering.apart(
+                self.finisher.layered(dataclasses.replace(plan, num_microbatches=n)), range(1, stages)
+            )
+            # What fills the bubble while the first microbatches come and while the last go (Qi et al. 2024, table 1).
+            least = plan.step_time - 2 * (stages - 1) * _put_off_seconds(layered, placed, plan)
+            if n == m and least > (1 - _LEAST_GAIN) * plan.step_time:
+                return
+            found = self.finisher.finish(layered, placed, [stage.mesh for stage in plan.stages], "zero-bubble")
+            if found is None or found[0].step_time >= last:
+                return
+            last = found[0].step_time
+            if last < self._best.step_time:
+                self._best.step_time = last
+                yield with_layers(found[0], [stage.layers for stage in plan.stages]), found[1]
 
     def _interleaved(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
         """The stages of a plan of equal ones divided, and dealt out in turn: a pipeline that is filled more quickly.
@@ -431,12 +460,12 @@ class Planner:
         if any(levels):
             blocks = self.stages.levels(layered)
             way = layered.recomputing_at(spans, [blocks[level] for level in levels])
-            return self.finisher.finish(way, way.placed(cuts), meshes, self._schedule)
+            return self.finisher.finish(*self._placed(way, cuts), meshes, self._schedule)
         joined = self.layering.joined(layered, cuts)
-        ways = [(joined, joined.placed(range(1, len(spans))))]
+        ways = [self._placed(joined, range(1, len(spans)))]
         if joined.analysis is not layered.analysis:
             # The gradients of a loop are stacked until its end: in parts they take less memory.
-            ways.append((layered, layered.placed(cuts)))
+            ways.append(self._placed(layered, cuts))
             if found is not None and self._is_tight(found):
                 ways.reverse()
         estimate = math.inf if found is None else found.step_time
@@ -447,6 +476,12 @@ class Planner:
                 if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
                     finished = other
         return finished
+
+    def _placed(self, layered: Layered, cuts: Sequence[int]) -> tuple[Layered, PlacedStep]:
+        """The programs of the stages that begin at these layers."""
+        if self._schedule == "zero-bubble":
+            return self.layering.apart(layered, cuts)
+        return layered, layered.placed(cuts)
 
     def _is_tight(self, found: StagePlan) -> bool:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
@@ -522,6 +557,18 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _put_off_seconds(layered: Layered, placed: PlacedStep, plan: Plan) -> float:
+    """What no stage of a plan can put off more of, of the seconds of a microbatch: by the matrix products in it."""
+    late, whole = ([0.0] * placed.num_stages for _ in range(2))
+    for program in placed.programs:
+        if program.in_loop:
+            products = sum(layered.rules[eqn.id].products for eqn in program.equations)
+            whole[program.stage] += products
+            late[program.stage] += products * (program.phase is Phase.WEIGHTS)
+    seconds = [stage.forward + stage.backward for stage in plan.stages]
+    return min(a / max(b, 1.0) * s for a, b, s in zip(late, whole, seconds, strict=True))
 
 
 def _is_dear(plan: Plan, estimate: float) -> bool:

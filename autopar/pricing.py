@@ -146,6 +146,7 @@ class Prices:
                 seconds(s, Phase.BACKWARD),
                 seconds(s, Phase.PROLOGUE),
                 seconds(s, Phase.UPDATE),
+                seconds(s, Phase.WEIGHTS),
             )
             for s in range(placed.num_stages)
         ]
@@ -180,8 +181,9 @@ class Prices:
                     times[index].prologue + times[index].update,
                     sum(c.compute * n for (_, c), n in zip(mine, often, strict=True)),
                     sum(c.communication * n for (_, c), n in zip(mine, often, strict=True)),
-                    self._memory(lowered, index, mine, rows.in_flight(index)),
+                    self._memory(lowered, index, mine, rows.held(index)),
                     tuple(b for b in placed.step.recomputed if chosen and chosen[0] <= b.start <= chosen[-1]),
+                    times[index].weights,
                 )
             )
         kept: dict[tuple[int, ...], int] = defaultdict(int)
@@ -202,8 +204,9 @@ class Prices:
         )  # fmt: skip
 
     def _memory(
-        self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]], in_flight: int
-    ) -> StageMemory:
+        self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]],
+        in_flight: Mapping[tuple[Phase, Phase], int],
+    ) -> StageMemory:  # fmt: skip
         step = lowered.placed.step
         mesh = lowered.shardings[stage].mesh
         stored = {p for v, p in lowered.homes.items() if lowered.placed.home[v] == stage and v not in step.feeds}
@@ -213,9 +216,11 @@ class Prices:
         state = {p for p in stored if p.value not in batch}
         gradients: set[Port] = set()
         held: dict[Port, int] = {}
+        since = {port: local.program.phase for local, _ in mine for port in local.outputs}
         for local, _ in mine:
-            copies = in_flight if local.program.in_loop else 1
+            phase = local.program.phase
             for port in local.inputs:
+                copies = in_flight.get((since.setdefault(port, phase), phase), 1)
                 if port.value in sums:
                     gradients.add(port)
                 elif port.value in step.feeds:  # the whole batch is there when a step begins

@@ -9,7 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.method import Method, StageMethod
 from autopar.ir.schedule import ScheduleName
 
-_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe")
+_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero-bubble")
 
 
 def auto(
@@ -38,7 +38,8 @@ def auto(
         of them does, where that frees much; False keeps what the step itself keeps. None: in stages where memory is
         short, all of it or the best part is computed again where that is quicker.
       num_stages, num_microbatches: as they shall be.
-      schedule: "1f1b" or "gpipe". None: 1F1B, its stages interleaved where that is quicker.
+      schedule: "1f1b", "gpipe" or "zero-bubble" (1F1B, with the gradients of parameters computed where a stage would
+        wait). None: 1F1B, its stages interleaved, or gradients computed later, where that is quicker.
       mesh_shape: the logical shape of every stage's mesh (axes x, y); (-1,): one axis.
       memory_limit: bytes that a plan may use of each device, where that is less than there are.
       time_limit: seconds after which planning ends soon, with the best plan found by then; without one it warns and

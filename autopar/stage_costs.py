@@ -14,7 +14,7 @@ from autopar.ir.graph import Block, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import ScheduleName
+from autopar.ir.schedule import Schedule, ScheduleName
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.layering import Layered
@@ -280,9 +280,13 @@ class StageCosts:
         return *self._placed[key], 1 if span[0] > 0 else 0
 
     def problem(
-        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False, withheld: float = 0.0
-    ) -> StageProblem:
-        """The sharding problem of one stage on a mesh, without so many bytes of each device's memory."""
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, tied: bool = False, withheld: float = 0.0,
+        rows: Schedule | None = None,
+    ) -> StageProblem:  # fmt: skip
+        """The sharding problem of one stage on a mesh, without so many bytes of each device's memory.
+
+        `rows`: the schedule, where it is known and holds values for different times.
+        """
         resharder, price = self.prices.resharder(mesh)
         options = self._options.get((mesh.shape, mesh.axes))
         if options is None:
@@ -294,6 +298,7 @@ class StageCosts:
         setting = StageSetting(
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
             self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
+            rows.shares(stage) if rows is not None and rows.weights_apart else {},
         )  # fmt: skip
         return StageProblem(setting)
 

@@ -104,9 +104,9 @@ class _Solved:
         self.stage = stage
         mesh, capacity = plan.stages[stage].mesh, plan.stages[stage].memory.capacity
         withheld = finisher.stages.prices.memory(mesh) - capacity  # by a limit, or for other stages of these devices
-        self.problem = finisher.stages.problem(layered, lowered.placed, stage, mesh, withheld=withheld)
-        self.phases = {p.index: p.phase for p in lowered.placed.programs}
         rows = schedule_for(plan.schedule, [s.mesh for s in plan.stages], plan.num_microbatches)
+        self.problem = finisher.stages.problem(layered, lowered.placed, stage, mesh, withheld=withheld, rows=rows)
+        self.phases = {p.index: p.phase for p in lowered.placed.programs}
         self.in_flight = rows.in_flight(stage)
         self.choice = _choice(self.problem, plan, stage)
         self.cost, _ = evaluate(self.problem.numbers.problem(self.in_flight), self.choice)

@@ -162,7 +162,7 @@ def planned(case: Case, method: Method) -> Outcome:
     seconds = time.perf_counter() - started
     stages = " + ".join(f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)
     tflops = plan.flops / plan.step_time / plan.num_devices / 1e12
-    text = f"{plan.num_microbatches} microbatches, layers {stages}"
+    text = f"{plan.num_microbatches} microbatches, {plan.schedule}, layers {stages}"
     return Outcome(plan.step_time, plan.peak_memory, tflops, seconds, _rss(), text)
 
 

@@ -9,8 +9,9 @@ What waits for what, for a crossing (source stage, target stage, phase):
     UPDATE     the target's update waits for the source's last program (a global norm, a shared gradient)
 
 Besides, a group of devices runs the programs of its stages one after the other in the schedule's order, and a stage's
-backward of a microbatch needs its own forward. A transfer starts when its program has ended and its link, the ordered
-pair of stages, is free; the sender goes on at once.
+backward of a microbatch needs its own forward, as the gradients of its parameters, where they are apart, need its
+backward. A transfer starts when its program has ended and its link, the ordered pair of stages, is free; the sender
+goes on at once.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class StageTimes:
     backward: float  # seconds per microbatch
     prologue: float = 0.0  # seconds per step
     update: float = 0.0  # seconds per step
+    weights: float = 0.0  # seconds per microbatch: gradients of parameters that are apart from the backward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,19 +115,18 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping
 def memory_over_time(timeline: Timeline, stage: int, memory: StageMemory) -> tuple[tuple[float, int], ...]:
     """(seconds since the step began, bytes per device from then on), at every change on one stage.
 
-    A microbatch is in flight from the start of its forward to the end of its backward; of its forward where the
-    schedule has no backward. Values that have arrived for a program that has not begun are not counted.
+    A microbatch is in flight from the start of its forward to the end of its last program. Values that have arrived for
+    a program that has not begun are not counted.
     """
     events = [event for event in timeline.events if event.stage == stage]
-    returning = {event.microbatch for event in events if event.phase is Phase.BACKWARD}
+    ends = {event.microbatch: event.end for event in sorted(events, key=lambda event: event.end)}
     changes: dict[float, int] = defaultdict(int)
     for event in events:
         changes[event.start] += memory.temp
         changes[event.end] -= memory.temp
         if event.phase is Phase.FORWARD:
             changes[event.start] += memory.live
-        if event.phase is Phase.BACKWARD or (event.phase is Phase.FORWARD and event.microbatch not in returning):
-            changes[event.end] -= memory.live
+            changes[ends[event.microbatch]] -= memory.live
     held = memory.base
     steps = []
     for moment in sorted({0.0, *changes}):
@@ -164,6 +165,7 @@ class _Simulation:
                 self._sources[target, _reader(source, target, phase)].append((source, phase))
         for stage in range(schedule.num_stages):
             self._sources[stage, Phase.BACKWARD].append((stage, Phase.FORWARD))
+            self._sources[stage, Phase.WEIGHTS].append((stage, Phase.BACKWARD))
 
     def run(self) -> Timeline:
         stages = range(self._schedule.num_stages)
@@ -211,8 +213,8 @@ class _Simulation:
 
     def _run_task(self, task: Task) -> None:
         times = self._times[task.stage]
-        seconds = times.forward if task.phase is Phase.FORWARD else times.backward
-        end = self._run(task.stage, task.phase, task.microbatch, self._arrived[task], seconds)
+        seconds = {Phase.FORWARD: times.forward, Phase.BACKWARD: times.backward, Phase.WEIGHTS: times.weights}
+        end = self._run(task.stage, task.phase, task.microbatch, self._arrived[task], seconds[task.phase])
         for target, arrival in self._send(task.stage, task.phase, task.microbatch, end):
             reader = Task(target, _reader(task.stage, target, task.phase), task.microbatch)
             self._arrived[reader] = max(self._arrived[reader], arrival)
@@ -266,7 +268,8 @@ def _check(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[C
             if not fits or not task.phase.in_loop or not 0 <= task.microbatch < schedule.num_microbatches:
                 raise InternalError(f"{_name(task)} stands among the tasks of group {group}")
     for stage, each in enumerate(times):
-        if not all(0 <= seconds < float("inf") for seconds in dataclasses.astuple(each)):
+        times_fit = all(0 <= seconds < float("inf") for seconds in dataclasses.astuple(each))
+        if not times_fit or (each.weights and not schedule.weights_apart):
             raise InternalError(f"stage {stage} cannot take {each}")
     for (source, target, phase), seconds in transfers.items():
         if source == target or not {source, target} <= set(range(schedule.num_stages)):

@@ -7,30 +7,46 @@
 3. A sum of addends that were made on different stages waits for the update phase: each is accumulated where it
    was made and crosses once a step instead of once a microbatch.
 4. Update equations go where most of their operands' bytes are; inputs live where they are used and renewed.
-5. In the prologue and the update a stage's equations are cut into rounds so that programs never depend on one
+5. Where gradients of parameters are to be apart, the heavy ones of a stage's backward pass, on which no other stage
+   waits, are put off, with what only leads to them or follows from them.
+6. In the prologue and the update a stage's equations are cut into rounds so that programs never depend on one
    another in a circle (a global gradient norm goes all ways); in the loop stages are monotone and need none.
-6. Programs of one stage that follow one another with nothing between them are fused.
+7. Programs of one stage that follow one another with nothing between them are fused.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.program import PlacedStep, Program
+from autopar.passes.apart import IsHeavy, put_off
 
 
-def place(step: StepGraph, forward_stage: Mapping[int, int], num_stages: int, homes: Mapping[Value, int]) -> PlacedStep:
+def place(
+    step: StepGraph, forward_stage: Mapping[int, int], num_stages: int, homes: Mapping[Value, int],
+    heavy: IsHeavy | None = None,
+) -> PlacedStep:  # fmt: skip
     """Cut a step into programs.
 
     `forward_stage` gives the stage of each FORWARD equation by id, `homes` that of inputs that lie somewhere already.
+    `heavy`: which equations are worth putting off, where gradients of parameters are to be apart.
     """
     stages = _loop_stages(step, forward_stage, num_stages)
     step, stages = _defer_sums(step, stages)
     home = _update_stages(step, stages, homes)
-    return _programs(step, stages, home, num_stages)
+    late = frozenset() if heavy is None else _put_off(step, stages, heavy)
+    return _programs(step, stages, home, num_stages, late)
+
+
+def _put_off(step: StepGraph, stages: Mapping[int, int], heavy: IsHeavy) -> frozenset[int]:
+    """Step 5: ids of backward equations that are not run with the backward pass, but after it."""
+    backward = [e for e in step.equations if e.phase is Phase.BACKWARD and e.id in stages]
+    at = {v: stages[e.id] for e in backward for v in e.outputs}
+    sent = {v for e in backward for v in e.values if at.get(v, stages[e.id]) != stages[e.id]}
+    return put_off(backward, sent, heavy)
 
 
 def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: int) -> dict[int, int]:
@@ -216,8 +232,10 @@ def _vote(eqn: Equation, values: Sequence[Value], stages: dict[int, int], where:
             where[v] = stages[eqn.id]
 
 
-def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, int], num_stages: int) -> PlacedStep:
-    """Steps 5 and 6."""
+def _programs(
+    step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, int], num_stages: int, late: Collection[int]
+) -> PlacedStep:
+    """Steps 6 and 7; `late` are the equations of step 5."""
     key_of: dict[Value, tuple[int, int, int]] = {}  # value -> (order of phases, order in phase, stage)
     members: dict[tuple[int, int, int], list[Equation]] = defaultdict(list)
     phases = list(Phase)
@@ -237,6 +255,8 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
                 return (phases.index(Phase.FORWARD), 0, 0)
         if phase is Phase.FORWARD:
             return (phases.index(phase), stage, stage)
+        if phase is Phase.WEIGHTS:
+            return (phases.index(phase), 0, stage)
         if phase is Phase.BACKWARD:
             if stage == num_stages - 1:
                 return (phases.index(Phase.FORWARD), stage, stage)
@@ -253,7 +273,7 @@ def _programs(step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, i
                 if v in rounds:
                     crosses = key_of[v][2] != stage
                     round_ = max(round_, rounds[v] + crosses)
-        where = key(eqn.phase, stage, round_)
+        where = key(Phase.WEIGHTS if eqn.id in late else eqn.phase, stage, round_)
         members[where].append(eqn)
         for v in eqn.outputs:
             key_of[v] = where

@@ -17,6 +17,7 @@ import numpy as np
 from autopar import finisher
 from autopar.ir.graph import Block, Equation
 from autopar.ir.mesh import Mesh
+from autopar.ir.schedule import ScheduleName
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.problem import Problem, Solution
 from tests.planned import Planned, cluster_of
@@ -61,7 +62,9 @@ def plan_by_lot(
             Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)])
             for stage in range(stages)
         ]
-        finished = search.finish(layered, layered.placed(range(1, stages)), meshes, "1f1b")
+        schedule: ScheduleName = "zero-bubble" if random.integers(2) else "1f1b"
+        placed = layered.placed(range(1, stages), schedule == "zero-bubble")
+        finished = search.finish(layered, placed, meshes, schedule)
     assert finished is not None
     plan, lowered = finished
     if random.integers(2):

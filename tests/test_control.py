@@ -15,7 +15,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import ClusterError, InfeasiblePlanError, PlanError, TimeLimitWarning
+from autopar.errors import ClusterError, InfeasiblePlanError, PlanError, PlanMismatchError, TimeLimitWarning
 from autopar.ir.hint import FREE, Hint, hint_p
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -311,8 +311,11 @@ def test_a_cluster_with_impossible_numbers_is_refused() -> None:
 
 def test_an_edited_plan_is_priced_again_and_runs() -> None:
     state, batch = arguments()
-    step = autopar.parallelize(make_step(), donate_argnums=(), method=recipes.auto(num_stages=2, num_microbatches=4))
+    method = recipes.auto(num_stages=2, num_microbatches=4, schedule="1f1b")
+    step = autopar.parallelize(make_step(), donate_argnums=(), method=method)
     plan = step.plan(state, batch)
+    with pytest.raises(PlanMismatchError, match=r"not to or from zero-bubble"):
+        step.plan(state, batch, method=dataclasses.replace(plan, schedule="zero-bubble"))
     edited = step.plan(state, batch, method=dataclasses.replace(plan, schedule="gpipe"))
     assert edited.schedule == "gpipe"
     assert edited.stages[0].memory.activations > plan.stages[0].memory.activations  # all microbatches in flight

@@ -18,15 +18,19 @@ from autopar.ir.same import Signature, number_signature, parameters_signature, s
 
 
 class Phase(enum.Enum):
-    """When an equation runs: once before the microbatches, once for each, or once after them."""
+    """When something runs: once before the microbatches, once for each, or once after them.
+
+    Equations of the backward pass are all of BACKWARD; programs that no other stage waits for may be of WEIGHTS.
+    """
 
     PROLOGUE = "prologue"
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
     UPDATE = "update"
 
     def __init__(self, name: str) -> None:
-        self.in_loop = name in ("forward", "backward")
+        self.in_loop = name in ("forward", "backward", "weights")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

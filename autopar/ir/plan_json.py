@@ -278,8 +278,9 @@ _STAGE = record(
         "communication": _SECONDS,
         "memory": _read_memory,
         "recomputed": sequence(_read_block, "a list of blocks"),
+        "weights": _SECONDS,
     },
-    {"regathers": False, "recomputed": ()},
+    {"regathers": False, "recomputed": (), "weights": 0.0},
 )
 _LEAF = record(
     {

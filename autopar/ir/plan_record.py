@@ -50,6 +50,7 @@ class StagePlan:
     communication: float  # predicted seconds per step of these in collectives
     memory: StageMemory
     recomputed: tuple[Block, ...] = ()  # of its equations, what the backward pass computes again
+    weights: float = 0.0  # predicted seconds per microbatch: parameters' gradients, if apart from `backward`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -51,7 +51,8 @@ def _table(*headers: str, right: Sequence[str] = ()) -> Table:
 
 
 def _stages(plan: PlanRecord) -> Table:
-    times, kinds = ("forward", "backward", "once"), ("state", "gradients", "activations", "temporaries")
+    apart = ("weights",) if any(stage.weights for stage in plan.stages) else ()
+    times, kinds = ("forward", "backward", *apart, "once"), ("state", "gradients", "activations", "temporaries")
     right = (*(f"{name} ms" for name in times), *kinds, "of memory")
     recomputes = any(stage.recomputed for stage in plan.stages)
     table = _table("stage", "devices", "mesh", "layers", *right, *["computed again"] * recomputes, right=right)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from autopar.ir.graph import Phase
 from autopar.ir.mesh import Mesh
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+_LOOP = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Task:
     """Run the programs of one phase of one stage on one microbatch."""
 
     stage: int
-    phase: Phase  # FORWARD or BACKWARD
+    phase: Phase  # FORWARD, BACKWARD or WEIGHTS
     microbatch: int
 
 
@@ -37,20 +39,49 @@ class Schedule:
     def group_of(self, stage: int) -> int:
         return stage % len(self.tasks)
 
+    @property
+    def weights_apart(self) -> bool:
+        """Whether gradients of parameters are computed apart from what stages send back."""
+        return self.name == "zero-bubble"
+
     def in_flight(self, stage: int) -> int:
-        """Most microbatches whose forward is done and whose backward is not, at this stage."""
+        """Most microbatches that are under way at once at this stage."""
+        return max(self.held(stage).values())
+
+    def held(self, stage: int) -> Mapping[tuple[Phase, Phase], int]:
+        """Of how many microbatches values are held at once at this stage, by when they are made and last read.
+
+        What arrives may do so as long before it is read as the forward pass is before the backward pass.
+        """
+        returning = self._most(stage, Phase.FORWARD, Phase.BACKWARD)
+        found: dict[tuple[Phase, Phase], int] = {}
+        for made in _LOOP:
+            found |= {(made, Phase.FORWARD): returning, (made, Phase.BACKWARD): returning}
+        if self.weights_apart:
+            found |= {(made, Phase.WEIGHTS): self._most(stage, made, Phase.WEIGHTS) for made in _LOOP}
+        return found
+
+    def shares(self, stage: int) -> Mapping[tuple[Phase, Phase], float]:
+        """`held`, relative to the microbatches in flight."""
+        return {when: number / self.in_flight(stage) for when, number in self.held(stage).items()}
+
+    def _most(self, stage: int, first: Phase, last: Phase) -> int:
+        """Most microbatches of which the first of these phases has begun and the last is not over."""
         now = most = 0
         for task in self.tasks[self.group_of(stage)]:
             if task.stage == stage:
-                now += 1 if task.phase is Phase.FORWARD else -1
+                now += task.phase is first
                 most = max(most, now)
+                now -= task.phase is last
         return most
 
 
 def make_schedule(
     name: ScheduleName, num_stages: int, num_microbatches: int, num_groups: int | None = None
 ) -> Schedule:
-    """GPipe (Huang et al. 2019: all forwards, then all backwards), 1F1B or interleaved 1F1B (Narayanan et al. 2021).
+    """GPipe (Huang et al. 2019: all forwards, then all backwards), 1F1B or interleaved 1F1B (Narayanan et al. 2021),
+    or zero-bubble (ZB-H1 of Qi et al. 2024: 1F1B, but stage i computes the gradients of its parameters i microbatches
+    later than what it sends back; so no stage has more microbatches under way than the first).
 
     `num_groups` of devices, a divisor of `num_stages` that is smaller where stages are interleaved: each group has
     several stages, with all others between them, so that a pipeline fills and drains in shorter steps.
@@ -62,6 +93,7 @@ def make_schedule(
         order = _order(groups, rounds, num_microbatches)
         forward = [Task(k * groups + group, Phase.FORWARD, i) for k, i in order]
         backward = [Task((rounds - 1 - k) * groups + group, Phase.BACKWARD, i) for k, i in order]
+        weights = [dataclasses.replace(task, phase=Phase.WEIGHTS) for task in backward]
         warmup = len(order)
         # Interleaved, microbatches must come in whole groups, lest devices wait for one another.
         if name != "gpipe" and (rounds == 1 or num_microbatches % groups == 0):
@@ -71,7 +103,11 @@ def make_schedule(
         row = forward[:warmup]
         for i, task in enumerate(backward):
             row.append(task)
+            if name == "zero-bubble" and i >= group:
+                row.append(weights[i - group])
             row += forward[warmup + i : warmup + i + 1]
+        if name == "zero-bubble":
+            row += weights[max(0, len(weights) - group) :]
         rows.append(tuple(row))
     return Schedule(name, num_stages, num_microbatches, tuple(rows))
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.cost_model.compute import accumulate_seconds
 from autopar.cost_model.reshard import Resharder, StepPrice
-from autopar.ir.graph import Equation, Value
+from autopar.ir.graph import Equation, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.program import Program
@@ -78,6 +78,8 @@ class StageSetting:
     memory_limit: float | None  # bytes per device
     remembered: Remembered
     tied: bool = False  # alike equations choose alike (`alike.py`)
+    # The share of the microbatches in flight whose values are held, by when these are made and last read.
+    held: Mapping[tuple[Phase, Phase], float] = dataclasses.field(default_factory=dict)
 
     def often(self, in_loop: bool) -> int:
         """How often something happens per step."""
@@ -419,12 +421,11 @@ class StageProblem:
                 self._hold(end.node, Held(start, always[1], False), size)
                 continue
             users = read_in.get(slot, [])
-            if maker is None and users:  # arrives from elsewhere
-                first, last = times[users[0].index][0], times[users[-1].index][1]
-                self._hold(end.node, Held(first, last, users[0].in_loop), size)
-            elif maker is not None and users:  # crosses programs
-                first, last = times[maker.index][0], times[users[-1].index][1]
-                self._hold(end.node, Held(first, last, maker.in_loop), size)
+            if users:  # it crosses programs, or arrives from elsewhere
+                since, until = maker or users[0], users[-1]
+                first, last = times[since.index][0], times[until.index][1]
+                share = setting.held.get((since.phase, until.phase), 1.0)
+                self._hold(end.node, Held(first, last, since.in_loop), size * share)
         graph = self.step.graph
         in_place = {
             out for k, i in graph.carried.items()

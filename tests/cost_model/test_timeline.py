@@ -63,17 +63,29 @@ def test_interleaved_stages_without_transfers(groups: int, rounds: int, times: i
     assert timeline.bubble_fraction == pytest.approx(1 - busy / timeline.makespan)
 
 
+@pytest.mark.parametrize(("f", "b", "w"), [(1.0, 1.0, 1.0), (2.0, 3.0, 2.0), (3.0, 5.0, 1.0)])
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 2), (4, 4), (4, 10), (7, 9)])
+def test_stages_without_bubble_without_transfers(f: float, b: float, w: float, stages: int, microbatches: int) -> None:
+    # Qi et al. 2024, table 1: the bubble of ZB-H1 is (S - 1)(f + b - w); that of 1F1B is (S - 1)(f + b + w).
+    timeline = simulate(
+        make_schedule("zero-bubble", stages, microbatches), [StageTimes(f, b, weights=w)] * stages, _chain(stages)
+    )
+    assert timeline.makespan == microbatches * (f + b + w) + (stages - 1) * (f + b - w)
+    assert len(timeline.events) == 3 * stages * microbatches
+
+
 @pytest.mark.parametrize("groups", [1, 2, 3, 5])
 @pytest.mark.parametrize("rounds", [1, 2, 3, 4])
 @pytest.mark.parametrize("microbatches", range(1, 13))
 def test_every_schedule_ends_and_runs_every_task_once(groups: int, rounds: int, microbatches: int) -> None:
     stages = groups * rounds
-    names: tuple[ScheduleName, ...] = ("gpipe", "interleaved" if rounds > 1 else "1f1b")
+    names: tuple[ScheduleName, ...] = ("gpipe", *(("interleaved",) if rounds > 1 else ("1f1b", "zero-bubble")))
     for name in names:
         schedule = make_schedule(name, stages, microbatches, groups)
         simulate(schedule, [StageTimes(1.0, 2.0)] * stages, _chain(stages))
         tasks = [task for row in schedule.tasks for task in row]
-        every = itertools.product(range(stages), (FORWARD, BACKWARD), range(microbatches))
+        phases = (FORWARD, BACKWARD, *([Phase.WEIGHTS] * schedule.weights_apart))
+        every = itertools.product(range(stages), phases, range(microbatches))
         assert sorted(map(str, tasks)) == sorted(str(Task(*one)) for one in every)
 
 
@@ -162,14 +174,19 @@ def test_nothing_to_do() -> None:
 # Independent computations
 
 
+def _seconds(times: StageTimes, phase: Phase) -> float:
+    return {FORWARD: times.forward, BACKWARD: times.backward, Phase.WEIGHTS: times.weights}[phase]
+
+
 def _random_case(seed: int) -> tuple[Schedule, list[StageTimes], dict[Crossing, float]]:
     random_ = random.Random(seed)
-    names: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved")
+    names: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
     name = random_.choice(names)
     groups, rounds = random_.randint(1, 5), random_.randint(2, 3) if name == "interleaved" else 1
     stages, microbatches = groups * rounds, groups * random_.randint(1, 2) if rounds > 1 else random_.randint(1, 7)
     schedule = make_schedule(name, stages, microbatches, groups)
-    times = [StageTimes(*(random_.uniform(0.5, 2.0) for _ in range(4))) for _ in range(stages)]
+    of = 5 if schedule.weights_apart else 4
+    times = [StageTimes(*(random_.uniform(0.5, 2.0) for _ in range(of))) for _ in range(stages)]
     crossings: dict[Crossing, float] = {}
     for source, target in itertools.permutations(range(stages), 2):
         for phase in (FORWARD, BACKWARD):
@@ -190,7 +207,7 @@ def test_longest_path_when_no_link_is_contended(seed: int) -> None:
     graph = nx.DiGraph()
 
     def seconds(stage: int, phase: Phase) -> float:
-        return times[stage].forward if phase is FORWARD else times[stage].backward
+        return _seconds(times[stage], phase)
 
     for group, row in enumerate(schedule.tasks):
         mine = times[group :: schedule.num_groups]
@@ -251,9 +268,7 @@ class _Events:
             if not self.waits[task]:
                 self.free[group] = False
                 del self.rows[group][0]
-                each = self.times[task.stage]
-                lasts = each.forward if task.phase is FORWARD else each.backward
-                self.at(now + lasts, partial(self.task_ends, task))
+                self.at(now + _seconds(self.times[task.stage], task.phase), partial(self.task_ends, task))
         elif self.updates[group] and not self.waits[self.updates[group][0]]:
             stage = self.updates[group].pop(0)
             self.free[group] = False
@@ -310,14 +325,15 @@ def test_event_simulation_with_contended_links(seed: int) -> None:
 # Memory
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zero-bubble"])
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (3, 2), (4, 8)])
 def test_peak_memory_is_that_of_the_schedule(name: ScheduleName, stages: int, microbatches: int) -> None:
     schedule = make_schedule(name, stages, microbatches)
     timeline = simulate(schedule, [StageTimes(1.0, 2.0)] * stages, _chain(stages, 0.1, 0.1))
     memories = [StageMemory(base=1000 * (s + 1), live=10, temp=1) for s in range(stages)]
-    # GPipe holds all m microbatches everywhere, 1F1B min(m, S - s).
-    in_flight = [microbatches if name == "gpipe" else min(microbatches, stages - s) for s in range(stages)]
+    # GPipe holds all m microbatches everywhere, 1F1B min(m, S - s), zero-bubble min(m, S).
+    behind = [0 if name == "zero-bubble" else s for s in range(stages)]
+    in_flight = [microbatches if name == "gpipe" else min(microbatches, stages - s) for s in behind]
     assert [schedule.in_flight(s) for s in range(stages)] == in_flight
     assert peak_memory(timeline, memories) == tuple(1000 * (s + 1) + 10 * in_flight[s] + 1 for s in range(stages))
 

@@ -157,11 +157,11 @@ def test_one_stage_with_one_microbatch_is_one_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "in_flight"), [("gpipe", [4, 4, 4]), ("1f1b", [3, 2, 1])]
+    ("name", "in_flight"), [("gpipe", [4, 4, 4]), ("1f1b", [3, 2, 1]), ("zero-bubble", [3, 3, 3])]
 )  # microbatches whose activations a stage of three holds
 def test_schedules(name: Any, in_flight: list[int]) -> None:
     schedule = make_schedule(name, 3, 4)
     assert [schedule.in_flight(stage) for stage in range(3)] == in_flight
     for row in schedule.tasks:
-        for phase in (Phase.FORWARD, Phase.BACKWARD):
+        for phase in (Phase.FORWARD, Phase.BACKWARD, *([Phase.WEIGHTS] * schedule.weights_apart)):
             assert [t.microbatch for t in row if t.phase is phase] == [0, 1, 2, 3]
