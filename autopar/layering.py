@@ -202,12 +202,16 @@ class Layering:
         return {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
 
     def apart(self, layered: Layered, cuts: Sequence[int]) -> tuple[Layered, PlacedStep]:
-        """With loops in two, so that gradients of parameters are apart; programs of the stages that begin at `cuts`."""
+        """With gradients of parameters apart, in loops of their own; also its programs, stages beginning at `cuts`."""
+        if not len(cuts):
+            return layered, layered.placed(cuts)  # one stage waits for no other
         cut = layered.analysis.graph.input_cuts
         analysis = self._apart if not cut else self._cut(self._apart, cut)
-        step, rules = self.in_microbatches(analysis, layered.step.num_microbatches)
-        way = dataclasses.replace(layered, analysis=analysis, step=step, rules=rules)
-        way = way.recomputing(layered.step.recomputed)
+        way, m = layered, layered.step.num_microbatches
+        if analysis.most_microbatches % m == 0:
+            step, rules = self.in_microbatches(analysis, m)
+            way = dataclasses.replace(layered, analysis=analysis, step=step, rules=rules)
+            way = way.recomputing(layered.step.recomputed)
         return way, way.placed(cuts, weights_apart=True)
 
     @functools.cached_property

@@ -83,7 +83,10 @@ def pipeline_time(costs: Sequence[StageCost], num_microbatches: int, rounds: int
 
 
 def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> int:
-    """`Schedule.in_flight` of the stage that has so many stages from itself to the end, itself included."""
+    """`Schedule.in_flight` of the stage that has so many stages from itself to the end, itself included.
+
+    Of a zero-bubble schedule it is that of 1F1B: how many stages come before is not known yet.
+    """
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, remaining)
 
 

@@ -164,7 +164,9 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
             now.update((v, new) for v, new in zip(eqn.outputs, outputs, strict=True) if v not in again.sources)
         renamed.update((v, now[v]) for v in again.residuals)
 
-    starts = {at: [n for n in first if first[n] == at] for at in first.values()}
+    # What comes from nothing has no fence, without which it is computed once.
+    fenced = {n: at for n, at in first.items() if plans[n].sources or n in tie}
+    starts = {at: [n for n in fenced if fenced[n] == at] for at in fenced.values()}
     at = -1
     for eqn in step.equations:
         if eqn.phase is not Phase.BACKWARD:

@@ -62,12 +62,15 @@ def test_any_choice_of_strategies_computes_the_same(seed: int) -> None:
         assert norm(np.asarray(output) - np.asarray(reference)) <= bound
 
     # No value is summed in two ways, which would round differently: readers must agree on it to the last bit.
-    # And nothing is resharded in vain.
+    # What the step itself computes twice is summed for each. And nothing is resharded in vain.
     for local in planned.lowered.programs:
         sums = Counter(
             op.value for op in local.ops if isinstance(op, Reshard) and op.source.partial and not op.target.partial
         )
-        assert all(count == 1 for count in sums.values())
+        looks = {v: (str(e.primitive), e.inputs, str(e.params)) for e in local.program.equations for v in e.outputs}
+        twice = Counter(looks.values())
+        assert all(count <= twice[looks[v]] for v, count in sums.items() if v in looks)
+        assert all(count == 1 for v, count in sums.items() if v not in looks)
         assert _reads(local) >= {(op.value, op.target) for op in local.ops if isinstance(op, Reshard)}
 
     # What was priced was lowered, and XLA added nothing to it. It may send less: it knows that a gathered

@@ -54,6 +54,17 @@ def test_training_is_that_of_one_device(method: autopar.Method, scan: bool) -> N
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-5)
 
 
+def test_one_stage_is_as_of_any_schedule() -> None:
+    step = autopar.parallelize(train_step)
+    state, batch = jax.eval_shape(lambda key: init(True, key), jax.random.key(0)), examples()
+    fixed: dict[str, Any] = {"num_stages": 1, "num_microbatches": 4}
+    plan, plain = (
+        step.plan(state, batch, method=recipes.auto(schedule=schedule, **fixed)) for schedule in ("zero-bubble", "1f1b")
+    )
+    assert plan.stages == plain.stages
+    assert plan.step_time == plain.step_time
+
+
 def test_another_step_follows_the_state() -> None:
     step = autopar.parallelize(train_step, method=METHODS["2 stages"])
     state, batch = init(False, jax.random.key(0)), examples()

@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError
-from autopar.ir.build import barrier
+from autopar.ir.build import Builder, barrier
 from autopar.ir.graph import Block, Equation, Phase, StepGraph
 from autopar.ir.plan import Plan
 from autopar.passes.microbatch import split_batch
@@ -60,6 +60,22 @@ def test_residuals_are_read_from_the_second_computation_behind_a_fence() -> None
         e for e in step.equations if e.phase is Phase.FORWARD
     ]
     assert found.recomputed == (block,)
+
+
+def test_what_comes_from_nothing_is_not_computed_again() -> None:
+    step = graph(2)
+    builder = Builder(step.next_value_id)
+    closed = jax.make_jaxpr(lambda: jnp.full((3,), 2.0))()
+    made = builder.inline(closed.jaxpr, closed.consts, [], phase=Phase.FORWARD)
+    closed = jax.make_jaxpr(jnp.sin)(jnp.zeros(3))
+    builder.inline(closed.jaxpr, closed.consts, made, phase=Phase.BACKWARD)
+    ids = 1 + max(e.id for e in step.equations)
+    first, last = (dataclasses.replace(e, id=ids + e.id) for e in builder.equations)
+    batched = step.batched | {*first.outputs, *last.outputs}
+    step = dataclasses.replace(step, equations=(first, *step.equations, last), batched=batched)
+    found, repeats = recompute(step, [Block(0, 1)])
+    assert not repeats
+    assert found.equations == step.equations
 
 
 def test_what_other_blocks_read_and_what_is_saved_is_kept() -> None:
