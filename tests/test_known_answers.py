@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import autopar
-from autopar.errors import InfeasiblePlanError, UnsplitWarning
+from autopar.errors import InfeasiblePlanError
 from autopar.finisher import Finisher
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
@@ -115,9 +115,9 @@ def test_more_stages_than_the_search_tells_apart() -> None:
     # Eighteen layers of 251 x 251 float32, which nothing cuts: 0.24 MiB, as much of gradient. A device has room for one
     # such layer, not for two: each of 18 hosts has a stage.
     cluster = cluster_of(18, 2, memory=int(0.95 * MIB), flops=1e10, memory_bandwidth=1e11, link=1e10, network=1e9)
-    with pytest.warns(UnsplitWarning, match="251 cannot be split over the 2 devices"):
-        plan = plan_mlp(cluster, layers=18, width=251, batch=72, adam=False)
+    plan = plan_mlp(cluster, layers=18, width=251, batch=72, adam=False)
     assert [stage.layers for stage in plan.stages] == [(k, k + 1) for k in range(18)]
+    assert plan.num_microbatches == 36  # an example for each device
     assert all(stage.mesh.size == 2 for stage in plan.stages)
     # From these on, the search goes by the layers that it tells apart.
     params = {"layers": [{"w": jnp.zeros((251, 251)), "b": jnp.zeros(251)}] * 18}
