@@ -224,11 +224,7 @@ class Finisher:
                     f"{cut.bounds}: it was edited inconsistently. Make it again."
                 )
         try:
-            layered, cuts = self.layered(plan), range(1, len(plan.stages))
-            if plan.schedule == "zero-bubble":
-                layered, placed = self.layering.apart(layered, cuts)
-            else:
-                placed = layered.placed(cuts)
+            layered, placed = self.layering.placed(self.layered(plan), range(1, len(plan.stages)), plan.schedule)
             values = {v.id: v for v in _all_values(placed)}
             shardings = [
                 StageSharding(

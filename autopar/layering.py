@@ -14,6 +14,7 @@ from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph, Value
 from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
+from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
 from autopar.passes.apart import split_loops
 from autopar.passes.batch import BatchAnalysis, analyse_batch
@@ -201,18 +202,21 @@ class Layering:
     def _batch_axes(self) -> dict[Value, int]:
         return {v: state.batch.dim for v in self.graph.inputs if (state := self.analysis.states[v]).batch is not None}
 
-    def apart(self, layered: Layered, cuts: Sequence[int]) -> tuple[Layered, PlacedStep]:
-        """With gradients of parameters apart, in loops of their own; also its programs, stages beginning at `cuts`."""
-        if not len(cuts):
-            return layered, layered.placed(cuts)  # one stage waits for no other
-        cut = layered.analysis.graph.input_cuts
-        analysis = self._apart if not cut else self._cut(self._apart, cut)
-        way, m = layered, layered.step.num_microbatches
-        if analysis.most_microbatches % m == 0:
-            step, rules = self.in_microbatches(analysis, m)
-            way = dataclasses.replace(layered, analysis=analysis, step=step, rules=rules)
-            way = way.recomputing(layered.step.recomputed)
-        return way, way.placed(cuts, weights_apart=True)
+    def placed(self, layered: Layered, cuts: Sequence[int], schedule: ScheduleName) -> tuple[Layered, PlacedStep]:
+        """The programs of the stages that begin at `cuts`, and what they are of.
+
+        Zero-bubble has gradients of parameters apart, and those of loops in loops of their own.
+        """
+        if schedule != "zero-bubble" or not len(cuts):  # one stage waits for no other
+            return layered, layered.placed(cuts)
+        if self._apart is not self.analysis:
+            cut, m = layered.analysis.graph.input_cuts, layered.step.num_microbatches
+            analysis = self._cut(self._apart, cut) if cut else self._apart
+            if analysis.most_microbatches % m == 0:
+                step, rules = self.in_microbatches(analysis, m)
+                whole = dataclasses.replace(layered, analysis=analysis, step=step, rules=rules)
+                layered = whole.recomputing(layered.step.recomputed)
+        return layered, layered.placed(cuts, weights_apart=True)
 
     @functools.cached_property
     def _apart(self) -> BatchAnalysis:

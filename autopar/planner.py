@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.candidates import Candidates, Groups, groups_of, has_room, shapes_on
+from autopar.cost_model.timeline import StageTimes, simulate
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
 from autopar.finisher import Finisher, with_layers
 from autopar.ir.graph import Phase
@@ -27,7 +28,7 @@ from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method, StageMethod
 from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import ScheduleName
+from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.layering import MAX_LAYERS, Layered
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import Span, StageCost, StageCostFn, StagePlan, in_flight, plan_stages
@@ -220,23 +221,49 @@ class Planner:
         stages, m = len(plan.stages), plan.num_microbatches
         if self.method.schedule is not None or plan.schedule != "1f1b" or stages == 1:
             return
+        if self._least_without_bubble(plan) > (1 - _LEAST_GAIN) * plan.step_time:
+            return
         last = math.inf
         for n in (m,) if fixed is not None else (m, *(n for n in self.candidates.many if n < m)):
             self._check_time()
-            layered, placed = self.layering.apart(
-                self.finisher.layered(dataclasses.replace(plan, num_microbatches=n)), range(1, stages)
-            )
-            # What fills the bubble while the first microbatches come and while the last go (Qi et al. 2024, table 1).
-            least = plan.step_time - 2 * (stages - 1) * _put_off_seconds(layered, placed, plan)
-            if n == m and least > (1 - _LEAST_GAIN) * plan.step_time:
-                return
-            found = self.finisher.finish(layered, placed, [stage.mesh for stage in plan.stages], "zero-bubble")
-            if found is None or found[0].step_time >= last:
-                return
-            last = found[0].step_time
-            if last < self._best.step_time:
-                self._best.step_time = last
-                yield with_layers(found[0], [stage.layers for stage in plan.stages]), found[1]
+            with contextlib.suppress(MicrobatchError):
+                found = self.finisher.finish(
+                    *self._apart(dataclasses.replace(plan, num_microbatches=n)),
+                    [stage.mesh for stage in plan.stages], "zero-bubble",
+                )  # fmt: skip
+                if found is None or found[0].step_time >= last:
+                    return
+                last = found[0].step_time
+                if last < self._best.step_time:
+                    self._best.step_time = last
+                    yield with_layers(found[0], [stage.layers for stage in plan.stages]), found[1]
+
+    def _apart(self, plan: Plan) -> tuple[Layered, PlacedStep]:
+        """The stages of a plan with gradients of parameters apart."""
+        return self.layering.placed(self.finisher.layered(plan), range(1, len(plan.stages)), "zero-bubble")
+
+    def _least_without_bubble(self, plan: Plan) -> float:
+        """Seconds of a step, about, if gradients of parameters take their share of it by matrix products."""
+        layered, placed = self._apart(plan)
+        late, whole = ([0.0] * placed.num_stages for _ in range(2))
+        for program in placed.programs:
+            if program.in_loop:
+                products = sum(layered.rules[eqn.id].products for eqn in program.equations)
+                whole[program.stage] += products
+                late[program.stage] += products * (program.phase is Phase.WEIGHTS)
+        stages, m = len(plan.stages), min(plan.num_microbatches, 4 * len(plan.stages))  # the bubble is that of more
+        shares = [a / max(b, 1.0) for a, b in zip(late, whole, strict=True)]
+        before = [StageTimes(stage.forward, stage.backward) for stage in plan.stages]
+        after = []
+        for stage, share in zip(plan.stages, shares, strict=True):
+            weights = share * stage.per_microbatch
+            backward = max(0.0, stage.backward - weights)  # of the last stage it is in `forward`
+            after.append(StageTimes(stage.per_microbatch - weights - backward, backward, weights=weights))
+        crossings: dict[tuple[int, int, Phase], float] = {(i, i + 1, Phase.FORWARD): 0.0 for i in range(stages - 1)}
+        crossings |= {(i + 1, i, Phase.BACKWARD): 0.0 for i in range(stages - 1)}
+        plain = simulate(make_schedule("1f1b", stages, m), before, crossings)
+        filled = simulate(make_schedule("zero-bubble", stages, m), after, crossings)
+        return plan.step_time - plain.makespan + filled.makespan
 
     def _interleaved(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
         """The stages of a plan of equal ones divided, and dealt out in turn: a pipeline that is filled more quickly.
@@ -284,7 +311,7 @@ class Planner:
 
         On the same groups of devices, or hosts of their own.
         """
-        seconds = [stage.forward + stage.backward for stage in plan.stages]
+        seconds = [stage.per_microbatch for stage in plan.stages]
         is_even = max(seconds) * len(seconds) <= _UNEVEN * sum(seconds)
         if is_even or self.method.stages is not None or plan.schedule == "interleaved":
             return None
@@ -460,12 +487,12 @@ class Planner:
         if any(levels):
             blocks = self.stages.levels(layered)
             way = layered.recomputing_at(spans, [blocks[level] for level in levels])
-            return self.finisher.finish(*self._placed(way, cuts), meshes, self._schedule)
+            return self.finisher.finish(*self.layering.placed(way, cuts, self._schedule), meshes, self._schedule)
         joined = self.layering.joined(layered, cuts)
-        ways = [self._placed(joined, range(1, len(spans)))]
+        ways = [self.layering.placed(joined, range(1, len(spans)), self._schedule)]
         if joined.analysis is not layered.analysis:
             # The gradients of a loop are stacked until its end: in parts they take less memory.
-            ways.append(self._placed(layered, cuts))
+            ways.append(self.layering.placed(layered, cuts, self._schedule))
             if found is not None and self._is_tight(found):
                 ways.reverse()
         estimate = math.inf if found is None else found.step_time
@@ -476,12 +503,6 @@ class Planner:
                 if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
                     finished = other
         return finished
-
-    def _placed(self, layered: Layered, cuts: Sequence[int]) -> tuple[Layered, PlacedStep]:
-        """The programs of the stages that begin at these layers."""
-        if self._schedule == "zero-bubble":
-            return self.layering.apart(layered, cuts)
-        return layered, layered.placed(cuts)
 
     def _is_tight(self, found: StagePlan) -> bool:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
@@ -557,18 +578,6 @@ def _uncollected() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def _put_off_seconds(layered: Layered, placed: PlacedStep, plan: Plan) -> float:
-    """What no stage of a plan can put off more of, of the seconds of a microbatch: by the matrix products in it."""
-    late, whole = ([0.0] * placed.num_stages for _ in range(2))
-    for program in placed.programs:
-        if program.in_loop:
-            products = sum(layered.rules[eqn.id].products for eqn in program.equations)
-            whole[program.stage] += products
-            late[program.stage] += products * (program.phase is Phase.WEIGHTS)
-    seconds = [stage.forward + stage.backward for stage in plan.stages]
-    return min(a / max(b, 1.0) * s for a, b, s in zip(late, whole, seconds, strict=True))
 
 
 def _is_dear(plan: Plan, estimate: float) -> bool:

@@ -216,11 +216,11 @@ class Prices:
         state = {p for p in stored if p.value not in batch}
         gradients: set[Port] = set()
         held: dict[Port, int] = {}
-        since = {port: local.program.phase for local, _ in mine for port in local.outputs}
+        made = {port: local.program.phase for local, _ in mine for port in local.outputs}
         for local, _ in mine:
             phase = local.program.phase
             for port in local.inputs:
-                copies = in_flight.get((since.setdefault(port, phase), phase), 1)
+                copies = in_flight.get((made.get(port, Phase.FORWARD), phase), 1)
                 if port.value in sums:
                     gradients.add(port)
                 elif port.value in step.feeds:  # the whole batch is there when a step begins

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -160,7 +161,9 @@ def planned(case: Case, method: Method) -> Outcome:
     except UserError as error:  # nothing fits, or the batch cannot be cut so
         return Outcome(None, None, None, time.perf_counter() - started, _rss(), f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - started
-    stages = " + ".join(f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)
+    each = (f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)
+    alike = ((text, len(list(group))) for text, group in itertools.groupby(each))
+    stages = " + ".join(text if number == 1 else f"{number} times {text}" for text, number in alike)
     tflops = plan.flops / plan.step_time / plan.num_devices / 1e12
     text = f"{plan.num_microbatches} microbatches, {plan.schedule}, layers {stages}"
     return Outcome(plan.step_time, plan.peak_memory, tflops, seconds, _rss(), text)

@@ -28,14 +28,17 @@ def put_off(
 ) -> frozenset[int]:
     """Ids of the equations, in order, that need not run before `waited_for` is there, and are worth putting off.
 
-    The heavy ones, with what only leads to them and what follows from them or from `late` values.
+    The heavy ones, with what only leads to them and what follows from them or from `late` values; none, if what is
+    waited for reads these.
     """
     waiting = set(waited_for)
+    needed: set[int] = set()
     found: set[int] = set()
     leading: set[Value] = set()
     for eqn in reversed(equations):
         if any(v in waiting for v in eqn.outputs):
             waiting.update(eqn.values)
+            needed.add(eqn.id)
         elif heavy(eqn) or any(v in leading for v in eqn.outputs):
             found.add(eqn.id)
             leading.update(eqn.values)
@@ -44,7 +47,7 @@ def put_off(
         if eqn.id in found or any(v in made for v in eqn.values):
             found.add(eqn.id)
             made.update(eqn.outputs)
-    return frozenset(found)
+    return frozenset() if found & needed else frozenset(found)
 
 
 def split_loops(graph: Graph, rule_of: Callable[[Equation], Rule]) -> Graph:
@@ -151,7 +154,7 @@ class _Loop:
             )  # fmt: skip
             return [*end, *ys]
 
-        results = loop(0, stacked, tuple(handed))
+        results = loop(0, stacked, tuple(handed)) if handed or 0 in number_of else []
         at = len(results) - len(handed)
         stacked.update(zip(handed, results[at:], strict=True))
         supply = [iter(results[:at]), *(iter(loop(number, stacked)) for number in range(1, 1 + len(self.late)))]

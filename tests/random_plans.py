@@ -63,10 +63,7 @@ def plan_by_lot(
             for stage in range(stages)
         ]
         schedule: ScheduleName = "zero-bubble" if random.integers(2) else "1f1b"
-        if schedule == "zero-bubble":
-            layered, placed = search.layering.apart(layered, range(1, stages))
-        else:
-            placed = layered.placed(range(1, stages))
+        layered, placed = search.layering.placed(layered, range(1, stages), schedule)
         finished = search.finish(layered, placed, meshes, schedule)
     assert finished is not None
     plan, lowered = finished

@@ -67,7 +67,11 @@ def test_any_choice_of_strategies_computes_the_same(seed: int) -> None:
         sums = Counter(
             op.value for op in local.ops if isinstance(op, Reshard) and op.source.partial and not op.target.partial
         )
-        looks = {v: (str(e.primitive), e.inputs, str(e.params)) for e in local.program.equations for v in e.outputs}
+        looks = {
+            v: (str(e.primitive), e.inputs, str(e.params), k)
+            for e in local.program.equations
+            for k, v in enumerate(e.outputs)
+        }
         twice = Counter(looks.values())
         assert all(count <= twice[looks[v]] for v, count in sums.items() if v in looks)
         assert all(count == 1 for v, count in sums.items() if v not in looks)

@@ -85,7 +85,7 @@ def placed(scan: bool) -> PlacedStep:
     state = jax.eval_shape(lambda key: init(scan, key), jax.random.key(0))
     finisher = Finisher(analyse(train_step, state, examples()), cluster_of(1, 8), METHODS["4 stages"])
     layered = finisher.layering.layered(8, True)
-    return finisher.layering.apart(layered, [2, 4, 6])[1]
+    return finisher.layering.placed(layered, [2, 4, 6], "zero-bubble")[1]
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
@@ -121,9 +121,31 @@ def test_the_planner_finds_that_it_is_quicker() -> None:
     assert plan.bubble < plain.bubble
     spans = [stage.layers for stage in plain.stages]
     assert [stage.layers for stage in plan.stages] == spans
-    # It takes a pipeline that is full: no stage holds more microbatches than the first one of 1F1B.
-    tight = recipes.auto(**fixed, memory_limit=int(0.5 * plain.peak_memory))
-    assert step.plan(layers, batch, cluster=cluster, method=tight).peak_memory <= 0.5 * plain.peak_memory
+    # No stage has more microbatches in flight than the first one of 1F1B.
+    assert plan.peak_memory <= 1.05 * plain.peak_memory
+
+
+def test_it_is_found_where_one_stage_has_nothing_to_put_off() -> None:
+    """A last layer without parameters, as long as the others."""
+
+    def loss(layers: Any, batch: Any) -> Any:
+        h = batch["x"]
+        for w in layers:
+            h = jnp.tanh(h @ w)
+        return jnp.mean((jnp.einsum("bts,bsd->btd", jnp.einsum("btd,bsd->bts", h, h), h) - batch["y"]) ** 2)
+
+    layers = [jax.ShapeDtypeStruct((1024, 1024), jnp.float32)] * 3
+    batch = {name: jax.ShapeDtypeStruct((16, 1024, 1024), jnp.float32) for name in "xy"}
+    cluster = cluster_of(4, 1, flops=1e13, memory_bandwidth=1e12, link=1e11, network=1e11)
+    fixed: dict[str, Any] = {"num_stages": 4, "num_microbatches": 4}
+    step = autopar.parallelize(sgd(loss))
+    plan, plain = (
+        step.plan(layers, batch, cluster=cluster, method=recipes.auto(**fixed, schedule=schedule))
+        for schedule in (None, "1f1b")
+    )
+    assert plan.schedule == "zero-bubble"
+    assert plan.stages[-1].weights == 0 < plan.stages[0].weights
+    assert plan.step_time < plain.step_time
 
 
 def test_values_are_held_until_they_are_read_last() -> None:

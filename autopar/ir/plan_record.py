@@ -52,6 +52,11 @@ class StagePlan:
     recomputed: tuple[Block, ...] = ()  # of its equations, what the backward pass computes again
     weights: float = 0.0  # predicted seconds per microbatch: parameters' gradients, if apart from `backward`
 
+    @property
+    def per_microbatch(self) -> float:
+        """Predicted seconds of all that is done for a microbatch."""
+        return self.forward + self.backward + self.weights
+
 
 @dataclasses.dataclass(frozen=True)
 class LeafPlan:

@@ -51,7 +51,7 @@ class Schedule:
     def held(self, stage: int) -> Mapping[tuple[Phase, Phase], int]:
         """Of how many microbatches values are held at once at this stage, by when they are made and last read.
 
-        What arrives may do so as long before it is read as the forward pass is before the backward pass.
+        What other stages send counts as made in the forward pass: it may come long before it is read.
         """
         returning = self._most(stage, Phase.FORWARD, Phase.BACKWARD)
         found: dict[tuple[Phase, Phase], int] = {}
@@ -63,7 +63,8 @@ class Schedule:
 
     def shares(self, stage: int) -> Mapping[tuple[Phase, Phase], float]:
         """`held`, relative to the microbatches in flight."""
-        return {when: number / self.in_flight(stage) for when, number in self.held(stage).items()}
+        held = self.held(stage)
+        return {when: number / max(held.values()) for when, number in held.items()}
 
     def _most(self, stage: int, first: Phase, last: Phase) -> int:
         """Most microbatches of which the first of these phases has begun and the last is not over."""

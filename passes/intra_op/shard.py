@@ -424,7 +424,7 @@ class StageProblem:
             if users:  # it crosses programs, or arrives from elsewhere
                 since, until = maker or users[0], users[-1]
                 first, last = times[since.index][0], times[until.index][1]
-                share = setting.held.get((since.phase, until.phase), 1.0)
+                share = setting.held.get((maker.phase if maker else Phase.FORWARD, until.phase), 1.0)
                 self._hold(end.node, Held(first, last, since.in_loop), size * share)
         graph = self.step.graph
         in_place = {
