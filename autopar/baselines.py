@@ -107,7 +107,7 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, 
 def _adapted(recipe: Method, method: Method) -> Method:
     """The recipe with what it leaves open as the method has it."""
     schedule = method.schedule or recipe.schedule
-    return dataclasses.replace(recipe, memory_limit=method.memory_limit, schedule=schedule)
+    return dataclasses.replace(recipe, memory_limit=method.memory_limit, schedule=schedule, spatial=method.spatial)
 
 
 def _heeds(recipe: Method, method: Method) -> bool:

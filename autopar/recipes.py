@@ -17,6 +17,7 @@ def auto(
     data: bool | None = None,
     tensor: bool | None = None,
     pipeline: bool | None = None,
+    spatial: bool | None = None,
     zero: int | None = None,
     remat: bool | None = None,
     num_stages: int | None = None,
@@ -32,6 +33,7 @@ def auto(
     Args:
       data, tensor, pipeline: True forces a kind of parallelism, False forbids it. Forced, examples are split over
         axis x of every stage's mesh, matrix products over axis y, and there are two stages or more.
+      spatial: False forbids that convolutions are cut along their windows, which exchanges the borders.
       zero: 0 replicates state over the devices that split examples; 1 shards the optimizer state over them, 2 also the
         gradients, 3 also the parameters.
       remat: True computes the blocks that the model repeats again in the backward pass, as `jax.checkpoint` around each
@@ -72,7 +74,8 @@ def auto(
     return Method(
         f"auto({', '.join(f'{name}={value!r}' for name, value in given.items())})" if given else "auto",
         1 if pipeline is False else num_stages, num_microbatches, mesh_shape, schedule=schedule, data_axes=data_axes,
-        model_axes=model_axes, zero=zero, min_stages=2 if pipeline else 1, axes=tuple(forced),
+        model_axes=model_axes, zero=zero, spatial=spatial is not False, min_stages=2 if pipeline else 1,
+        axes=tuple(forced),
         memory_limit=memory_limit, time_limit=time_limit, baselines=baselines, remat=remat,
         options=tuple(given.items()),
     )  # fmt: skip
@@ -84,7 +87,7 @@ def _check_auto(given: Mapping[str, Any]) -> None:
     def whole(least: int) -> Callable[[Any], bool]:
         return lambda x: type(x) is int and x >= least
 
-    flags = ("data", "tensor", "pipeline")
+    flags = ("data", "tensor", "pipeline", "spatial")
     ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
         **dict.fromkeys(flags, (lambda x: isinstance(x, bool), "True, False or None")),
         **dict.fromkeys(("num_stages", "num_microbatches", "memory_limit"), (whole(1), "a whole number above 0")),

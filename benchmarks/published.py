@@ -174,7 +174,11 @@ def _trimmed(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _restricted(method: Method, options: Mapping[str, Any], each: Sequence[Mapping[str, Any]]) -> Method:
-    """Where examples must be split over the first axis, they are over no other: products of matrices are."""
+    """Where examples must be split over the first axis, they are over no other: products of matrices are.
+
+    Alpa's strategies of a convolution cut examples and channels, and no images.
+    """
+    method = dataclasses.replace(method, spatial=False)
     merged = [{**options, **own} for own in each] or [dict(options)]
     if any(o["force_batch_dim_to_mesh_dim"] != 0 for o in merged):
         return method

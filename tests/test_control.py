@@ -233,6 +233,7 @@ def test_no_restriction_is_quicker_than_freedom() -> None:
     [
         ({"zero": 4}, r"zero=4\): zero must be 0, 1, 2 or 3"),
         ({"data": 1}, "True, False or None"),
+        ({"spatial": 0}, "True, False or None"),
         ({"num_stages": 0}, "whole number above 0"),
         ({"mesh_shape": (0,)}, "one to three whole numbers"),
         ({"schedule": "zb"}, "one of 1f1b, gpipe"),

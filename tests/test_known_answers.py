@@ -12,6 +12,7 @@ import optax
 import pytest
 
 import autopar
+from autopar import recipes
 from autopar.errors import InfeasiblePlanError
 from autopar.finisher import Finisher
 from autopar.ir.mesh import Cluster
@@ -286,6 +287,8 @@ def test_a_large_image_is_cut_in_strips() -> None:
             assert sorted(leaf.sharding.tiles(stage.mesh)) == [1, 1, 1, 8]
             assert 8 in leaf.sharding.tiles(stage.mesh)[1:3], f"{leaf.path} is {leaf.sharding}"
     assert plan.step_time < 0.010
+    whole = step.plan({"kernels": kernels}, {"x": image, "y": image}, method=recipes.auto(spatial=False))
+    assert whole.step_time > 2 * plan.step_time  # all devices compute the same, or channels are gathered or reduced
 
 
 def test_a_scan_over_layers_costs_what_the_unrolled_layers_cost() -> None:

@@ -34,6 +34,7 @@ class Method:
     # Over the data axes: 0 replicates all state, 1 shards the optimizer state, 2 also the accumulated gradients,
     # 3 also the parameters (Rajbhandari et al. 2020). None: as the solver finds best.
     zero: int | None = None
+    spatial: bool = True  # whether convolutions may be cut along their windows
     min_stages: int = 1
     remat: bool | None = None  # True: nothing is kept of a block for the backward pass; False: all is, as the step says
     axes: tuple[str, ...] = ()  # that have several devices in every stage's mesh

@@ -108,7 +108,13 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     recipe = _recipe_limits(method, step, rules, mesh)
     heeds = functools.partial(_heeds_hints, mesh) if step.graph.heeds_hints else recipe.heeds_hints
 
+    def is_spatial(rule: Rule, lane: Lane) -> bool:
+        cut = {rule.factor_of(n) for a, n in zip(mesh.axes, lane, strict=True) if n >= 0 and mesh.axis_size(a) > 1}
+        return not rule.windows.isdisjoint(cut)
+
     def allow_lane(equation: Equation, rule: Rule, lane: Lane) -> bool:
+        if not method.spatial and is_spatial(rule, lane):
+            return False
         return heeds(rule, lane) and recipe.allow_lane(equation, rule, lane)
 
     def allow_layout(value: Value, sharding: Sharding) -> bool:

@@ -241,6 +241,7 @@ class Rule:
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
+    windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
     # Of an equation with a body:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()

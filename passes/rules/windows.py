@@ -184,6 +184,7 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         unit="matmul",
         convolution=True,
         halos=_halos(eqn, 0, reaches, None),
+        windows=frozenset(reach.factor for reach in reaches.values()),
     )
 
 
