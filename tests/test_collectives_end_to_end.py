@@ -256,3 +256,17 @@ def test_zero_2_pays_for_its_sharded_sums_with_every_microbatch() -> None:
     """The other strategy, to show that the counts above can tell the two apart."""
     for m in (2, 4):
         assert gradient_bytes(recipes.zero(2), m) == m * sum(LEAVES)
+
+
+@pytest.mark.parametrize("m", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_zero_gathers_nothing_but_the_new_parameters(stage: int, m: int) -> None:
+    """An optimizer's state is renewed in its pieces, also where that is cheap enough to be done everywhere."""
+    planned = plan("mlp", "adam", recipes.zero(stage), m)
+    gathered = sum(
+        collective.payload * count
+        for local in planned.lowered.programs
+        for collective, count in planned.priced(local).items()
+        if collective.kind == "all_gather"
+    )
+    assert gathered == sum(LEAVES)

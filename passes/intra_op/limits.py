@@ -142,7 +142,7 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
     def of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
         """The factors that hold examples, whether it varies with them, and which ZeRO may split what holds none."""
         varies = eqn.phase.in_loop and any(v in examples for v in (*eqn.values, *eqn.outputs))
-        least_zero = 3 if eqn.phase.in_loop or eqn.id in step.replicable else 1
+        least_zero = 3 if eqn.phase.in_loop or any(v in in_loop for v in eqn.outputs) else 1
         return batch.get(eqn.id, frozenset()), varies, least_zero
 
     def kind(eqn: Equation) -> Hashable:
@@ -198,7 +198,7 @@ def _is_tensor(value: Value) -> bool:
 
 
 def _read_in_loop(step: StepGraph) -> set[Value]:
-    """Inputs that the forward or backward pass reads, through copied equations too."""
+    """What the forward or backward pass reads, through copied equations too."""
     needed: set[Value] = set()
     for eqn in reversed(step.equations):
         if eqn.phase.in_loop or any(v in needed for v in eqn.outputs):
