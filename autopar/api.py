@@ -29,15 +29,18 @@ from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
+from autopar.ir.verification import Verification
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
+from autopar.progress import ProgramBar
 from autopar.relaxations import smallest_relaxations
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
 from autopar.trace import leaf_specs, trace
+from autopar.verifier import verify
 from autopar.why import Why, explain
 
 
@@ -105,13 +108,15 @@ class Parallelized:
         if cluster is None and method is None:
             if call.key in self._executables:
                 return self._executables[call.key].plan
-            found = self._planned(call, analysis)
-            self._shown = (call.key, found)
-            return found[0]
+            plan, lowered = self._planned(call, analysis)
+            plan = self._with_origin(plan, call, analysis)
+            self._shown = (call.key, (plan, lowered))
+            return plan
         chosen = self._method if method is None else _method(method)
         if isinstance(chosen, Plan) and cluster is None:
             cluster = chosen.cluster
-        return self._planned_anew(analysis, cluster or self._own_cluster(), chosen)[0]
+        plan, _ = self._planned_anew(analysis, cluster or self._own_cluster(), chosen)
+        return self._with_origin(plan, call, analysis)
 
     def why(
         self, *args: Any, where: str = "", most: int = 3, plan: Plan | None = None, **kwargs: Any
@@ -368,11 +373,16 @@ class Parallelized:
         check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
         shown, self._shown = self._shown, None  # state may lie otherwise afterwards
         plan, lowered = shown[1] if shown is not None and shown[0] == call.key else self._planned(call, analysis)
+        if plan.origin is None:
+            plan = self._with_origin(plan, call, analysis)
         step = lowered.placed.step
-        donated = frozenset(k for i in self._donated(call, analysis.graph) for k in step.graph.inputs_of[i])
+        donated = _inputs_of(self._donated(call, analysis.graph), step.graph)
         runtime = build(lowered, plan.schedule, devices, donated)
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
+
+    def _with_origin(self, plan: Plan, call: _Call, analysis: BatchAnalysis) -> Plan:
+        return dataclasses.replace(plan, origin=_Origin(analysis, self._donated(call, analysis.graph)))
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
         """Argument leaves that a step may overwrite: of the asked ones those that come out again."""
@@ -391,6 +401,26 @@ class Parallelized:
                 found.update(range(first, first + child.num_leaves))
             first += child.num_leaves
         return frozenset(found) & carried
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Origin:
+    """What a plan has been made for."""
+
+    analysis: BatchAnalysis
+    donated: frozenset[int]  # argument leaves
+
+    def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
+        finisher = Finisher(self.analysis, plan.cluster)
+        fresh, lowered, _ = finisher.restore(plan)
+        donated = _inputs_of(self.donated, lowered.placed.step.graph)
+        with ProgramBar(f"compiling {plan.function}", show_progress) as bar:
+            return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
+
+
+def _inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:
+    """The inputs that argument leaves have become."""
+    return frozenset(k for i in leaves for k in graph.inputs_of[i])
 
 
 def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:

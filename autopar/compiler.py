@@ -17,8 +17,8 @@ import numpy as np
 
 from autopar.cost_model.reshard import tile_copies
 from autopar.ir.graph import Graph, Literal, Value
-from autopar.ir.instructions import Run
-from autopar.ir.local import Port
+from autopar.ir.instructions import InstructionList, Run
+from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding, TileCopies
@@ -40,20 +40,10 @@ def build(
     meshes = [device_mesh(s.mesh, devices) for s in lowered.shardings]
 
     def array(stage: int, port: Port) -> Array:
-        sharding = jax.sharding.NamedSharding(meshes[stage], partition_spec(port.sharding))
-        return Array(port_shape(port, lowered.shardings[stage].mesh), port_dtype(port), sharding)
+        return _array(port, lowered.shardings[stage].mesh, meshes[stage])
 
-    given = frozenset(graph.inputs[i] for i in donate)
-    rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], step.num_microbatches)
-    instructions = write_instructions(lowered, rows, given)
-    donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
-    sources = [
-        Source(
-            local.program.name, emit(local, lowered.rules), tuple(array(local.program.stage, p) for p in local.inputs),
-            tuple(array(local.program.stage, p) for p in local.outputs), donated.get(index, ()),
-        )
-        for index, local in enumerate(lowered.programs)
-    ]  # fmt: skip
+    instructions = instructions_of(lowered, schedule, donate)
+    sources = write_sources(lowered, instructions, meshes)
     index_of = {v: i for i, v in enumerate(graph.inputs)}
     feeds = {}
     for (value, stage, microbatch), (register, port) in instructions.feeds.items():
@@ -83,6 +73,36 @@ def build(
         transfers, results, donate,
     )  # fmt: skip
     return Executable(sources, wiring)
+
+
+def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozenset[int]) -> InstructionList:
+    """What the worker does in a step that may overwrite these argument leaves."""
+    step = lowered.placed.step
+    rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], step.num_microbatches)
+    return write_instructions(lowered, rows, frozenset(step.graph.inputs[i] for i in donate))
+
+
+def write_sources(
+    lowered: LoweredStep, instructions: InstructionList, meshes: Sequence[jax.sharding.Mesh]
+) -> list[Source]:
+    """The programs to compile, given the devices of each stage."""
+    donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
+
+    def arrays(local: LocalProgram, ports: Sequence[Port]) -> tuple[Array, ...]:
+        return tuple(_array(port, local.mesh, meshes[local.program.stage]) for port in ports)
+
+    return [
+        Source(
+            local.program.name, emit(local, lowered.rules), arrays(local, local.inputs), arrays(local, local.outputs),
+            donated.get(index, ()),
+        )
+        for index, local in enumerate(lowered.programs)
+    ]  # fmt: skip
+
+
+def _array(port: Port, mesh: Mesh, devices: jax.sharding.Mesh) -> Array:
+    sharding = jax.sharding.NamedSharding(devices, partition_spec(port.sharding))
+    return Array(port_shape(port, mesh), port_dtype(port), sharding)
 
 
 def device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:

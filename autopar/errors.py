@@ -44,6 +44,10 @@ class InfeasiblePlanError(PlanError):
     """No plan fits: says which bytes are needed where, against the bytes that are there."""
 
 
+class TargetError(UserError):
+    """What a plan shall be verified for is unknown, cannot be compiled for here, or is too much to compile."""
+
+
 class StateError(UserError):
     """The state passed in is unusable: donated before, or not where its plan put it."""
 

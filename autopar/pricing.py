@@ -229,17 +229,25 @@ class Prices:
                     state.add(port)
                 else:
                     held[port] = max(held.get(port, 0), copies)
-        temporaries = 0
-        renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
-        for local, cost in mine:
-            in_place = {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
-            fresh = sum(port_bytes(port, mesh) for port in local.outputs
-                        if port.value not in sums and port not in held and port.value not in in_place)  # fmt: skip
-            temporaries = max(temporaries, cost.temporaries + fresh)
         return StageMemory(
             sum(port_bytes(p, mesh) for p in state), sum(port_bytes(p, mesh) for p in gradients),
-            sum(port_bytes(p, mesh) * n for p, n in held.items()), temporaries, self.memory(mesh),
+            sum(port_bytes(p, mesh) * n for p, n in held.items()), max(while_running(lowered, mine), default=0),
+            self.memory(mesh),
         )  # fmt: skip
+
+
+def while_running(lowered: LoweredStep, mine: Sequence[tuple[LocalProgram, ProgramCost]]) -> list[int]:
+    """Bytes on each device while each of a stage's programs runs, beyond what a step keeps there."""
+    step = lowered.placed.step
+    sums = set(step.accumulate.values())
+    read = {port for local, _ in mine for port in local.inputs}
+    renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
+    found = []
+    for local, cost in mine:
+        in_place = sums | {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
+        fresh = (port for port in local.outputs if port not in read and port.value not in in_place)
+        found.append(cost.temporaries + sum(port_bytes(port, local.mesh) for port in fresh))
+    return found
 
 
 def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ...]:

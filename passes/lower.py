@@ -489,6 +489,7 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
     """The program as a function of local pieces, to be run under `jax.shard_map` over all axes of its mesh.
 
     Takes the input ports' pieces and returns the output ports'. A partial port's piece has a leading axis of size 1.
+    What it does carries the names of `scope_of`, which compilers hand on.
     """
     mesh = local.mesh
 
@@ -498,29 +499,43 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
         for port, piece in zip(local.inputs, pieces_in, strict=True):
             env[port.value, port.sharding] = piece[0] if port.sharding.partial else piece
         for op in local.ops:
-            if isinstance(op, Reshard):
-                env[op.value, op.target] = apply_steps(
-                    env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
-                )
-            elif isinstance(op, Reread):
-                first = [env[op.value, op.sharding], *([env[op.after]] if op.after else [])]
-                env[op.copy, op.sharding] = jax.lax.optimization_barrier(first)[0]
-            elif isinstance(op, Accumulate):
-                key = (op.total, op.sharding)
-                env[key] = env[key] + env[op.addend, op.sharding]
-            else:
-                operands = [
-                    v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
-                    for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
-                ]
-                results = _emit_equation(op, rules[op.equation.id], operands, mesh, halos)
-                for v, sharding, result in zip(op.equation.outputs, op.results, results, strict=True):
-                    env[v, sharding] = result
+            with jax.named_scope(scope_of(op)):
+                _emit_op(op, env, rules, mesh, halos)
         return tuple(
             env[p.value, p.sharding][None] if p.sharding.partial else env[p.value, p.sharding] for p in local.outputs
         )
 
     return run
+
+
+def scope_of(op: LocalOp) -> str:
+    """The name scope of an operation in the emitted program: "e7" of equation 7, "v7" of what is done to value 7."""
+    if isinstance(op, Compute):
+        return f"e{op.equation.id}"
+    return f"v{op.addend.id if isinstance(op, Accumulate) else op.value.id}"
+
+
+def _emit_op(
+    op: LocalOp, env: dict[tuple[Value, Sharding], Any], rules: Mapping[int, Rule], mesh: Mesh, halos: Halos
+) -> None:
+    if isinstance(op, Reshard):
+        env[op.value, op.target] = apply_steps(
+            env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
+        )
+    elif isinstance(op, Reread):
+        first = [env[op.value, op.sharding], *([env[op.after]] if op.after else [])]
+        env[op.copy, op.sharding] = jax.lax.optimization_barrier(first)[0]
+    elif isinstance(op, Accumulate):
+        key = (op.total, op.sharding)
+        env[key] = env[key] + env[op.addend, op.sharding]
+    else:
+        operands = [
+            v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
+            for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
+        ]
+        results = _emit_equation(op, rules[op.equation.id], operands, mesh, halos)
+        for v, sharding, result in zip(op.equation.outputs, op.results, results, strict=True):
+            env[v, sharding] = result
 
 
 def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh, halos: Halos) -> Sequence[Any]:

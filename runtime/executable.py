@@ -231,11 +231,16 @@ def _compile(sources: Sequence[Source]) -> list[Any]:
     lowered, options = [], []
     for source in sources:
         traced = source.trace()
-        on_cpu = source.mesh.devices.flat[0].platform == "cpu"
-        options.append(_SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else None)
+        options.append(compile_options(source, traced))
         lowered.append(traced.lower())
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda low, chosen: low.compile(chosen), lowered, options))
+
+
+def compile_options(source: Source, traced: Any) -> Mapping[str, Any] | None:
+    """What XLA has to be told to compile a program."""
+    on_cpu = source.mesh.devices.flat[0].platform == "cpu"
+    return _SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else None
 
 
 # XLA leaves some products of bfloat16 with a result in float32 to a kernel that has none for them, if the result is

@@ -17,7 +17,6 @@ What XLA writes is brought back to the terms of `Collective`:
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import re
@@ -28,6 +27,7 @@ import numpy as np
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, StepKind
+from autopar.runtime.hlo_text import Instruction, Module, array_bytes, ints, parse
 
 _KINDS: Mapping[str, StepKind] = {
     "all-reduce": "all_reduce",
@@ -41,37 +41,15 @@ _UNKNOWN = frozenset({"ragged-all-to-all", "collective-broadcast", "send", "recv
 _LAYOUT_ONLY = frozenset({"copy", "bitcast", "transpose", "reshape", "slice", "concatenate", "get-tuple-element"})
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    name: str
-    type: str  # as printed, e.g. "f32[8,4]{1,0}" or a tuple of such
-    opcode: str
-    operands: tuple[str, ...]  # names
-    attributes: str
-    root: bool
-
-    def computations(self, *keys: str) -> list[str]:
-        """Names of the computations called through any of these attributes."""
-        found = []
-        for key in keys:
-            for listed, single in re.findall(rf"\b{key}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", self.attributes):
-                found += re.findall(r"[\w.\-]+", listed) if listed else [single]
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Module:
-    computations: Mapping[str, Mapping[str, _Instruction]]  # in program order
-    entry: str
-
-
-def collectives_in_hlo(text: str, mesh: Mesh) -> tuple[Collective, ...]:
+def collectives_in_hlo(text: str, mesh: Mesh, *, as_sent: bool = False) -> tuple[Collective, ...]:
     """The collectives that one run of the program carries out, in the order of the text, callees in place.
+
+    `as_sent`: 16-bit floats that are sent as float32 count as such.
 
     Raises InternalError for a communicating loop without a known trip count, for branches that communicate
     differently, for groups that are no mesh axes, and for communication that it does not know.
     """
-    module = _parse(text)
+    module = parse(text)
     known: dict[str, list[Collective]] = {}
 
     def count(computation: str) -> list[Collective]:
@@ -80,10 +58,10 @@ def collectives_in_hlo(text: str, mesh: Mesh) -> tuple[Collective, ...]:
             known[computation] = [c for instruction in body.values() for c in of(instruction, computation)]
         return known[computation]
 
-    def of(instruction: _Instruction, computation: str) -> list[Collective]:
+    def of(instruction: Instruction, computation: str) -> list[Collective]:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _KINDS:
-            return _collectives_of(module, computation, instruction, _KINDS[opcode], mesh)
+            return _collectives_of(module, computation, instruction, _KINDS[opcode], mesh, as_sent)
         if opcode in _UNKNOWN:
             raise InternalError(f"cannot count {instruction.opcode} in compiled HLO")
         if opcode == "while":
@@ -105,7 +83,7 @@ def collectives_in_hlo(text: str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _collectives_of(
-    module: _Module, computation: str, instruction: _Instruction, kind: StepKind, mesh: Mesh
+    module: Module, computation: str, instruction: Instruction, kind: StepKind, mesh: Mesh, as_sent: bool
 ) -> list[Collective]:
     if kind == "permute":
         axes, members = _permute_axes(instruction.attributes, mesh), 1
@@ -115,10 +93,10 @@ def _collectives_of(
     if not axes:
         return []
     body = module.computations[computation]
-    sizes = [sum(_sizes(body[operand].type)) for operand in instruction.operands]
+    sizes = [sum(array_bytes(body[operand].type)) for operand in instruction.operands]
     if kind == "all_reduce":
         sizes = [size for operand in instruction.operands for size in _combined(module, computation, operand)]
-    if _sent_wider(module, computation, instruction):
+    if not as_sent and _sent_wider(module, computation, instruction):
         sizes = [size // 2 for size in sizes]
     if kind == "all_gather":
         sizes = [size * members for size in sizes]
@@ -127,7 +105,7 @@ def _collectives_of(
     return [Collective(kind, axes, size) for size in sizes]
 
 
-def _combined(module: _Module, computation: str, name: str) -> list[int]:
+def _combined(module: Module, computation: str, name: str) -> list[int]:
     """Bytes of the operands that XLA laid end to end to reduce them at once; of the value itself if it did not."""
     body = module.computations[computation]
     instruction = body[name]
@@ -136,14 +114,14 @@ def _combined(module: _Module, computation: str, name: str) -> list[int]:
         return _combined(module, called, next(i.name for i in module.computations[called].values() if i.root))
     # What the user concatenated has the user's name.
     if instruction.opcode == "concatenate" and "op_name=" not in instruction.attributes:
-        return [sum(_sizes(body[operand].type)) for operand in instruction.operands]
-    return [sum(_sizes(instruction.type))]
+        return [sum(array_bytes(body[operand].type)) for operand in instruction.operands]
+    return [sum(array_bytes(instruction.type))]
 
 
 # --- 16-bit floats sent as 32-bit -------------------------------------------------------------------------------
 
 
-def _sent_wider(module: _Module, computation: str, instruction: _Instruction) -> bool:
+def _sent_wider(module: Module, computation: str, instruction: Instruction) -> bool:
     body = module.computations[computation]
     if any(not body[operand].type.startswith("f32[") for operand in instruction.operands):
         return False
@@ -159,7 +137,7 @@ def _is_16_bit(type_: str) -> bool:
     return type_.startswith(("bf16[", "f16["))
 
 
-def _widens(module: _Module, computation: str, name: str) -> bool:
+def _widens(module: Module, computation: str, name: str) -> bool:
     """Whether a value is a converted 16-bit float, perhaps moved about since."""
     body = module.computations[computation]
     instruction = body[name]
@@ -174,12 +152,12 @@ def _widens(module: _Module, computation: str, name: str) -> bool:
     return False
 
 
-def _narrows(module: _Module, computation: str, name: str) -> bool:
+def _narrows(module: Module, computation: str, name: str) -> bool:
     """Whether every use of a value only moves it about and then converts it to a 16-bit float."""
     body = module.computations[computation]
     uses = [i for i in body.values() if name in i.operands]
 
-    def narrows(use: _Instruction) -> bool:
+    def narrows(use: Instruction) -> bool:
         if use.opcode == "convert":
             return _is_16_bit(use.type)
         if use.opcode == "fusion":
@@ -196,10 +174,6 @@ def _narrows(module: _Module, computation: str, name: str) -> bool:
 
 
 # --- from device groups to mesh axes ----------------------------------------------------------------------------
-
-
-def _ints(text: str) -> list[int]:
-    return [int(n) for n in re.findall(r"\d+", text)]
 
 
 def _group_axes(attributes: str, mesh: Mesh) -> tuple[str, ...]:
@@ -227,12 +201,12 @@ _NAMED = re.compile(
 def _groups(attributes: str, mesh: Mesh) -> list[list[int]]:
     """The replica groups of an instruction, as positions."""
     if iota := _IOTA.search(attributes):
-        return _rows(_transposed(_ints(iota[2]), _ints(iota[3] or "")), _ints(iota[1])[-1])
+        return _rows(_transposed(ints(iota[2]), ints(iota[3] or "")), ints(iota[1])[-1])
     if named := _NAMED.search(attributes):
         return _named_groups(named)
     if explicit := _EXPLICIT.search(attributes):
         # No groups at all: one group of everybody.
-        return [_ints(group) for group in re.findall(r"\{([\d,]*)\}", explicit[1])] or [list(range(mesh.size))]
+        return [ints(group) for group in re.findall(r"\{([\d,]*)\}", explicit[1])] or [list(range(mesh.size))]
     raise InternalError(f"cannot read the replica groups in {attributes[:200]!r}")
 
 
@@ -271,9 +245,9 @@ def _named_groups(named: re.Match[str]) -> list[list[int]]:
     ]  # fmt: skip
     outside = [dim for dim in range(len(shape)) if dim not in inside]
     if named["devices"]:
-        numbers = np.array(_ints(named["devices"]))
+        numbers = np.array(ints(named["devices"]))
     else:
-        numbers = _transposed(_ints(named["shape"] or str(math.prod(shape))), _ints(named["order"] or ""))
+        numbers = _transposed(ints(named["shape"] or str(math.prod(shape))), ints(named["order"] or ""))
     groups = numbers.reshape(shape).transpose(outside + inside)
     return _rows(groups, math.prod(shape[dim] for dim in inside))
 
@@ -282,7 +256,7 @@ def _permute_axes(attributes: str, mesh: Mesh) -> tuple[str, ...]:
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", attributes)
     if pairs is None:
         raise InternalError(f"cannot read the source-target pairs in {attributes[:200]!r}")
-    numbers = _ints(pairs[1])
+    numbers = ints(pairs[1])
     return _differing_axes(zip(numbers[::2], numbers[1::2], strict=True), mesh)
 
 
@@ -293,55 +267,3 @@ def _differing_axes(pairs: Iterable[tuple[int, int]], mesh: Mesh) -> tuple[str, 
         at_one, at_other = np.unravel_index(one, mesh.shape), np.unravel_index(other, mesh.shape)
         differ.update(axis for axis, i, j in zip(mesh.axes, at_one, at_other, strict=True) if i != j)
     return tuple(axis for axis in mesh.axes if axis in differ)
-
-
-# --- the text ---------------------------------------------------------------------------------------------------
-
-_BITS = {"pred": 8, "token": 0, "opaque": 0}
-
-
-def _sizes(type_: str) -> list[int]:
-    """Bytes of each array in a printed type."""
-    sizes = []
-    for element, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", type_):
-        width = re.match(r"[a-z]+(\d+)", element)
-        bits = _BITS[element] if element in _BITS else int(width[1]) if width else 0
-        sizes.append(math.prod(_ints(dims)) * bits // 8)
-    return sizes
-
-
-def _parse(text: str) -> _Module:
-    computations: dict[str, dict[str, _Instruction]] = {}
-    current: dict[str, _Instruction] = {}
-    entry = ""
-    for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$", line)
-        if header:
-            current = computations.setdefault(header[2], {})
-            entry = header[2] if header[1] else entry
-        elif instruction := re.match(r"\s+(ROOT )?%?([\w.\-]+) = (.*)$", line):
-            parsed = _instruction(instruction[2], instruction[3], root=bool(instruction[1]))
-            current[parsed.name] = parsed
-    if not entry:
-        raise InternalError("this is no HLO text: it has no ENTRY computation")
-    return _Module(computations, entry)
-
-
-def _instruction(name: str, text: str, *, root: bool) -> _Instruction:
-    end = _closing(text, 0) if text.startswith("(") else text.index(" ")
-    type_, rest = text[:end], text[end:].lstrip()
-    opening = rest.index("(")
-    closing = _closing(rest, opening)
-    inside, opcode = rest[opening + 1 : closing - 1], rest[:opening]
-    names = re.findall(r"%([\w.\-]+)", inside) or re.findall(r"[\w.\-]+", inside)
-    return _Instruction(name, type_, opcode, tuple(names), rest[closing:], root)
-
-
-def _closing(text: str, opening: int) -> int:
-    """One past the parenthesis that closes the one at `opening`."""
-    depth = 0
-    for i in range(opening, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[i], 0)
-        if depth == 0:
-            return i + 1
-    raise InternalError(f"unbalanced parentheses in HLO: {text[:200]!r}")

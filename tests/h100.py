@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import io
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from autopar.cost_model.targets import load_target
+from autopar.runtime.ahead import absent_gpus, has_compiler
+
 needs_cuda_compiler = pytest.mark.skipif(
-    not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)),
-    reason="needs jax's CUDA plugin (no GPU): pip install jax[cuda12]",
+    not has_compiler(), reason="needs XLA's compiler for NVIDIA GPUs (no GPU): pip install 'autopar[verify]'"
 )
 
 
 def h100_devices(count: int) -> Sequence[Any]:
     """Devices of one host, on which nothing can be put."""
-    from jax.experimental import topologies
-
-    target = (pathlib.Path(__file__).parent / "data" / "h100.txtpb").read_text()
-    with contextlib.redirect_stderr(io.StringIO()):
-        topology = topologies.get_topology_desc(platform="cuda", topology=f"1x1x{count}", target_config=target)
-    return topology.devices
+    return absent_gpus(load_target("h100"), 1, count)

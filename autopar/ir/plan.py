@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import PlanError
 from autopar.ir.json_file import read_path, write_path
@@ -15,7 +15,17 @@ from autopar.ir.plan_text import plan_parts, render
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from autopar.ir.verification import Verification
+
 __all__ = ["LeafPlan", "Plan", "StageMemory", "StagePlan"]
+
+
+class Origin(Protocol):
+    """The traced step that a plan was made for."""
+
+    def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
+        """Hold the plan against XLA."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +34,35 @@ class Plan(PlanRecord):
 
     `print(plan)` shows it as tables. Two plans are equal if all that they hold is.
     """
+
+    # Of a plan that a parallelized step has given; a plan from a file has none.
+    origin: Origin | None = dataclasses.field(default=None, compare=False, repr=False)
+
+    def verify_with_xla(
+        self, target: str | None = None, *, show_progress: bool = False, most_operations: int | None = 200_000
+    ) -> Verification:
+        """XLA's verdict: every program compiled ahead of time for the cluster, which need not be there.
+
+        Args:
+          target: a chip ("h100", ..), a file with XLA's description of one, or "cpu" for virtual CPU devices. Default:
+            the chips of the plan's cluster.
+          show_progress: a progress bar on the terminal.
+          most_operations: of all programs together, lest this takes long.
+
+        Raises:
+          TargetError: the target is not known, its compiler is not installed, or there is too much to compile.
+          PlanError: the plan was read from a file; `step.plan(.., method=plan)` gives one that knows its step.
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        if self.origin is None:
+            raise PlanError(
+                f"the plan for {self.function!r} was read from a file and has no step to compile: verify "
+                "step.plan(state, batch, method=plan), which is the same plan."
+            )
+        return self.origin.verify(self, target, show_progress, most_operations)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "origin": None}
 
     def to_json(self) -> str:
         """The text of a plan file; `from_json` gives an equal plan back.
