@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -82,6 +83,25 @@ class Parallelized:
         self._analyses: dict[Any, BatchAnalysis] = {}
         self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
 
+    @property
+    def cluster(self) -> Cluster:
+        """What it is planned for: the plan's cluster where it has one, its own, or the devices there are."""
+        if isinstance(self._method, Plan):
+            return self._method.cluster
+        return self._cluster or cluster_from_devices(self._devices)
+
+    def with_options(
+        self, *, cluster: Cluster | None = None, method: str | Method | Plan | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> Parallelized:  # fmt: skip
+        """The same step, not planned yet, with these of its options replaced; None keeps its own."""
+        other = copy.copy(self)
+        other._cluster = self._cluster if cluster is None else cluster
+        other._method = self._method if method is None else _method(method)
+        other._devices = self._devices if devices is None else devices
+        other._executables, other._analyses, other._shown = {}, {}, None
+        return other
+
     # Ahead-of-time stages.
 
     def trace(self, *args: Any, **kwargs: Any) -> Graph:
@@ -115,7 +135,7 @@ class Parallelized:
         chosen = self._method if method is None else _method(method)
         if isinstance(chosen, Plan) and cluster is None:
             cluster = chosen.cluster
-        plan, _ = self._planned_anew(analysis, cluster or self._own_cluster(), chosen)
+        plan, _ = self._planned_anew(analysis, cluster or self.cluster, chosen)
         return self._with_origin(plan, call, analysis)
 
     def why(
@@ -310,16 +330,11 @@ class Parallelized:
             )
         return leader
 
-    def _own_cluster(self) -> Cluster:
-        if isinstance(self._method, Plan):
-            return self._method.cluster
-        return self._cluster or cluster_from_devices(self._devices)
-
     def _planned(self, call: _Call, analysis: BatchAnalysis) -> tuple[Plan, LoweredStep]:
         """Where the state lies already; the first time wherever is best."""
         leader = self._leader()
         if leader is None:
-            return self._planned_anew(analysis, self._own_cluster(), self._method)
+            return self._planned_anew(analysis, self.cluster, self._method)
         lies = _homes(leader, analysis.graph, call.leaves)
         fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
         finisher = Finisher(analysis, leader.plan.cluster)
@@ -370,7 +385,7 @@ class Parallelized:
         analysis = self._analyse(call)
         leader = self._leader()
         devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
-        check_devices(self._own_cluster().num_devices if leader is None else 0, devices)
+        check_devices(self.cluster.num_devices if leader is None else 0, devices)
         shown, self._shown = self._shown, None  # state may lie otherwise afterwards
         plan, lowered = shown[1] if shown is not None and shown[0] == call.key else self._planned(call, analysis)
         if plan.origin is None:

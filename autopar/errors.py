@@ -16,6 +16,10 @@ class InternalError(AutoparError):
     """An invariant of autopar does not hold: a bug of ours, never the caller's."""
 
 
+class ArgumentError(UserError):
+    """What was typed on the command line names no step, cluster, method or device that is there."""
+
+
 class TraceError(UserError):
     """The step function cannot be traced, or has side effects or outputs that are not arrays."""
 

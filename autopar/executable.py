@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -81,6 +81,18 @@ class Executable:
                     f"{dtype}{list(shape)}. Compile it for these shapes, or call the parallelized function itself."
                 )
         return renew(self._run(leaves), args, kwargs)
+
+    def next_arguments(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the step that follows: those of a call, with the state that this returned in its place."""
+        leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
+        returned, _ = flatten_arrays(result, self._is_static)
+        for output, at in self._graph.carried.items():
+            if output < len(returned):  # else it is of an object that was changed in place
+                leaves[at] = returned[output]
+        following: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(tree, leaves)
+        return following
 
     def _run(self, leaves: Sequence[Any]) -> Any:
         results = self._runtime(self._inputs(leaves))

@@ -1,0 +1,423 @@
+"""The command line: `autopar plan | verify | compare | run TARGET`.
+
+Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import click
+import jax
+from click.shell_completion import CompletionItem
+from rich.console import Console
+
+from autopar import recipes
+from autopar.api import Parallelized, parallelize
+from autopar.arguments import RECIPES, Call, load_call, read_cluster, read_method
+from autopar.cost_model.hardware import preset_names
+from autopar.cost_model.targets import CPU, load_target, target_names, target_of
+from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
+from autopar.ir.comparison import Candidate, Comparison
+from autopar.ir.mesh import Cluster
+from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
+from autopar.progress import ProgramBar
+from autopar.runtime.ahead import absent_gpus
+from autopar.timer import time_steps
+
+NO, MISTAKE, BUG = 1, 2, 3  # exit codes; 0 is fine
+
+
+class Answer(Protocol):
+    """What a command has found out."""
+
+    def __str__(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+# What is typed
+
+
+class Noun(click.ParamType):  # type: ignore[type-arg]  # generic in the newest only
+    """A value that is read from text; what completes it is of `names`, or a file."""
+
+    def __init__(self, name: str, read: Callable[[str], Any], names: Callable[[], Sequence[str]]) -> None:
+        self.name, self._read, self._names = name, read, names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [name for name in self._names() if name.startswith(incomplete)]
+        if found:
+            return [CompletionItem(name) for name in found]
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _chip(name: str) -> str:
+    if name != CPU:
+        load_target(name)
+    return name
+
+
+def _output(name: str) -> pathlib.Path:
+    """A file that can be written, as far as can be told before there is anything to write."""
+    path = pathlib.Path(os.path.realpath(name))
+    if path.is_dir():
+        raise ArgumentError(f"{name!r} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{name!r}: there is no folder {os.fspath(path.parent)!r}; make it first.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ArgumentError(f"{name!r}: the folder {os.fspath(path.parent)!r} cannot be written to; name another.")
+    return path
+
+
+CLUSTER = Noun("CLUSTER", read_cluster, preset_names)
+METHOD = Noun("METHOD", read_method, lambda: tuple(RECIPES))
+PLAN = Noun("FILE", Plan.load, tuple)
+CHIP = Noun("CHIP", _chip, lambda: (*target_names(), CPU))
+OUTPUT = Noun("FILE", _output, tuple)
+
+_cluster_option = click.option(
+    "--cluster", type=CLUSTER,
+    help=f"What to plan for: a preset ({', '.join(preset_names())}), with the number of hosts, dgx-h100:8, and of "
+    "devices on each, dgx-h100:8x4; or a cluster file. Default: the step's own, or the devices at hand.",
+)  # fmt: skip
+_METHOD_HELP = (
+    "auto, or a recipe with its arguments as in Python: 'zero(2)', 'megatron(2,4,1,8)', 'auto(num_stages=2)'. "
+    "Default: the step's own, or auto."
+)
+_method_option = click.option("--method", type=METHOD, help=_METHOD_HELP)
+_plan_option = click.option(
+    "--plan", "made", type=PLAN, help="Take the plan in this file, which names its cluster, instead of searching."
+)
+
+
+# Running a command
+
+
+class _Commands(click.Group):
+    """Ends with an exit code; of a mistake it prints one line, of a bug the traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*args, **{**options, "standalone_mode": False})
+        except click.ClickException as error:
+            code = _say_error(error.format_message(), MISTAKE)
+        except InfeasiblePlanError as error:
+            code = _say_error(str(error), NO)
+        except UserError as error:
+            code = _say_error(str(error), MISTAKE)
+        except click.Abort:
+            code = _say_error("interrupted", 130)
+        except Exception:
+            traceback.print_exc()
+            code = BUG
+        sys.exit(code)
+
+
+def _say_error(message: str, code: int) -> int:
+    click.echo(f"Error: {' '.join(message.split())}", err=True)
+    return code
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="autopar")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Plan how a JAX train step runs on many devices, hold the plan against XLA, compare and run.
+
+    TARGET is package.module:function or path/to/file.py:function, a function without arguments that returns
+    (step, args) or (step, args, kwargs): the step, plain or made by autopar.parallelize, and its arguments, of which
+    shapes are enough (jax.ShapeDtypeStruct, jax.eval_shape). Modules of the current folder are found.
+
+    \b
+      def train():  # in model.py
+          return train_step, (jax.eval_shape(init, jax.random.key(0)), abstract_batch)
+
+    \b
+      autopar plan model:train --cluster dgx-h100:4 -o plan.json
+      autopar verify model:train --plan plan.json
+      autopar compare model:train --cluster dgx-a100
+      autopar run model.py:train --devices 8
+
+    Exit codes: 0 fine, 1 the answer is no (nothing fits), 2 a mistake in what was asked, 3 a bug, with its traceback.
+
+    \b
+    Completion of commands, presets and recipes, in ~/.bashrc (or zsh, fish alike):
+      eval "$(_AUTOPAR_COMPLETE=bash_source autopar)"
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _command(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
+    """A command of a function that returns an answer, and whether it is yes."""
+
+    @main.command(name=body.__name__, short_help=(body.__doc__ or "").partition("\n")[0])
+    @click.argument("target")
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+    @functools.wraps(body)
+    def command(as_json: bool, **options: Any) -> int:
+        try:
+            with contextlib.redirect_stdout(sys.stderr), _short_warnings():
+                answer, is_yes = body(**options)
+        except InfeasiblePlanError as error:
+            if as_json:
+                click.echo(json.dumps({"fits": False, "error": str(error)}))
+            raise
+        if as_json:
+            click.echo(answer.to_json().rstrip())
+        elif sys.stdout.isatty() and hasattr(answer, "__rich_console__"):
+            Console().print(answer)
+        else:
+            click.echo(str(answer))
+        return 0 if is_yes else NO
+
+    return command
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Warnings as a line each, without the source line that raised them."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        click.echo(f"{category.__name__}: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def _waiting(text: str) -> Iterator[None]:
+    """Says so on a terminal while it lasts."""
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, Call]:
+    """The step and its arguments. Where it is known what to plan for, no device but CPUs is woken, unless asked for."""
+    if cluster is not None and not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", CPU)
+    call = load_call(target)
+    return call.step if isinstance(call.step, Parallelized) else parallelize(call.step), call
+
+
+def _planned(target: str, cluster: Cluster | None, method: Method | None, made: Plan | None) -> Plan:
+    cluster = _one_cluster(cluster, method, made)
+    step, call = _load(target, cluster)
+    with _waiting(f"planning {target}"):
+        return step.plan(*call.args, cluster=cluster, method=made or method, **call.kwargs)
+
+
+def _one_cluster(cluster: Cluster | None, method: Method | None, made: Plan | None) -> Cluster | None:
+    if made is None:
+        return cluster
+    if cluster is not None or method is not None:
+        name = "--cluster" if cluster is not None else "--method"
+        raise click.UsageError(f"--plan and {name} exclude each other: the plan says it already. Leave out one.")
+    return made.cluster
+
+
+def _virtual_devices(number: int) -> None:
+    """Let JAX have so many CPU devices, if it has not started, nor been told a number."""
+    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not told and jax.config.values["jax_num_cpu_devices"] < number:
+        with contextlib.suppress(RuntimeError):  # it has started
+            jax.config.update("jax_num_cpu_devices", number)
+
+
+# The commands
+
+
+@dataclasses.dataclass(frozen=True)
+class _EveryRow:
+    """A plan whose tables are not cut short."""
+
+    plan: Plan
+
+    def __str__(self) -> str:
+        return self.plan.to_text(max_rows=None)
+
+    def to_json(self) -> str:
+        return self.plan.to_json()
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
+@click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
+@click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")
+def plan(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, output: pathlib.Path | None,
+    every_row: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Plan a step, for a cluster that need not be there.
+
+    Prints for each stage its devices, mesh, layers, predicted times and memory, and the sharding of each argument.
+    With --json that is the plan file itself.
+
+    \b
+      autopar plan model:train --cluster dgx-h100:4 -o plan.json
+      autopar plan model:train --method 'megatron(2,4,1,8)'
+      autopar plan model:train --cluster dgx-a100 --method 'auto(num_stages=2, time_limit=60)'
+    """
+    found = _planned(target, cluster, method, made)
+    if output is not None:
+        found.save(output)
+        click.echo(f"autopar: the plan is in {output}", err=True)
+    return (_EveryRow(found) if every_row else found), True
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
+@click.option(
+    "--target", "chip", type=CHIP,
+    help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
+    "the chips of the cluster.",
+)  # fmt: skip
+@click.option(
+    "--most-operations", type=click.IntRange(min=1), default=200_000, show_default=True,
+    help="Refuse to compile programs of more operations together.",
+)  # fmt: skip
+@click.option("-o", "--output", type=OUTPUT, help="Save the verdict in this file, as JSON.")
+def verify(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, chip: str | None,
+    most_operations: int, output: pathlib.Path | None,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Hold a plan against XLA; exit code 1 if it does not fit.
+
+    Every program of the plan is compiled for the chips of its cluster, none of which has to be there, and XLA's
+    figures of memory and collectives are printed beside the predicted ones. NVIDIA's chips need the extra
+    autopar[verify].
+
+    \b
+      autopar verify model:train --plan plan.json
+      autopar verify model:train --cluster dgx-h100:4 --method 'zero(3)'
+      autopar verify model:train --cluster dgx-h100 --target cpu
+    """
+    known = cluster or (None if made is None else made.cluster)
+    chips = {chip} if chip is not None else {target_of(host.kind) for host in known.hosts} if known else set()
+    if known is not None and CPU in chips:
+        _virtual_devices(known.num_devices)
+    for each in chips - {CPU}:
+        absent_gpus(load_target(each), 1, 1)  # says whether the compiler is there, before the long search
+    planned = _planned(target, cluster, method, made)
+    if chip == CPU:
+        _virtual_devices(max(stage.mesh.size for stage in planned.stages))
+    verdict = planned.verify_with_xla(chip, show_progress=sys.stderr.isatty(), most_operations=most_operations)
+    if output is not None:
+        verdict.save(output)
+        click.echo(f"autopar: the verdict is in {output}", err=True)
+    return verdict, verdict.fits
+
+
+def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
+    """What people would try on a cluster, with as many microbatches as is best."""
+    devices = min(host.num_devices for host in cluster.hosts)
+    hosts = cluster.num_devices // devices
+    found = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
+    if cluster.num_devices > 1:
+        found.append(recipes.megatron(hosts, devices, 1, 1))
+        if hosts > 1:
+            found.append(recipes.megatron(1, devices, hosts, 1))
+        elif devices % 2 == 0:
+            found.append(recipes.megatron(1, devices // 2, 2, 1))
+        found.append(recipes.inter_op_only())
+    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
+
+
+@_command
+@_cluster_option
+@click.option("--method", "methods", type=METHOD, multiple=True, help="One to compare; may be given several times.")
+@click.option("--plan", "made", type=PLAN, multiple=True, help="A plan file to compare; may be given several times.")
+def compare(
+    target: str, cluster: Cluster | None, methods: Sequence[Method], made: Sequence[Plan]
+) -> tuple[Answer, bool]:
+    """Compare methods, or plan files, in the same cost model; exit code 1 if none fits.
+
+    Without --method and --plan: the search beside data parallelism, ZeRO, Megatron's tensor parallelism with and
+    without a pipeline, and a pipeline of single devices, each in the number of microbatches that is best for it.
+
+    \b
+      autopar compare model:train --cluster dgx-h100:2
+      autopar compare model:train --cluster dgx-h100 --method auto --method 'zero(3, 4)'
+      autopar compare model:train --plan before.json --plan after.json
+    """
+    step, call = _load(target, cluster or (made[0].cluster if made else None))
+    graph = step.trace(*call.args, **call.kwargs)  # what is wrong with the step is so under all methods
+    cluster = cluster or (made[0].cluster if made else step.cluster)
+    named: list[tuple[str, Cluster, Method | Plan]] = [
+        *((method.name, cluster, method) for method in methods or (() if made else usual_methods(cluster))),
+        *((f"plan {number}: {each.method}", each.cluster, each) for number, each in enumerate(made, 1)),
+    ]
+    found = []
+    with ProgramBar(f"planning {graph.name}", sys.stderr.isatty()) as bar:
+        for number, (name, where, method) in enumerate(named):
+            bar(number, len(named))
+            try:
+                each = step.plan(*call.args, cluster=where, method=method, **call.kwargs)
+                found.append(Candidate(name, where, each))
+            except UserError as error:
+                found.append(Candidate(name, where, None, str(error)))
+    comparison = Comparison.of(graph.name, found)
+    return comparison, comparison.best is not None
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many to measure.")
+@click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+def run(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, steps: int, devices: int | None
+) -> tuple[Answer, bool]:
+    """Run steps on the devices at hand: measured seconds beside predicted ones.
+
+    All arguments are made up from their shapes: floating point numbers are ones, all others zeros, random keys those
+    of zero bits. The time is the median over the steps, after one that warms up, and none begins before the last one
+    has ended.
+
+    \b
+      autopar run model:train --steps 20
+      autopar run model:train --devices 8 --plan plan.json
+    """
+    _one_cluster(cluster, method, made)
+    if devices is not None:
+        _virtual_devices(devices)
+    step, call = _load(target, None)
+    there = jax.devices()
+    if devices is not None and len(there) < devices:
+        raise ArgumentError(
+            f"--devices {devices}: there are {len(there)} of platform {there[0].platform}; ask for these."
+        )
+    step = step.with_options(cluster=cluster, method=made or method, devices=there[:devices])
+    with _waiting(f"running {target}"):
+        return time_steps(step, call.args, call.kwargs, steps), True
