@@ -128,7 +128,7 @@ class _Commands(click.Group):
         except click.Abort:
             code = _say_error("interrupted", 130)
         except Exception:
-            traceback.print_exc()
+            click.echo(traceback.format_exc(), err=True)
             code = BUG
         sys.exit(code)
 

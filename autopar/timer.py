@@ -34,7 +34,7 @@ def time_steps(step: Parallelized, args: tuple[Any, ...], kwargs: Mapping[str, A
         seconds.append(time.perf_counter() - started)
         args, kwargs = executable.next_arguments(args, kwargs, result)
     plan = executable.plan
-    kind = jax.tree.leaves(result)[0].devices().pop().device_kind
+    kind = next(iter(jax.tree.leaves(result)[0].devices())).device_kind
     return Timing(
         plan.function, plan.method, plan.cluster.name, kind, plan.cluster.num_devices, plan.step_time,
         tuple(seconds[1:]),
