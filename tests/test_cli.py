@@ -264,7 +264,9 @@ def test_a_target_that_is_none(target: str, words: str) -> None:
     assert words in mistake("plan", target, "--cluster", "cpu")
 
 
-@pytest.mark.parametrize("text", ["import nothing_there", "1 / 0", "def f(:", "raise SystemExit(4)"])
+@pytest.mark.parametrize(
+    "text", ["import nothing_there", "1 / 0", "def f(:", "raise SystemExit(4)", r"raise ValueError('of two\nlines')"]
+)
 def test_a_module_that_fails_is_named_with_its_line(folder: pathlib.Path, text: str) -> None:
     (folder / "broken.py").write_text(f"x = 1\n{text}\n")
     message = mistake("plan", "broken.py:train", "--cluster", "cpu")
