@@ -219,11 +219,16 @@ def _waiting(text: str) -> Iterator[None]:
 
 
 def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, Call]:
-    """The step and its arguments. Where it is known what to plan for, no device but CPUs is woken, unless asked for."""
-    if cluster is not None and not jax.config.values["jax_platforms"]:
-        jax.config.update("jax_platforms", CPU)
+    """The step and its arguments."""
+    _wake_cpus_only(cluster)
     call = load_call(target)
     return call.step if isinstance(call.step, Parallelized) else parallelize(call.step), call
+
+
+def _wake_cpus_only(cluster: Cluster | None) -> None:
+    """Where it is known what to plan for, unless another platform was asked for."""
+    if cluster is not None and not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", CPU)
 
 
 def _planned(target: str, cluster: Cluster | None, method: Method | None, made: Plan | None) -> Plan:
@@ -326,6 +331,7 @@ def verify(
     chips = {chip} if chip is not None else {target_of(host.kind) for host in known.hosts} if known else set()
     if known is not None and CPU in chips:
         _virtual_devices(known.num_devices)
+    _wake_cpus_only(known)
     for each in chips - {CPU}:
         absent_gpus(load_target(each), 1, 1)  # says whether the compiler is there, before the long search
     planned = _planned(target, cluster, method, made)

@@ -56,6 +56,7 @@ def absent_gpus(target: str, num_hosts: int, devices_per_host: int) -> Sequence[
         raise TargetError(f"XLA's compiler for NVIDIA GPUs is not installed: {INSTALL} (no GPU is needed).")
     from jax.experimental import topologies
 
+    jax.devices("cpu")  # plugins are looked for when the first platform starts
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             found = topologies.get_topology_desc(

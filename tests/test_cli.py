@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from autopar.arguments import read_cluster, read_method
 from autopar.errors import ArgumentError, UserError
 from autopar.ir.comparison import Candidate
 from autopar.timer import time_steps
+from tests.h100 import needs_cuda_compiler
 
 MODEL = """
 import jax
@@ -402,3 +404,12 @@ def test_planning_for_a_cluster_wakes_no_device_but_cpus(folder: pathlib.Path) -
     process = run_module(folder, "plan", "says:train", "--cluster", "cpu:1x2")
     assert process.returncode == 0, process.stderr
     assert "platforms cpu" in process.stderr
+
+
+@needs_cuda_compiler
+def test_chips_that_are_not_there_are_compiled_for_in_a_fresh_process(folder: pathlib.Path) -> None:
+    """In which no platform has been started yet."""
+    paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    process = run_module(folder, "verify", "a_model:train", "--cluster", "dgx-h100:1x2", "--json", **paths)
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["target"] == "h100"

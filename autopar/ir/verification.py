@@ -144,7 +144,8 @@ class Verification:
         )
         remarks = [Text(f"{program.names[0]}: {each}") for program in self.programs for each in program.remarks]
         end = [Text(), *remarks] if remarks else []
-        return [Text(head), Text(), self._stages(), Text(), self._programs(), *end, Text(), Text(LEFT_OUT)]
+        left_out = [Text(), Text(LEFT_OUT)] if any(stage.reserve for stage in self.stages) else []
+        return [Text(head), Text(), self._stages(), Text(), self._programs(), *end, *left_out]
 
     def _stages(self) -> Table:
         table = _table("stage", "predicted", "XLA", "error", "of memory", "reserve")
