@@ -30,14 +30,15 @@ def values(*verdicts: Verification) -> dict[str, Any]:
 
 
 def test_errors_are_of_programs_that_compute() -> None:
-    found = values(verdict(program("a", 110, 100), program("b", 80, 100), program("c", 95, 100), program("bridge", 1, 9)))
+    programs = program("a", 110, 100), program("b", 80, 100), program("c", 95, 100), program("bridge", 1, 9)
+    found = values(verdict(*programs))
     assert found["memory_median"] == pytest.approx(0.1)
     assert found["memory_95th_percentile"] == pytest.approx(0.19)
     assert found["programs_missing"] == 60 - 3
 
 
 def test_a_plan_over_capacity_counts_from_5_percent() -> None:
-    within, over = verdict(program("a", 1, 1), found=105, capacity=100), verdict(program("a", 1, 1), found=106, capacity=100)
+    within, over = (verdict(program("a", 1, 1), found=found, capacity=100) for found in (105, 106))
     assert values(within)["accepted_over_capacity"] == 0
     assert values(within, over)["accepted_over_capacity"] == 1
 
