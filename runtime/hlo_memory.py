@@ -36,30 +36,31 @@ def held_at_peak(text: str) -> tuple[Held, ...]:
     return tuple(sorted(found, key=lambda held: -held.nbytes))
 
 
+_Buffer = tuple[str, int]  # the instruction that makes it, the number of its result
+
+
 def _peak(module: Module, name: str, known: dict[str, list[Held]]) -> list[Held]:
     if name in known:
         return known[name]
     body = module.computations[name]
-    order = {instruction: k for k, instruction in enumerate(body)}
-    owner = _owners(module, body)
-    ends: dict[str, int] = {}
+    lies = _places(module, body)
+    ends: dict[_Buffer, int] = {}
     for k, instruction in enumerate(body.values()):
         for operand in instruction.operands:
-            for each in owner.get(operand, ()):
-                ends[each] = k
+            for buffer in _all(lies.get(operand, ())):
+                ends[buffer] = k
     (root,) = (i for i in body.values() if i.root)
-    given = {each for i in body.values() if i.opcode in ("parameter", "constant") for each in owner[i.name]}
-    given.update(owner[root.name])  # results, and what is handed to the next round of a loop
-    births: dict[int, list[str]] = {}
-    for buffer in {each for owners in owner.values() for each in owners} - given:
-        births.setdefault(order[buffer], []).append(buffer)
-    live: dict[str, int] = {}
+    given = {buffer for i in body.values() if i.opcode in ("parameter", "constant") for buffer in _all(lies[i.name])}
+    given.update(_all(lies[root.name]))  # results, and what is handed to the next round of a loop
+    live: dict[_Buffer, int] = {}
     now = most = 0
     best: list[Held] = []
     for k, instruction in enumerate(body.values()):
-        for buffer in births.get(k, ()):
-            live[buffer] = _made(body[buffer], body)
-            now += live[buffer]
+        for number, nbytes in enumerate(_made(instruction, body)):
+            buffer = (instruction.name, number)
+            if buffer in _all(lies[instruction.name]) and buffer not in given:
+                live[buffer] = nbytes
+                now += nbytes
         inside = [
             held
             for called in instruction.computations("body", "branch_computations", "true_computation")
@@ -67,35 +68,38 @@ def _peak(module: Module, name: str, known: dict[str, list[Held]]) -> list[Held]
         ]
         here = now + sum(held.nbytes for held in inside)
         if here > most:
-            most, best = here, [_held(body[buffer], nbytes) for buffer, nbytes in live.items()] + inside
+            most, best = here, [_held(body[made], nbytes) for (made, _), nbytes in live.items()] + inside
         for buffer in [b for b in live if ends.get(b, k) <= k]:
             now -= live.pop(buffer)
     known[name] = best
     return best
 
 
-def _owners(module: Module, body: Mapping[str, Instruction]) -> dict[str, frozenset[str]]:
-    """The buffers, by the instruction that makes them, in which each instruction's result lies."""
-    owner: dict[str, frozenset[str]] = {}
-    parts: dict[str, Sequence[frozenset[str]]] = {}  # of tuples, element by element
+_Place = Sequence[frozenset[_Buffer]]  # by result
+
+
+def _all(place: _Place) -> frozenset[_Buffer]:
+    return frozenset().union(*place)
+
+
+def _places(module: Module, body: Mapping[str, Instruction]) -> dict[str, _Place]:
+    """The buffers in which each instruction's results lie."""
+    found: dict[str, _Place] = {}
     for name, i in body.items():
-        operands = [owner.get(operand, frozenset()) for operand in i.operands]
+        operands = [found.get(operand, ()) for operand in i.operands]
         if i.opcode == "tuple":
-            parts[name] = operands
-            owner[name] = frozenset().union(*operands)
+            found[name] = [_all(place) for place in operands]
         elif i.opcode == "get-tuple-element":
             index = int(re.search(r"index=(\d+)", i.attributes)[1])  # type: ignore[index]
-            inner = parts.get(i.operands[0])
-            owner[name] = operands[0] if inner is None else inner[index]
-        elif i.opcode in _VIEWS or i.opcode in _IN_PLACE or i.opcode.endswith("-done"):
-            owner[name] = operands[0] if operands else frozenset({name})
-            if i.operands and i.operands[0] in parts:
-                parts[name] = parts[i.operands[0]]
+            whole = operands[0]
+            found[name] = [whole[index] if index < len(whole) else _all(whole)]
+        elif operands and (i.opcode in _VIEWS or i.opcode in _IN_PLACE or i.opcode.endswith("-done")):
+            found[name] = operands[0]
         elif i.opcode == "fusion" and (at := _updated(module, i)) is not None:
-            owner[name] = operands[at]
+            found[name] = operands[at]
         else:
-            owner[name] = frozenset({name})
-    return owner
+            found[name] = [frozenset({(name, number)}) for number in range(len(_made(i, body)))]
+    return found
 
 
 def _updated(module: Module, fusion: Instruction) -> int | None:
@@ -112,12 +116,13 @@ def _updated(module: Module, fusion: Instruction) -> int | None:
     return int(target.operands[0]) if target.opcode == "parameter" else None
 
 
-def _made(instruction: Instruction, body: Mapping[str, Instruction]) -> int:
-    """Bytes of a result; that of what has started repeats the operands."""
-    made = sum(array_bytes(instruction.type))
+def _made(instruction: Instruction, body: Mapping[str, Instruction]) -> list[int]:
+    """Bytes of each result; what has started has one, which its operands are no part of."""
+    made = array_bytes(instruction.type)
     if instruction.opcode.endswith("-start"):
-        made -= sum(sum(array_bytes(body[operand].type)) for operand in instruction.operands)
-    return max(0, made)
+        given = sum(sum(array_bytes(body[operand].type)) for operand in instruction.operands)
+        return [max(0, sum(made) - given)]
+    return made
 
 
 def _held(instruction: Instruction, nbytes: int) -> Held:

@@ -107,3 +107,24 @@ def test_the_largest_come_first_with_their_opcode() -> None:
         op("a", "negate", "%p"), op("b", "concatenate", "%a, %a", "f32[512]{0}"), f"ROOT {op('e', 'add', '%a, %b')}"
     )
     assert held_at_peak(text) == (Held(2 * K, "concatenate", "b"), Held(K, "negate", "a"))
+
+
+def test_each_result_of_a_kernel_lives_for_itself() -> None:
+    lines = (
+        op("f", "fusion", "%p", "(f32[512]{0}, f32[256]{0})", ", kind=kInput, calls=%several"),
+        op("large", "get-tuple-element", "%f", "f32[512]{0}", ", index=0"),
+        op("small", "get-tuple-element", "%f", attributes=", index=1"),
+        op("a", "reduce", "%large", "f32[768]{0}"),
+        op("b", "slice", "%a", "f32[1024]{0}"),
+        f"ROOT {op('e', 'add', '%b, %small')}",
+    )
+    # While b is made, a and the small result are there, the large one is not.
+    assert held(*lines, computations=SEVERAL) == [(4 * K, "b"), (3 * K, "a"), (K, "f")]
+
+
+SEVERAL = """%several (p: f32[256]) -> (f32[512], f32[256]) {
+  %p = f32[256]{0} parameter(0)
+  %q = f32[512]{0} concatenate(%p, %p)
+  ROOT %r = (f32[512]{0}, f32[256]{0}) tuple(%q, %p)
+}
+"""
