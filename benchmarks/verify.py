@@ -123,12 +123,13 @@ _SIZES_39B = {"vocab_size": 51200, "seq_len": 1024, "num_layers": 48, "hidden_si
 
 def rows_of(case: str, found: Verification) -> list[dict[str, Any]]:
     """A row for each program that computes."""
+    here = f"{pathlib.Path.cwd()}/"
     return [
         {
             "case": case, "program": program.names[0], "programs": len(program.names), "phase": program.phase,
             "predicted": dataclasses.asdict(program.predicted), "found": dataclasses.asdict(program.found),
             "memory_error": program.memory_error, "traffic": [dataclasses.asdict(t) for t in program.traffic],
-            "remarks": program.remarks, "seconds": program.seconds,
+            "remarks": [each.replace(here, "") for each in program.remarks], "seconds": program.seconds,
         }
         for program in found.programs
         if not program.names[0].startswith("bridge")
