@@ -2,9 +2,11 @@
 
 from autopar import recipes
 from autopar.api import Parallelized, parallelize
+from autopar.calibrator import calibrate
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
 from autopar.errors import AutoparError, InternalError, UserError
 from autopar.executable import Executable
+from autopar.ir.calibration import Calibration
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.graph import Graph
 from autopar.ir.hint import hint
@@ -19,6 +21,7 @@ from autopar.why import Alternative, Why
 __all__ = [
     "Alternative",
     "AutoparError",
+    "Calibration",
     "Cluster",
     "DeviceKind",
     "Executable",
@@ -32,6 +35,7 @@ __all__ = [
     "Plan",
     "UserError",
     "Why",
+    "calibrate",
     "cluster_from_devices",
     "cluster_from_json",
     "cluster_to_json",

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | verify | compare | run TARGET`.
+"""The command line: `autopar plan | verify | compare | run TARGET`, and `autopar calibrate`.
 
 Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
 """
@@ -25,6 +25,7 @@ from rich.console import Console
 from autopar import recipes
 from autopar.api import Parallelized, parallelize
 from autopar.arguments import RECIPES, Call, load_call, read_cluster, read_method
+from autopar.calibrator import calibrate as measure
 from autopar.cost_model.hardware import preset_names
 from autopar.cost_model.targets import CPU, load_target, target_names, target_of
 from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
@@ -161,6 +162,7 @@ def main(context: click.Context) -> None:
       autopar verify model:train --plan plan.json
       autopar compare model:train --cluster dgx-a100
       autopar run model.py:train --devices 8
+      autopar calibrate -o mine.json
 
     Exit codes: 0 fine, 1 the answer is no (nothing fits), 2 a mistake in what was asked, 3 a bug, with its traceback.
 
@@ -173,10 +175,14 @@ def main(context: click.Context) -> None:
 
 
 def _command(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
+    """A command about a target."""
+    return _answering(click.argument("target")(body))
+
+
+def _answering(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
     """A command of a function that returns an answer, and whether it is yes."""
 
     @main.command(name=body.__name__, short_help=(body.__doc__ or "").partition("\n")[0])
-    @click.argument("target")
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
     @functools.wraps(body)
     def command(as_json: bool, **options: Any) -> int:
@@ -253,6 +259,18 @@ def _virtual_devices(number: int) -> None:
     if not told and jax.config.values["jax_num_cpu_devices"] < number:
         with contextlib.suppress(RuntimeError):  # it has started
             jax.config.update("jax_num_cpu_devices", number)
+
+
+def _devices_at_hand(number: int | None) -> Sequence[jax.Device]:
+    """The first so many, or all."""
+    if number is not None:
+        _virtual_devices(number)
+    there = jax.devices()
+    if number is not None and len(there) < number:
+        raise ArgumentError(
+            f"--devices {number}: there are {len(there)} of platform {there[0].platform}; ask for these."
+        )
+    return there[:number]
 
 
 # The commands
@@ -419,11 +437,32 @@ def run(
     if devices is not None:
         _virtual_devices(devices)
     step, call = _load(target, None)
-    there = jax.devices()
-    if devices is not None and len(there) < devices:
-        raise ArgumentError(
-            f"--devices {devices}: there are {len(there)} of platform {there[0].platform}; ask for these."
-        )
-    step = step.with_options(cluster=cluster, method=made or method, devices=there[:devices])
+    step = step.with_options(cluster=cluster, method=made or method, devices=_devices_at_hand(devices))
     with _waiting(f"running {target}"):
         return time_steps(step, call.args, call.kwargs, steps), True
+
+
+@_answering
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Write the cluster to this file.")
+@click.option(
+    "--seconds", type=float, default=300.0, show_default=True,
+    help="How long it may take; the most telling probes come first.",
+)  # fmt: skip
+@click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+def calibrate(output: pathlib.Path, seconds: float, devices: int | None) -> tuple[Answer, bool]:
+    """Measure this machine, for plans whose times can be trusted on it.
+
+    Products and convolutions over sizes and types, memory, launches, collectives over groups of devices, and a few
+    train steps, in a cluster file for --cluster; prints how well the cost model fits them. One host is measured: for
+    several that are alike, edit "num_hosts" in the file. Nothing else should run on the machine meanwhile.
+
+    \b
+      autopar calibrate -o mine.json
+      autopar calibrate --devices 8 --seconds 120 -o mine.json
+      autopar plan model:train --cluster mine.json
+    """
+    there = _devices_at_hand(devices)
+    found = measure(there, seconds=seconds, show_progress=sys.stderr.isatty())
+    found.save(output)
+    click.echo(f"autopar: the cluster is in {output}", err=True)
+    return found, True

@@ -17,7 +17,7 @@ from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Cluster, DeviceKind, Mesh
 from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import ScheduleName, schedule_for
+from autopar.ir.schedule import Schedule, ScheduleName, schedule_for
 from autopar.ir.sharding import StepKind
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
@@ -33,6 +33,17 @@ class Prices:
         """
         self.cluster, self.memory_limit, self._narrow_sums = cluster, memory_limit, narrow_sums
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
+        self._while_busy: dict[int, Prices] = {}
+
+    def while_busy(self, mesh: Mesh) -> Prices:
+        """Prices while no other devices than those of a mesh are busy: others only where devices are virtual."""
+        if mesh.size not in self._while_busy:
+            cluster = self.cluster.while_busy(mesh.size)
+            same = cluster is self.cluster
+            self._while_busy[mesh.size] = (
+                self if same else Prices(cluster, self.memory_limit, narrow_sums=self._narrow_sums)
+            )
+        return self._while_busy[mesh.size]
 
     def transfer(self, copies: Sequence[tuple[int, int]], nbytes: int) -> float:
         """Seconds to copy so many bytes from one device to another, for each of these pairs."""
@@ -129,9 +140,10 @@ class Prices:
         placed, step = lowered.placed, lowered.placed.step
         m = step.num_microbatches
         rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], m)
-        costs = [
-            program_cost(local, self.kind(local.mesh), self.resharder(local.mesh)[1]) for local in lowered.programs
-        ]
+        costs = []
+        for local in lowered.programs:
+            prices = self.while_busy(local.mesh)
+            costs.append(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]))
 
         def seconds(stage: int, *phases: Phase) -> float:
             found = 0.0
@@ -155,7 +167,7 @@ class Prices:
             phase = _crossing_phase(crossing.value, placed)
             key = (crossing.source, crossing.target, phase)
             transfers[key] = transfers.get(key, 0.0) + crossing.plan.seconds
-        timeline = simulate(rows, times, transfers)
+        timeline = simulate(rows, times, transfers, self._turns(rows, lowered))
         stages = []
         placed_at = {e.id: p.stage for p in placed.programs for e in p.equations}
         at_stage = [placed_at[e] for e in layer_of]
@@ -202,6 +214,15 @@ class Prices:
             graph.name, graph.fingerprint, method, self.cluster, m, analysis.batch_size, schedule, tuple(stages),
             leaves, timeline.makespan, timeline.bubble_fraction, flops, bound, gap, (),
         )  # fmt: skip
+
+    def _turns(self, schedule: Schedule, lowered: LoweredStep) -> tuple[int, ...]:
+        """Per group of devices a number, the same for those whose programs take turns: of one host of virtual ones."""
+        found = []
+        for group in range(schedule.num_groups):
+            first = next(s for s in range(schedule.num_stages) if schedule.group_of(s) == group)
+            host = self.cluster.host_of(lowered.shardings[first].mesh.devices[0])
+            found.append(-1 - host if self.cluster.hosts[host].busy else group)
+        return tuple(found)
 
     def _memory(
         self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]],

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import re
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
 
 from autopar.ir.local import ProductSizes
-from autopar.ir.mesh import DeviceKind
+from autopar.ir.mesh import DeviceKind, ProductSpeed
 
 # Which peak a matrix product runs at: the first name that the device kind has, times the factor. float32 products
 # run in TF32 where the hardware has it: that is what jax.lax.Precision.DEFAULT means on GPUs. A 16-bit or 8-bit type
@@ -43,11 +48,15 @@ def peak_flops(kind: DeviceKind, dtype: str, *, matmul: bool) -> float:
     return kind.peak_flops["float32"] * factor
 
 
-def product_share(kind: DeviceKind, sizes: ProductSizes | None) -> float:
+def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> float:
     """Share of the speed of large products (`kind.matmul_efficiency`) that one of these sizes reaches; None: large."""
     if sizes is None:
         return 1.0
-    share = kind.convolution_share if sizes.convolution else kind.batched_share if sizes.batch > 1 else 1.0
+    if kind.products:
+        measured = _measured(kind)
+        if found := measured.flops(sizes, dtype):
+            return found / (peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency)
+    share = kind.convolution_share if sizes.taps else kind.batched_share if sizes.batch > 1 else 1.0
     return share * _share_of(kind.multiprocessors, sizes) if kind.multiprocessors else share
 
 
@@ -76,9 +85,87 @@ def _share_of(multiprocessors: int, sizes: ProductSizes) -> float:
     return best
 
 
-def accumulate_seconds(kind: DeviceKind, nbytes: float) -> float:
+class _Measured:
+    """Speeds of products between those that were measured.
+
+    A product takes the seconds of its arithmetic at the best speed that was measured, and those of its operands' and
+    result's way through memory, times a factor between those of the sizes that were measured: the mean of the nearest
+    ones' logarithms, weighted by the inverse square of the distance (Shepard 1968, "A two-dimensional interpolation
+    function for irregularly-spaced data"). Rows and columns may change places.
+    """
+
+    def __init__(self, kind: DeviceKind) -> None:
+        self._kind = kind
+        groups: dict[tuple[str, bool], list[ProductSpeed]] = defaultdict(list)
+        for each in kind.products:
+            groups[each.dtype, each.taps > 0].append(each)
+        self._best = {key: max(each.flops for each in some) for key, some in groups.items()}
+        self._points = {}
+        for key, some in groups.items():
+            sides = np.array([[s.batch, s.rows, s.columns, s.depth, max(s.taps, 1)] for s in some])
+            speeds = np.array([s.flops for s in some])
+            self._points[key] = np.log2(sides), np.log2(speeds / self._plain(key, sides))
+        self._found: dict[tuple[ProductSizes, str], float] = {}
+
+    def _plain(self, key: tuple[str, bool], sides: Any) -> Any:
+        """FLOP per second without the factor."""
+        batch, rows, columns, depth, _ = np.moveaxis(sides, -1, 0)
+        flops = 2.0 * batch * rows * columns * depth
+        moved = _itemsize(key[0]) * batch * (rows * depth + depth * columns + rows * columns)
+        return flops / (flops / self._best[key] + memory_seconds(self._kind, moved))
+
+    def flops(self, sizes: ProductSizes, dtype: str) -> float:
+        """FLOP per second; 0 where nothing like it was measured."""
+        key = sizes, dtype
+        if key not in self._found:
+            self._found[key] = self._between(*key)
+        return self._found[key]
+
+    def _between(self, sizes: ProductSizes, dtype: str) -> float:
+        key = dtype, sizes.taps > 0
+        if key not in self._points or not all(sizes[:4]):
+            return 0.0
+        where, factors = self._points[key]
+        sides = np.maximum(sizes, 1.0)
+        batch, rows, columns, depth, taps = np.log2(sides)
+        ways = (batch, rows, columns, depth, taps), (batch, columns, rows, depth, taps)
+        distance = np.minimum(*(((where - at) ** 2).sum(axis=1) for at in ways))
+        nearest = np.argsort(distance, kind="stable")[:_NEIGHBOURS]
+        weights = 1.0 / (distance[nearest] + _SAME)
+        return float(self._plain(key, sides) * 2.0 ** (weights @ factors[nearest] / weights.sum()))
+
+
+def _itemsize(dtype: str) -> int:
+    """Bytes, by the number in the name of a type."""
+    return int(re.findall(r"\d+", dtype)[0]) // 8
+
+
+_NEIGHBOURS = 4
+_SAME = 0.01  # squares of distances, below which sizes are the same: 7 % of one side
+
+
+@functools.lru_cache(maxsize=64)
+def _measured(kind: DeviceKind) -> _Measured:
+    return _Measured(kind)
+
+
+def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:
+    """Seconds in which kernels go through so many bytes of memory each; a number or an array of them."""
+    if not kind.bandwidths:
+        return nbytes / (kind.memory_bandwidth * kind.memory_efficiency)
+    sizes, speeds = _curve(kind)
+    return nbytes / np.exp2(np.interp(np.log2(np.maximum(nbytes, 1.0)), sizes, speeds))
+
+
+@functools.lru_cache(maxsize=64)
+def _curve(kind: DeviceKind) -> tuple[Any, Any]:
+    sizes, speeds = zip(*kind.bandwidths, strict=True)
+    return np.log2(sizes), np.log2(speeds)
+
+
+def accumulate_seconds(kind: DeviceKind, nbytes: Any) -> Any:
     """Seconds that adding to a sum of so many bytes takes: both are read, one is written."""
-    return 3 * nbytes / (kind.memory_bandwidth * kind.memory_efficiency)
+    return memory_seconds(kind, 3 * nbytes)
 
 
 def compute_time(
@@ -93,5 +180,4 @@ def compute_time(
     """
     efficiency = kind.matmul_efficiency * share if matmul else 1.0
     arithmetic = flops / (peak_flops(kind, dtype, matmul=matmul) * efficiency)
-    traffic = bytes_moved / (kind.memory_bandwidth * kind.memory_efficiency)
-    return max(arithmetic, traffic)
+    return max(arithmetic, float(memory_seconds(kind, bytes_moved)))

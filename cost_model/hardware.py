@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import parse_cluster
 from autopar.ir.json_file import nearest
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link
 
 if TYPE_CHECKING:
     import jax
@@ -63,10 +63,10 @@ def load_preset(name: str, *, num_hosts: int = 1, devices_per_host: int | None =
     if devices_per_host is None:
         devices_per_host = host.num_devices
     _check_counts(num_hosts=num_hosts, devices_per_host=devices_per_host)
-    kind, link, network = host.kind, host.link, cluster.network
     if name == _VIRTUAL:
-        kind, link, network = _share(kind, link, network, host.num_devices / devices_per_host)
-    return make_cluster(name, num_hosts, devices_per_host, kind, link, network)
+        kind, link, network = _share(host.kind, host.link, cluster.network, host.num_devices / devices_per_host)
+        return Cluster(name, (_virtual_host(kind, devices_per_host, link),) * num_hosts, network)
+    return make_cluster(name, num_hosts, devices_per_host, host.kind, host.link, cluster.network)
 
 
 def make_cluster(
@@ -140,7 +140,8 @@ def _local_host(preset: str, num_devices: int, limit: int | None) -> tuple[Host,
         memory = _physical_memory() // num_devices or kind.memory
         # A tenth for the operating system and the program itself.
         kind = dataclasses.replace(kind, memory=memory, memory_reserve=memory // 10)
-    elif limit:
+        return _virtual_host(kind, num_devices, link), network
+    if limit:
         # What the backend leaves to others (context, communication buffers) is a part of the reserve.
         left = max(0, kind.memory - limit)
         kind = dataclasses.replace(kind, memory=limit, memory_reserve=max(0, kind.memory_reserve - left))
@@ -158,6 +159,21 @@ def _share(kind: DeviceKind, link: Link, network: Link, share: float) -> tuple[D
     )
     link = dataclasses.replace(link, bandwidth=link.bandwidth * share)
     return kind, link, dataclasses.replace(network, bandwidth=network.bandwidth * share)
+
+
+def busy_counts(num_devices: int) -> tuple[int, ...]:
+    """Numbers of a host's virtual devices, fewer than all, for which it is said what they can do."""
+    return tuple(2**i for i in range(num_devices.bit_length()) if 2**i < num_devices)
+
+
+def _virtual_host(kind: DeviceKind, num_devices: int, link: Link) -> Host:
+    """Devices that share the cores: what some do not use, others have."""
+    busy = []
+    for count in busy_counts(num_devices):
+        faster, quicker, _ = _share(kind, link, link, num_devices / count)
+        faster = dataclasses.replace(faster, memory=kind.memory, memory_reserve=kind.memory_reserve)
+        busy.append(Busy(count, faster, quicker))
+    return Host(kind, num_devices, link, tuple(busy))
 
 
 def _physical_memory() -> int:

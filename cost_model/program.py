@@ -55,7 +55,7 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
             for k in kernels:
                 compute += compute_time(
                     kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
-                    matmul=k.product is not None, share=product_share(kind, k.product),
+                    matmul=k.product is not None, share=product_share(kind, k.product, k.dtype),
                 ) + kind.launch_overhead * k.times  # fmt: skip
             flops += op.flops
             collectives += op.combined

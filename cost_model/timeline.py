@@ -76,7 +76,7 @@ class TransferEvent:
 class Timeline:
     """A step in simulated time. A prologue or update that takes no time has no event."""
 
-    num_groups: int  # of devices
+    num_groups: int  # of devices; those that take turns are one
     events: tuple[Event, ...]  # by start, then stage
     transfers: tuple[TransferEvent, ...]  # by start, then source and target
     makespan: float  # seconds until the last program has ended
@@ -94,10 +94,14 @@ class Timeline:
         return 1.0 - busy / (self.num_groups * self.makespan)
 
 
-def simulate(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> Timeline:
+def simulate(
+    schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float],
+    turns: Sequence[int] | None = None,
+) -> Timeline:  # fmt: skip
     """Run the schedule; `times` by stage, `transfers` in seconds for each microbatch (or step) and crossing.
 
-    A crossing that takes no time still makes its target wait.
+    A crossing that takes no time still makes its target wait. `turns`: a number for each group of devices; groups of
+    one number, whose devices are virtual, run one at a time. Default: all at once.
 
     1. Every stage runs its prologue and sends what others need of it.
     2. As long as some stage's next task has all that it waits for, run it and send its results. Every program and
@@ -109,7 +113,7 @@ def simulate(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping
       InternalError: times and crossings do not fit the schedule, or the schedule deadlocks.
     """
     _check(schedule, times, transfers)
-    return _Simulation(schedule, times, transfers).run()
+    return _Simulation(schedule, times, transfers, turns or range(schedule.num_groups)).run()
 
 
 def memory_over_time(timeline: Timeline, stage: int, memory: StageMemory) -> tuple[tuple[float, int], ...]:
@@ -145,12 +149,15 @@ def peak_memory(timeline: Timeline, memories: Sequence[StageMemory]) -> tuple[in
 class _Simulation:
     """The clocks of one simulated step."""
 
-    def __init__(self, schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> None:
+    def __init__(
+        self, schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float], turns: Sequence[int]
+    ) -> None:
         self._schedule = schedule
+        self._turns = turns
         self._times = times
         self._events: list[Event] = []
         self._sent: list[TransferEvent] = []
-        self._clock = [0.0] * schedule.num_groups  # when the group is free
+        self._clock = dict.fromkeys(turns, 0.0)  # when the groups that take turns are free
         self._link: dict[tuple[int, int], float] = defaultdict(float)  # when the link is free
         self._done: set[Task] = set()
         # When all transfers so far have arrived that these wait for.
@@ -174,20 +181,23 @@ class _Simulation:
             for target, arrival in self._send(stage, Phase.PROLOGUE, ONCE, end):
                 self._arrived_first[target] = max(self._arrived_first[target], arrival)
         for stage in stages:
-            group = self._schedule.group_of(stage)
+            group = self._turn(stage)
             self._clock[group] = max(self._clock[group], self._arrived_first[stage])
         self._run_tasks()
         for stage in stages:
-            for target, arrival in self._send(stage, Phase.UPDATE, ONCE, self._clock[self._schedule.group_of(stage)]):
+            for target, arrival in self._send(stage, Phase.UPDATE, ONCE, self._clock[self._turn(stage)]):
                 self._arrived_update[target] = max(self._arrived_update[target], arrival)
         for stage in stages:
             self._run(stage, Phase.UPDATE, ONCE, self._arrived_update[stage], self._times[stage].update)
         return Timeline(
-            self._schedule.num_groups,
+            len(self._clock),
             tuple(sorted(self._events, key=lambda event: (event.start, event.stage))),
             tuple(sorted(self._sent, key=lambda event: (event.start, event.source, event.target))),
-            max(self._clock, default=0.0),
+            max(self._clock.values(), default=0.0),
         )
+
+    def _turn(self, stage: int) -> int:
+        return self._turns[self._schedule.group_of(stage)]
 
     def _run_tasks(self) -> None:
         rows = self._schedule.tasks
@@ -222,7 +232,7 @@ class _Simulation:
 
     def _run(self, stage: int, phase: Phase, microbatch: int, ready: float, seconds: float) -> float:
         """Run a program as soon as its devices are free and its operands are ready; gives its end."""
-        group = self._schedule.group_of(stage)
+        group = self._turn(stage)
         if not seconds and microbatch == ONCE:
             # Nothing to show, but an update that does nothing still ends no earlier than what it waits for.
             self._clock[group] = max(self._clock[group], ready)

@@ -4,7 +4,8 @@
      "hosts": [{"num_hosts": 2, "devices_per_host": 8, "device": {...}, "link": {...}}, ...],
      "network": {...}}
 
-`device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Any object may carry a text
+`device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Hosts of virtual devices have besides
+"busy": [{"num_devices": 1, "device": {...}, "link": {...}}, ...], `Busy`. Any object may carry a text
 under "source" that says where its numbers come from; it is not read. Efficiencies and overheads of a device may be left
 out: those of a common kind are taken, with a warning.
 """
@@ -29,10 +30,11 @@ from autopar.ir.json_file import (
     read_string,
     read_text,
     record,
+    sequence,
     versioned,
     whole,
 )
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
 
 FORMAT = "autopar-cluster"
 VERSION = 1
@@ -77,16 +79,10 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
     """What the file of a cluster holds, unchecked; other files may embed it."""
     hosts = []
     for host, equal in itertools.groupby(cluster.hosts):
-        device = {field.name: getattr(host.kind, field.name) for field in dataclasses.fields(DeviceKind)}
-        device["peak_flops"] = dict(host.kind.peak_flops)
-        hosts.append(
-            {
-                "num_hosts": len(tuple(equal)),
-                "devices_per_host": host.num_devices,
-                "device": device,
-                "link": dataclasses.asdict(host.link),
-            }
-        )
+        group = {"num_hosts": len(tuple(equal)), "devices_per_host": host.num_devices, **_speeds(host)}
+        if host.busy:
+            group["busy"] = [{"num_devices": each.num_devices, **_speeds(each)} for each in host.busy]
+        hosts.append(group)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -94,6 +90,17 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
         "hosts": hosts,
         "network": dataclasses.asdict(cluster.network),
     }
+
+
+def _speeds(of: Host | Busy) -> dict[str, Any]:
+    device = {field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind)}
+    device["peak_flops"] = dict(of.kind.peak_flops)
+    device["products"] = [dataclasses.asdict(each) for each in of.kind.products]
+    device["bandwidths"] = [list(each) for each in of.kind.bandwidths]
+    for name in ("products", "bandwidths"):
+        if not device[name]:
+            del device[name]
+    return {"device": device, "link": dataclasses.asdict(of.link)}
 
 
 def read_cluster(value: Any, path: str) -> Cluster:
@@ -117,17 +124,41 @@ def _peak_flops(value: Any, path: str) -> dict[str, float]:
     return {dtype: read(peak, f"{path}.{dtype}") for dtype, peak in value.items()}
 
 
+_read_rate = number("bytes per second above 0", above=0)
+_read_side = number("a size of at least 1", least=1)
+
+
+def _read_curve(value: Any, path: str) -> tuple[tuple[float, float], ...]:
+    expected = "a list of pairs: bytes, ascending, and bytes per second above 0"
+    pair = sequence(number(expected, above=0), expected, length=2)
+    found: tuple[tuple[float, float], ...] = sequence(pair, expected)(value, path)
+    if any(low >= high for (low, _), (high, _) in itertools.pairwise(found)):
+        raise bad(path, value, expected)
+    return found
+
+
+def _read_products(value: Any, path: str) -> tuple[ProductSpeed, ...]:
+    items = sequence(_read_product, "a list of measured products")(value, path)
+    return tuple(ProductSpeed(**item) for item in items)
+
+
+_read_product = record(
+    {
+        "dtype": read_string, "batch": _read_side, "rows": _read_side, "columns": _read_side, "depth": _read_side,
+        "taps": whole("a whole number, 0 or more", least=0), "flops": number("FLOP per second above 0", above=0),
+    }
+)  # fmt: skip
 _LINK: Mapping[str, Reader] = {
     "name": read_string,
     "latency": number("seconds, 0 or more", least=0),
-    "bandwidth": number("bytes per second above 0", above=0),
+    "bandwidth": _read_rate,
     "pair_bandwidth": optional(number("bytes per second above 0, or null", above=0)),
     "lone_bandwidth": optional(number("bytes per second above 0, or null", above=0)),
 }
 _DEVICE: Mapping[str, Reader] = {
     "name": read_string,
     "memory": whole("a whole number of bytes above 0", least=1),
-    "memory_bandwidth": number("bytes per second above 0", above=0),
+    "memory_bandwidth": _read_rate,
     "peak_flops": _peak_flops,
     "matmul_efficiency": number("a share above 0 and at most 1", above=0, most=1),
     "memory_efficiency": number("a share above 0 and at most 1", above=0, most=1),
@@ -138,6 +169,8 @@ _DEVICE: Mapping[str, Reader] = {
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
     "combined_sums": whole("a whole number of bytes, 0 or more", least=0),
     "multiprocessors": whole("a whole number, 0 or more", least=0),
+    "products": _read_products,
+    "bandwidths": _read_curve,
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
@@ -149,6 +182,7 @@ _MEASURED = {
 }  # fmt: skip
 _UNSAID = {
     "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0, "multiprocessors": 0,
+    "products": (), "bandwidths": (),
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 
@@ -169,9 +203,18 @@ def _read_device(value: Any, path: str) -> dict[str, Any]:
 
 
 def _hosts_reader(device: Reader) -> Reader:
+    speeds: dict[str, Reader] = {"device": device, "link": _read_link}
+    busy = sequence(record({"num_devices": _COUNT, **speeds}), "a list of what fewer devices can do")
     group_reader = record(
-        {"num_hosts": _COUNT, "devices_per_host": _COUNT, "device": device, "link": _read_link}, {"num_hosts": 1}
+        {"num_hosts": _COUNT, "devices_per_host": _COUNT, **speeds, "busy": busy}, {"num_hosts": 1, "busy": ()}
     )
+
+    def kind_of(fields: Mapping[str, Any], path: str) -> DeviceKind:
+        kind = DeviceKind(**fields)
+        if kind.memory_reserve >= kind.memory:
+            expected = f"less than the memory, {kind.memory} bytes"
+            raise bad(f"{path}.memory_reserve", kind.memory_reserve, expected)
+        return kind
 
     def read(value: Any, path: str) -> tuple[Host, ...]:
         if not isinstance(value, list) or not value:
@@ -179,11 +222,16 @@ def _hosts_reader(device: Reader) -> Reader:
         hosts: list[Host] = []
         for index, item in enumerate(value):
             group = group_reader(item, f"{path}[{index}]")
-            kind = DeviceKind(**group["device"])
-            if kind.memory_reserve >= kind.memory:
-                expected = f"less than the memory, {kind.memory} bytes"
-                raise bad(f"{path}[{index}].device.memory_reserve", kind.memory_reserve, expected)
-            hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]))] * group["num_hosts"]
+            here = f"{path}[{index}]"
+            fewer = tuple(
+                Busy(each["num_devices"], kind_of(each["device"], f"{here}.busy[{i}].device"), Link(**each["link"]))
+                for i, each in enumerate(group["busy"])
+            )
+            counts = [each.num_devices for each in fewer]
+            if counts != sorted({*counts}) or any(count >= group["devices_per_host"] for count in counts):
+                raise bad(f"{here}.busy", group["busy"], "for ascending numbers of devices, fewer than the host has")
+            kind = kind_of(group["device"], f"{here}.device")
+            hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]), fewer)] * group["num_hosts"]
         return tuple(hosts)
 
     return read

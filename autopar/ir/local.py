@@ -30,7 +30,7 @@ class ProductSizes(NamedTuple):
     rows: float
     columns: float
     depth: float
-    convolution: bool = False  # whether the rows are windows of an array
+    taps: int = 0  # where the rows are windows of an array, elements in each; else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -41,6 +41,19 @@ class Link:
 
 
 @dataclasses.dataclass(frozen=True)
+class ProductSpeed:
+    """What products of one size were measured to reach: `batch` of (rows x depth) by (depth x columns) matrices."""
+
+    dtype: str
+    batch: float
+    rows: float
+    columns: float
+    depth: float
+    taps: int  # where the rows are windows of an array, elements in each; else 0
+    flops: float  # FLOP per second
+
+
+@dataclasses.dataclass(frozen=True)
 class DeviceKind:
     """What one device of this kind can do."""
 
@@ -57,9 +70,21 @@ class DeviceKind:
     batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
     combined_sums: int = 0  # bytes of independent sums over devices that the compiler makes one, when all are there
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
+    # Measured, where there are any, and then instead of the shares and efficiencies above:
+    products: tuple[ProductSpeed, ...] = ()
+    bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Busy:
+    """What virtual devices can do while no more than so many of their host are busy."""
+
+    num_devices: int
+    kind: DeviceKind
+    link: Link
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +94,16 @@ class Host:
     kind: DeviceKind
     num_devices: int
     link: Link  # between the devices of this host
+    # Of virtual devices, which share the cores of the host: `kind` and `link` are for all of them busy, these for
+    # fewer, ascending. Programs on such a host take turns.
+    busy: tuple[Busy, ...] = ()
+
+    def while_busy(self, num_devices: int) -> Host:
+        """What its devices can do while so many of them are busy."""
+        for each in self.busy:
+            if num_devices <= each.num_devices:
+                return dataclasses.replace(self, kind=each.kind, link=each.link)
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +133,12 @@ class Cluster:
         """The distinct kinds of these devices."""
         hosts = dict.fromkeys(map(self.host_of, devices))
         return tuple({self.hosts[host].kind.name: self.hosts[host].kind for host in hosts}.values())
+
+    def while_busy(self, num_devices: int) -> Cluster:
+        """The cluster while so many devices of a host are busy: others than `self` only where devices are virtual."""
+        if not any(host.busy for host in self.hosts):
+            return self
+        return dataclasses.replace(self, hosts=tuple(host.while_busy(num_devices) for host in self.hosts))
 
     def __str__(self) -> str:
         lines = [f"Cluster {self.name} ({count_text(self.num_devices, 'device')})"]

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.compute import compute_time, product_share
+from autopar.cost_model.compute import compute_time, memory_seconds, product_share
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
@@ -42,8 +42,9 @@ class StrategySeconds:
             moved = self._moved(eqn, rule, lane_index, options, traffic)
             matmul = rule.unit == "matmul"
             work = rule.work({}) * options.share
-            share = self._share(rule.sides, cut)
-            seconds = self._kernel(matmul, work / share, moved, eqn.kernel_dtype(matmul), traffic.launches)
+            dtype = eqn.kernel_dtype(matmul)
+            share = self._share(rule.sides, cut, dtype)
+            seconds = self._kernel(matmul, work / share, moved, dtype, traffic.launches)
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, self.mesh).values():
@@ -72,11 +73,11 @@ class StrategySeconds:
                 moved += options.results[k].nbytes(eqn.outputs[k])
         return moved
 
-    def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]]) -> Any:
+    def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:
         """Of the speed of large products."""
         if sides is None:
             return 1.0
-        return np.array([product_share(self.kind, product_sizes(sides, split)) for split in cut])
+        return np.array([product_share(self.kind, product_sizes(sides, split), dtype) for split in cut])
 
     def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]]) -> Any:
         """Every kernel of a body, in all rounds."""
@@ -90,7 +91,7 @@ class StrategySeconds:
         total = np.zeros(len(cut))
         for k in rule.kernels:
             moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
-            work = k.flops * share(k.held) / self._share(k.sides, cut)
+            work = k.flops * share(k.held) / self._share(k.sides, cut, k.dtype)
             total += self._kernel(k.sides is not None, work, moved, k.dtype, k.times)
         return total
 
@@ -100,5 +101,4 @@ class StrategySeconds:
         key = (dtype, matmul)
         if key not in self._peaks:
             self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=matmul)
-        traffic = moved / (kind.memory_bandwidth * kind.memory_efficiency)
-        return np.maximum(work * self._peaks[key], traffic) + kind.launch_overhead * launches
+        return np.maximum(work * self._peaks[key], memory_seconds(kind, moved)) + kind.launch_overhead * launches

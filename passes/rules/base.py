@@ -154,7 +154,7 @@ class Sides(NamedTuple):
     rows: Side
     columns: Side
     depth: Side
-    convolution: bool
+    taps: int
 
     @property
     def each(self) -> tuple[Side, Side, Side, Side]:
@@ -166,7 +166,7 @@ def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes
     if sides is None:
         return None
     batch, rows, columns, depth = (size / math.prod(split.get(f, 1) for f in held) for size, held in sides.each)
-    return ProductSizes(batch, rows, columns, depth, sides.convolution)
+    return ProductSizes(batch, rows, columns, depth, sides.taps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,7 @@ class Rule:
     emit: Emit = emit_same
     flops: float = 1.0  # per point of the iteration space (the product of all factors)
     unit: Unit = "vector"  # "none": moves or renames data at most
-    convolution: bool = False  # a product of windows
+    taps: int = 0  # of a product of windows, elements in each; 0: of matrices
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
@@ -330,7 +330,7 @@ class Rule:
         size = batch[0] * rows[0] * wide[0]
         depth = self.work({}) / (2 * size) if size else 0.0
         summed = frozenset(range(len(self.factors))) - result
-        return Sides(batch, rows, wide, (depth, summed), self.convolution)
+        return Sides(batch, rows, wide, (depth, summed), self.taps)
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""

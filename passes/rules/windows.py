@@ -182,7 +182,7 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         emit=emit,
         flops=work_per_point(work, factors),
         unit="matmul",
-        convolution=True,
+        taps=math.prod(w.taps for w in each),
         halos=_halos(eqn, 0, reaches, None),
         windows=frozenset(reach.factor for reach in reaches.values()),
     )

@@ -1,13 +1,15 @@
 """The roofline, by hand."""
 
 import dataclasses
+import math
 
+import numpy as np
 import pytest
 
-from autopar.cost_model.compute import compute_time, peak_flops, product_share
+from autopar.cost_model.compute import compute_time, memory_seconds, peak_flops, product_share
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.local import ProductSizes
-from autopar.ir.mesh import DeviceKind
+from autopar.ir.mesh import DeviceKind, ProductSpeed
 
 TOY = DeviceKind(
     name="toy",
@@ -88,12 +90,12 @@ def test_float64_without_a_figure_is_half_of_float32() -> None:
 )
 def test_products_are_computed_in_waves_of_tiles(sizes: tuple[int, int, int, int], share: float) -> None:
     kind = dataclasses.replace(TOY, multiprocessors=80)
-    assert product_share(kind, ProductSizes(*sizes)) == pytest.approx(share)
+    assert product_share(kind, ProductSizes(*sizes), "float32") == pytest.approx(share)
 
 
 def test_products_of_any_size_are_as_fast_where_nothing_is_known_of_multiprocessors() -> None:
-    assert product_share(TOY, ProductSizes(1, 1, 1, 1)) == 1.0
-    assert product_share(dataclasses.replace(TOY, multiprocessors=80), None) == 1.0
+    assert product_share(TOY, ProductSizes(1, 1, 1, 1), "float32") == 1.0
+    assert product_share(dataclasses.replace(TOY, multiprocessors=80), None, "float32") == 1.0
 
 
 def test_a_small_product_takes_longer() -> None:
@@ -105,12 +107,46 @@ def test_large_convolutions_reach_a_share_of_what_products_do() -> None:
     for multiprocessors in (0, 80):
         kind = dataclasses.replace(kind, multiprocessors=multiprocessors)
         product = ProductSizes(1, 2560, 1024, 64)
-        assert product_share(kind, product) == 1.0
-        assert product_share(kind, product._replace(convolution=True)) == 0.8
+        assert product_share(kind, product, "float32") == 1.0
+        assert product_share(kind, product._replace(taps=9), "float32") == 0.8
 
 
 def test_large_batched_products_reach_a_share_of_what_single_ones_do() -> None:
     kind = dataclasses.replace(TOY, batched_share=0.5)
-    assert product_share(kind, ProductSizes(1, 2560, 1024, 64)) == 1.0
-    assert product_share(kind, ProductSizes(8, 2560, 1024, 64)) == 0.5
-    assert product_share(kind, ProductSizes(8, 2560, 1024, 64, convolution=True)) == 1.0
+    assert product_share(kind, ProductSizes(1, 2560, 1024, 64), "float32") == 1.0
+    assert product_share(kind, ProductSizes(8, 2560, 1024, 64), "float32") == 0.5
+    assert product_share(kind, ProductSizes(8, 2560, 1024, 64, taps=9), "float32") == 1.0
+
+
+def _measured(*speeds: tuple[float, float, float, float, float]) -> DeviceKind:
+    products = tuple(ProductSpeed("float32", b, m, n, k, 0, flops) for b, m, n, k, flops in speeds)
+    return dataclasses.replace(TOY, products=products)
+
+
+def _seconds(kind: DeviceKind, batch: float, rows: float, columns: float, depth: float) -> float:
+    product, flops = ProductSizes(batch, rows, columns, depth), 2 * batch * rows * columns * depth
+    share = product_share(kind, product, "float32")
+    return compute_time(kind, flops=flops, bytes_moved=0.0, dtype="float32", matmul=True, share=share)
+
+
+def test_a_measured_product_takes_what_was_measured() -> None:
+    kind = _measured((1, 64, 64, 64, 1e9), (1, 1024, 1024, 1024, 8e10), (16, 256, 256, 64, 2e10))
+    for each in kind.products:
+        sizes = each.batch, each.rows, each.columns, each.depth
+        assert _seconds(kind, *sizes) == pytest.approx(2 * math.prod(sizes) / each.flops, rel=0.02)
+        swapped = each.batch, each.columns, each.rows, each.depth
+        assert _seconds(kind, *swapped) == _seconds(kind, *sizes)
+
+
+def test_between_measured_products_the_speed_is_between() -> None:
+    kind = _measured((1, 64, 64, 64, 1e9), (1, 1024, 1024, 1024, 8e10))
+    speeds = [2 * n**3 / _seconds(kind, 1, n, n, n) for n in (64, 128, 256, 512, 1024)]
+    assert speeds == sorted(speeds)
+    assert product_share(kind, ProductSizes(1, 64, 64, 64), "float64") == 1.0  # of which nothing was measured
+
+
+def test_measured_bandwidths_are_of_kernels_sizes() -> None:
+    kind = dataclasses.replace(TOY, bandwidths=((1e4, 8e9), (1e6, 2e9)))
+    found = memory_seconds(kind, np.array([1e3, 1e4, 1e5, 1e6, 1e7]))
+    assert found == pytest.approx([1e3 / 8e9, 1e4 / 8e9, 1e5 / 4e9, 1e6 / 2e9, 1e7 / 2e9])
+    assert compute_time(kind, flops=0.0, bytes_moved=1e5, dtype="float32", matmul=False) == pytest.approx(1e5 / 4e9)

@@ -1,0 +1,528 @@
+"""Measures the machine it runs on: `calibrate` turns probes into the numbers of a cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+
+from autopar import recipes
+from autopar.api import parallelize
+from autopar.cost_model.collective import collective_time
+from autopar.cost_model.compute import memory_seconds, peak_flops, product_share
+from autopar.cost_model.hardware import busy_counts, cluster_from_devices, make_cluster
+from autopar.errors import ClusterError, InfeasiblePlanError
+from autopar.ir.calibration import Calibration, Measurement
+from autopar.ir.local import ProductSizes
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
+from autopar.ir.method import Method
+from autopar.ir.sharding import StepKind
+from autopar.ir.units import bytes_text
+from autopar.passes.rules.base import product_sizes
+from autopar.passes.rules.table import rule_of
+from autopar.probe_steps import ProbeStep, probe_steps
+from autopar.progress import ProgramBar
+from autopar.runtime import probes
+from autopar.runtime.probes import Clock, Probe
+from autopar.timer import time_steps
+from autopar.trace import trace
+
+LEAST_SECONDS = 10.0
+_STEPS_SHARE = 0.4  # of the time, for steps as a whole
+_DOUBLINGS = 8  # of the sizes of steps, at most
+_EXAMPLES = 8  # of a step, on each device
+_RUN = 0.12  # seconds that a probe is run, compiling left out; more where there is time for more
+_TYPES = ("float32", "bfloat16")
+_LONGEST = 0.02  # seconds that one product of a probe may take on the device
+_WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
+_LAUNCHES = 64
+_COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
+    ("all_reduce",), ("reduce_scatter", "all_gather"), ("all_to_all",), ("permute",),
+)  # fmt: skip
+_PAYLOADS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_TIMES = 4  # collectives in a probe
+_CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
+
+Products = tuple[tuple[ProductSizes, str, float], ...]  # what a probe computes: sizes, type, FLOPs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Task:
+    """A probe and what it is about."""
+
+    group: str
+    name: str
+    probe: Probe
+    busy: int
+    size: int = 1  # of the groups of a collective
+    payload: int = 0  # bytes, of a collective
+    kinds: tuple[StepKind, ...] = ()
+    moved: int = 0  # bytes, of each kernel of a probe of memory
+    times: int = 1  # kernels or collectives
+
+
+def calibrate(
+    devices: Sequence[jax.Device] | None = None, *, seconds: float = 300.0, show_progress: bool = False
+) -> Calibration:
+    """Measure what devices (default: all of this process) do, for a cluster that plans are made with.
+
+    Products, batched products and convolutions with their gradients over sizes and types, kernels that wait for memory,
+    launches, the start of a program, and collectives over groups of 2, 4, .. devices. Virtual devices are measured with
+    all of them busy and with fewer. Nothing else should run on the machine meanwhile.
+
+    Args:
+      seconds: how long it may take; the most telling probes come first.
+      show_progress: a progress bar on the terminal.
+
+    Raises:
+      ClusterError: too little time, or devices of several processes or kinds.
+    """
+    if not LEAST_SECONDS <= seconds < math.inf:
+        raise ClusterError(f"seconds is {seconds!r}: measuring takes at least {LEAST_SECONDS:g}; give it more.")
+    devices = tuple(jax.local_devices() if devices is None else devices)
+    guess = cluster_from_devices(devices)
+    if len(guess.hosts) > 1:
+        raise ClusterError(
+            f"devices belong to {len(guess.hosts)} processes: a calibration measures one host, whose file says "
+            "num_hosts; pass the devices of one process (jax.local_devices())."
+        )
+    return _Calibrator(devices, guess, seconds, show_progress).run()
+
+
+class _Calibrator:
+    """One calibration."""
+
+    def __init__(self, devices: tuple[jax.Device, ...], guess: Cluster, seconds: float, show_progress: bool) -> None:
+        self._devices, self._guess, self._show_progress = devices, guess, show_progress
+        self._host = guess.hosts[0]
+        self._started = time.monotonic()
+        self._for_steps = seconds * _STEPS_SHARE
+        self._ends = self._started + seconds - self._for_steps
+        counts = [*busy_counts(len(devices))][::-1] if self._host.busy else []
+        self._counts = (len(devices), *counts)
+        self._found: dict[_Task, float] = {}
+        self._products: dict[_Task, Products] = {}
+
+    def run(self) -> Calibration:
+        tasks = _in_turn(self._tasks())
+        clock = Clock(self._devices, _RUN)
+        left_out = 0
+        with ProgramBar("measuring", self._show_progress) as bar:
+            for done, task in enumerate(tasks):
+                bar(done, len(tasks))
+                if time.monotonic() > self._ends and task.group not in _FIRST:
+                    left_out += 1
+                    continue
+                self._found[task] = clock.seconds(task.probe, task.busy, task.size)
+        return self._calibration(left_out)
+
+    # What is measured
+
+    def _tasks(self) -> list[_Task]:
+        kind = self._host.kind
+        found: list[_Task] = []
+        for busy in self._counts:
+            found += [
+                _Task("start of a program", "start", probes.launches(1), busy),
+                _Task("launches", "launches", probes.launches(1 + _LAUNCHES), busy, times=_LAUNCHES),
+            ]
+            found += self._memory(busy) + self._collectives(busy)
+            every = busy == len(self._devices)
+            for dtype in _TYPES:
+                found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
+        return found
+
+    def _memory(self, busy: int) -> list[_Task]:
+        found = []
+        for nbytes, kind in itertools.product(_CACHES, probes.ELEMENTWISE):
+            width = 256
+            times = max(4, int(_WORK * self._host.kind.memory_bandwidth / (4 * nbytes)))
+            probe, moved = probes.elementwise(kind, nbytes // (4 * width), width, times)
+            name = f"{kind} of {bytes_text(nbytes)}"
+            found.append(_Task("memory", name, probe, busy, moved=moved, times=times))
+        return found
+
+    def _collectives(self, busy: int) -> list[_Task]:
+        sizes = [2**i for i in range(1, busy.bit_length()) if busy % 2**i == 0]
+        if busy not in sizes and busy > 1:
+            sizes.append(busy)
+        return [
+            _Task(
+                "collectives", f"{' and '.join(kinds)} of {bytes_text(payload)} among {size}".replace("_", "-"),
+                probes.collective(kinds, payload, size, _TIMES), busy, size, payload, kinds, times=_TIMES,
+            )
+            for payload, size, kinds in itertools.product(_PAYLOADS, sizes, _COLLECTIVES)
+        ]  # fmt: skip
+
+    def _some_products(self, dtype: str, busy: int, peak: float, every: bool) -> list[_Task]:
+        """`every`: else a few, that tell how much faster fewer busy devices are."""
+        found = []
+        for rows, width, hidden in _LINEAR if every else _LINEAR[::5]:
+            flops = 12.0 * rows * width * hidden
+            if flops / 6 <= _LONGEST * peak:
+                layers = max(1, min(8, int(_WORK * peak / flops)))
+                probe = probes.linear(dtype, rows, width, hidden, layers)
+                found.append(_Task("products", f"{rows} x {width} x {hidden}, {dtype}", probe, busy))
+        for batch, length, width in _ATTENTION if every else _ATTENTION[1:2]:
+            if 2.0 * batch * length * length * width <= _LONGEST * peak:
+                probe = probes.attention(dtype, batch, length, width)
+                found.append(_Task("batched products", f"{batch} of {length} x {width}, {dtype}", probe, busy))
+        if dtype == _TYPES[0]:
+            for sizes, of in itertools.product(_CONVOLUTIONS if every else _CONVOLUTIONS[:1], _OF):
+                size, channels, filters, window, stride = sizes
+                each = 2.0 * (size // stride) ** 2 * channels * filters * window**2
+                examples = max(1, min(32, int(_WORK * peak / each)))
+                probe = probes.convolution(dtype, examples, size, channels, filters, window, stride, of)
+                name = f"{of} of {examples} x {size}² x {channels}, {window}² x {filters}, stride {stride}"
+                found.append(_Task("convolutions", name, probe, busy))
+        return found
+
+    # What it says
+
+    def _calibration(self, left_out: int) -> Calibration:
+        found: list[Busy] = []
+        measurements: list[Measurement] = []
+        all_products: tuple[ProductSpeed, ...] = ()
+        for busy in self._counts:
+            machine = _Machine({t: s for t, s in self._found.items() if t.busy == busy}, self._host, busy)
+            kind, link = machine.fitted(all_products)
+            all_products = all_products or kind.products
+            found.append(Busy(busy, kind, link))
+            measurements += machine.measurements(kind, link)
+        whole, *fewer = found
+        host = Host(whole.kind, len(self._devices), whole.link, tuple(reversed(fewer)))
+        name = f"{len(self._devices)} x {whole.kind.name}, calibrated"
+        sources = {"memory of a device": "what the system or the preset says", "the network": "the preset's"}
+        if len(self._devices) == 1:
+            sources["the link between devices"] = "the preset's"
+        cluster = Cluster(name, (host,), self._guess.network)
+        steps = self._steps(cluster)
+        if steps:
+            host = _Factors(*_fit_factors(steps)).host(host)
+            cluster = dataclasses.replace(cluster, hosts=(host,))
+        for at, step in enumerate(steps):
+            others = [*steps[:at], *steps[at + 1 :]]
+            predicted = step.predicted(_fit_factors(others))
+            measurements.append(Measurement("steps", step.name, step.num_devices, step.seconds, predicted))
+        took = time.monotonic() - self._started
+        return Calibration(cluster, tuple(measurements), took, left_out, sources)
+
+    def _steps(self, cluster: Cluster) -> list[_TimedStep]:
+        """Of the sizes that take neither too little time nor too much."""
+        wanted = []
+        for size in (2**i for i in range(_DOUBLINGS)):
+            for probe in probe_steps(size, _EXAMPLES * len(self._devices)):
+                with warnings.catch_warnings(action="ignore"):
+                    step = parallelize(probe.step, cluster=cluster, method=recipes.data_parallel(1))
+                    seconds = step.plan(probe.state, probe.batch).step_time
+                if _SHORT < seconds < _LONG:
+                    wanted += [(probe, method) for method in _methods(len(self._devices), probe.couples)]
+            if wanted and seconds > _LONG:
+                break
+        found = []
+        with ProgramBar("measuring steps", self._show_progress) as bar, warnings.catch_warnings(action="ignore"):
+            for done, (probe, method) in enumerate(wanted):
+                bar(done, len(wanted))
+                if time.monotonic() < self._ends + self._for_steps:
+                    timed = _timed(probe, method, cluster, self._devices)
+                    found += [timed] if timed else []
+        return found
+
+
+_SIDES = (64, 256, 1024, 4096)
+# Rows, width, hidden: the sizes of a training step are between these.
+_LINEAR = tuple(
+    (rows, width, hidden)
+    for rows in (512, 128, 2048, 8192)
+    for width, hidden in itertools.combinations_with_replacement(_SIDES, 2)
+)
+_ATTENTION = tuple((batch, length, width) for batch in (16, 128) for length in (128, 512, 2048) for width in (32, 128))
+# Size, channels, filters, window, stride.
+_CONVOLUTIONS = (
+    (32, 64, 64, 3, 1), (16, 128, 256, 3, 1), (8, 256, 256, 3, 1), (56, 32, 64, 3, 1), (7, 512, 512, 3, 1),
+    (32, 64, 128, 3, 2), (14, 256, 512, 3, 2), (56, 64, 256, 1, 1), (14, 512, 256, 1, 1), (28, 256, 512, 1, 2),
+    (112, 3, 64, 7, 2), (56, 32, 32, 1, 1), (56, 64, 32, 1, 1), (28, 128, 128, 3, 1), (28, 128, 64, 1, 1),
+    (28, 64, 256, 1, 1), (56, 64, 128, 3, 2), (28, 128, 256, 3, 2), (56, 128, 256, 1, 2), (14, 256, 256, 3, 1),
+    (14, 128, 512, 1, 1), (7, 512, 1024, 1, 1), (7, 1024, 512, 1, 1), (28, 64, 64, 3, 1),
+)  # fmt: skip
+_OF = ("result", "image", "kernel")
+_FIRST = ("start of a program", "launches")
+
+
+def _in_turn(tasks: Sequence[_Task]) -> list[_Task]:
+    """One of each group and number of devices after the other, lest a short calibration knows all of one only."""
+    groups: dict[tuple[str, int], list[_Task]] = defaultdict(list)
+    for task in tasks:
+        groups[task.group, task.busy].append(task)
+    rounds = itertools.zip_longest(*groups.values())
+    return [task for each in rounds for task in each if task is not None]
+
+
+def products_of(probe: Probe) -> Products:
+    """The products that a probe computes, as the rules see them."""
+    graph = trace(probe.function, probe.shapes, {}, name="probe")
+    found = []
+    for equation in graph.equations:
+        rule = rule_of(equation)
+        sizes = product_sizes(rule.sides, {})
+        if sizes is not None:
+            found.append((sizes, equation.kernel_dtype(True), rule.work({})))
+    return tuple(found)
+
+
+class _Machine:
+    """What the probes say that ran on so many devices at once."""
+
+    def __init__(self, found: Mapping[_Task, float], host: Host, busy: int) -> None:
+        self._found, self._busy = found, busy
+        guess = host.while_busy(busy)
+        self._guess, self._link = guess.kind, guess.link
+        self._start = self._one("start of a program")
+        self._launch = max(0.0, self._one("launches") - self._start) / _LAUNCHES
+        self._products = {task: products_of(task.probe) for task in found if task.group in _PRODUCTS}
+
+    def _one(self, group: str) -> float:
+        return next(seconds for task, seconds in self._found.items() if task.group == group)
+
+    def _of(self, group: str) -> Iterator[tuple[_Task, float]]:
+        """The probes of a group, and their seconds once started."""
+        for task, seconds in self._found.items():
+            if task.group == group:
+                yield task, max(seconds - self._start, seconds / 100)
+
+    def fitted(self, all_products: tuple[ProductSpeed, ...]) -> tuple[DeviceKind, Link]:
+        """`all_products`: measured with all devices busy; these are as much faster as the few that were measured."""
+        curve = self._curve()
+        largest = curve[-1][1] if curve else self._guess.memory_bandwidth * self._guess.memory_efficiency
+        kind = dataclasses.replace(
+            self._guess, dispatch_overhead=self._start, launch_overhead=self._launch, bandwidths=curve,
+            memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(self._products),
+        )  # fmt: skip
+        kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth))
+        if all_products:
+            kind = dataclasses.replace(kind, products=_faster(all_products, kind.products))
+        return kind, self._fit_link(kind)
+
+    def _curve(self) -> tuple[tuple[float, float], ...]:
+        groups: dict[int, list[tuple[float, float]]] = defaultdict(list)
+        for task, seconds in self._of("memory"):
+            each = max(seconds / task.times - self._launch, seconds / task.times / 10)
+            groups[math.prod(task.probe.shapes[0].shape)].append((float(task.moved), task.moved / each))
+        curve = [tuple(map(statistics.geometric_mean, zip(*some, strict=True))) for _, some in sorted(groups.items())]
+        return tuple((nbytes, speed) for nbytes, speed in curve)
+
+    def _speeds(self, products: Mapping[_Task, Products]) -> tuple[ProductSpeed, ...]:
+        speeds: dict[tuple[ProductSizes, str], list[float]] = defaultdict(list)
+        for task, some in products.items():
+            seconds = max(self._found[task] - self._start, self._found[task] / 100) - self._launch * len(some)
+            speed = sum(flops for *_, flops in some) / max(seconds, self._found[task] / 100)
+            for sizes, dtype in {(sizes, dtype) for sizes, dtype, _ in some}:
+                speeds[sizes, dtype].append(speed)
+        found = []
+        for (sizes, dtype), measured in speeds.items():
+            batch, rows, columns, depth = (max(1.0, side) for side in sizes[:4])
+            flops = statistics.geometric_mean(measured)
+            found.append(ProductSpeed(dtype, batch, rows, columns, depth, sizes.taps, flops))
+        return tuple(found)
+
+    def _fit_link(self, kind: DeviceKind) -> Link:
+        """Latency and bandwidth with the least squares of the logarithms' errors."""
+        found = [*self._of("collectives")]
+        if not found:
+            return self._link
+
+        def made(factors: Sequence[float]) -> Link:
+            latency, bandwidth = factors
+            return dataclasses.replace(
+                self._link, latency=self._link.latency * latency, bandwidth=self._link.bandwidth / bandwidth
+            )
+
+        def error(factors: Sequence[float]) -> float:
+            link = made(factors)
+            return sum(math.log(self._collective_seconds(task, kind, link) / s) ** 2 for task, s in found)
+
+        best = made(_least(error, 2))
+        if best.pair_bandwidth is not None:
+            pair = best.pair_bandwidth * best.bandwidth / self._link.bandwidth
+            best = dataclasses.replace(best, pair_bandwidth=pair)
+        return best
+
+    def _collective_seconds(self, task: _Task, kind: DeviceKind, link: Link) -> float:
+        cluster = make_cluster("", 1, self._busy, kind, link, link)
+        group = range(task.size)
+        each = sum(collective_time(cluster, group, one, task.payload) + kind.launch_overhead for one in task.kinds)
+        return task.times * each
+
+    # How well it is said
+
+    def measurements(self, kind: DeviceKind, link: Link) -> Iterator[Measurement]:
+        """All probes but those that the start of a program is from."""
+        for task, seconds in self._found.items():
+            predicted = self._predicted(task, kind, link)
+            if predicted is not None:
+                yield Measurement(task.group, task.name, task.busy, seconds, self._start + predicted)
+
+    def _predicted(self, task: _Task, kind: DeviceKind, link: Link) -> float | None:
+        if task.group == "memory":
+            return task.times * (float(memory_seconds(kind, task.moved)) + self._launch)
+        if task.group == "collectives":
+            return self._collective_seconds(task, kind, link)
+        if task.group not in _PRODUCTS:
+            return None
+        own = {(sizes, dtype) for sizes, dtype, _ in self._products[task]}
+        others = tuple(
+            s for s in kind.products
+            if (ProductSizes(s.batch, s.rows, s.columns, s.depth, s.taps), s.dtype) not in own
+        )  # fmt: skip
+        if not any((s.dtype, s.taps > 0) == (dtype, z.taps > 0) for s in others for z, dtype in own):
+            return None
+        without = dataclasses.replace(kind, products=others)
+        total = 0.0
+        for sizes, dtype, flops in self._products[task]:
+            speed = peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency
+            total += flops / (speed * product_share(without, sizes, dtype)) + self._launch
+        return total
+
+
+_PRODUCTS = ("products", "batched products", "convolutions")
+
+
+def _least(error: Callable[[Sequence[float]], float], count: int) -> tuple[float, ...]:
+    """The positive factors with the least error, by a search along one and two of them at a time, in finer steps."""
+    best, least = (1.0,) * count, error((1.0,) * count)
+    for step in (4.0, 2.0, 1.4, 1.1, 1.03):
+        better = True
+        while better:
+            better = False
+            for changed in itertools.chain(
+                itertools.combinations(range(count), 1), itertools.combinations(range(count), 2)
+            ):
+                for ways in itertools.product((step, 1 / step), repeat=len(changed)):
+                    tried = list(best)
+                    for i, way in zip(changed, ways, strict=True):
+                        tried[i] *= way
+                    if (found := error(tried)) < least * (1 - 1e-6):
+                        best, least, better = tuple(tried), found, True
+    return best
+
+
+# Steps
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factors:
+    """How many times as long it takes in a step as alone.
+
+    A kernel finds less of what it reads in a cache, and devices come to a collective at different times.
+    """
+
+    memory: float = 1.0
+    links: float = 1.0
+
+    def kind(self, kind: DeviceKind) -> DeviceKind:
+        return dataclasses.replace(
+            kind,
+            bandwidths=tuple((nbytes, speed / self.memory) for nbytes, speed in kind.bandwidths),
+            memory_efficiency=min(1.0, kind.memory_efficiency / self.memory),
+        )
+
+    def link(self, link: Link) -> Link:
+        pair = None if link.pair_bandwidth is None else link.pair_bandwidth / self.links
+        return dataclasses.replace(
+            link, latency=link.latency * self.links, bandwidth=link.bandwidth / self.links, pair_bandwidth=pair
+        )
+
+    def host(self, host: Host) -> Host:
+        busy = (Busy(each.num_devices, self.kind(each.kind), self.link(each.link)) for each in host.busy)
+        return Host(self.kind(host.kind), host.num_devices, self.link(host.link), tuple(busy))
+
+
+_NAMES = tuple(field.name for field in dataclasses.fields(_Factors))
+_NOTHING = 1e-3  # a factor that makes it as good as free
+_DOUBT = 0.1  # what a factor's logarithm weighs beside those of the steps' errors
+
+
+@dataclasses.dataclass(frozen=True)
+class _TimedStep:
+    """A step that was run, and what its predicted seconds are made of."""
+
+    name: str
+    num_devices: int
+    seconds: float
+    parts: tuple[float, ...]  # by factor
+    rest: float  # of the prediction
+
+    def predicted(self, factors: Sequence[float]) -> float:
+        return self.rest + sum(f * part for f, part in zip(factors, self.parts, strict=True))
+
+
+def _fit_factors(steps: Sequence[_TimedStep]) -> tuple[float, ...]:
+    def error(factors: Sequence[float]) -> float:
+        doubt = sum(abs(math.log(factor)) for factor in factors)
+        return _DOUBT * doubt + sum(abs(math.log(step.predicted(factors) / step.seconds)) for step in steps)
+
+    return _least(error, len(_NAMES))
+
+
+def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
+    yield recipes.data_parallel(1)
+    if num_devices > 1:
+        yield recipes.zero(3, 1)
+    if num_devices % 2 == 0:
+        yield recipes.megatron(num_devices // 2, 2, 1, 1)
+    if num_devices % 4 == 0:
+        yield recipes.megatron(num_devices // 4, 2, 2, 1 if couples else 4)
+
+
+def _timed(probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device]) -> _TimedStep | None:
+    step = parallelize(probe.step, cluster=cluster, devices=devices, method=method, donate_argnums=())
+    try:
+        timing = time_steps(step, (probe.state, probe.batch), {}, _RUNS)
+    except InfeasiblePlanError:
+        return None
+    plan = step.plan(probe.state, probe.batch)
+
+    def seconds(factors: _Factors) -> float:
+        slower = dataclasses.replace(cluster, hosts=tuple(map(factors.host, cluster.hosts)))
+        return step.plan(probe.state, probe.batch, method=dataclasses.replace(plan, cluster=slower)).step_time
+
+    parts = [plan.step_time - seconds(_Factors(**{name: _NOTHING})) for name in _NAMES]
+    parts = [max(0.0, part) / (1 - _NOTHING) for part in parts]
+    name = f"{probe.name}, {method.name}"
+    return _TimedStep(name, len(devices), timing.median, tuple(parts), max(0.0, plan.step_time - sum(parts)))
+
+
+_RUNS = 5
+_SHORT, _LONG = 0.02, 0.3  # predicted seconds of the steps that are run
+_MOST_SIZES = 3
+
+
+def _faster(all_products: Sequence[ProductSpeed], some: Sequence[ProductSpeed]) -> tuple[ProductSpeed, ...]:
+    """Speeds measured with all devices busy, as much higher as some of them are with fewer; those where there are."""
+
+    def sort(s: ProductSpeed) -> tuple[str, bool, bool]:
+        return s.dtype, s.taps > 0, s.batch > 1
+
+    def sizes(s: ProductSpeed) -> ProductSpeed:
+        return dataclasses.replace(s, flops=1.0)
+
+    slow = {sizes(each): each.flops for each in all_products}
+    ratios: dict[tuple[str, bool, bool], list[float]] = defaultdict(list)
+    for each in some:
+        if sizes(each) in slow:
+            ratios[sort(each)].append(each.flops / slow[sizes(each)])
+    every = [ratio for found in ratios.values() for ratio in found] or [1.0]
+    measured = {sizes(each) for each in some}
+    others = (each for each in all_products if sizes(each) not in measured)
+    scaled = (
+        dataclasses.replace(each, flops=each.flops * statistics.geometric_mean(ratios.get(sort(each), every)))
+        for each in others
+    )
+    return (*some, *scaled)

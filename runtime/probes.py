@@ -1,0 +1,194 @@
+"""Small programs whose time says what a machine can do, and the clock that they are timed by.
+
+Every probe runs on all devices of a mesh at once, each on a piece of its own, as the programs of a step do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autopar.ir.sharding import StepKind
+
+AXES = ("groups", "group")
+_LEAST_RUNS = 3
+_SPREAD = 1024  # numbers that a probe's operands repeat, none of them denormal when they are multiplied
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """A function of one device's pieces."""
+
+    function: Callable[..., Any]
+    shapes: tuple[jax.ShapeDtypeStruct, ...]  # of one device's operands
+
+
+def linear(dtype: str, rows: int, width: int, hidden: int, layers: int) -> Probe:
+    """Products of layers width -> hidden -> width .. and their gradients."""
+
+    def function(x: Any, cotangent: Any, *weights: Any) -> Any:
+        def chain(x: Any, *weights: Any) -> Any:
+            for weight in weights:
+                x = x @ weight
+            return x
+
+        y, pullback = jax.vjp(chain, x, *weights)
+        return y, pullback(cotangent)
+
+    array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
+    weights = [array((width, hidden)), array((hidden, width))] * layers
+    return Probe(function, (array((rows, width)), array((rows, width)), *weights))
+
+
+def attention(dtype: str, batch: int, length: int, width: int) -> Probe:
+    """The batched products of attention without its softmax, and their gradients."""
+
+    def function(queries: Any, keys: Any, values: Any, cotangent: Any) -> Any:
+        def products(queries: Any, keys: Any, values: Any) -> Any:
+            return jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", queries, keys), values)
+
+        y, pullback = jax.vjp(products, queries, keys, values)
+        return y, pullback(cotangent)
+
+    return Probe(function, (jax.ShapeDtypeStruct((batch, length, width), dtype),) * 4)
+
+
+def convolution(
+    dtype: str, examples: int, size: int, channels: int, filters: int, window: int, stride: int, of: str
+) -> Probe:
+    """A 2-d convolution, channels last: `of` its "result", or the gradient of its "image" or "kernel"."""
+
+    def convolve(image: Any, kernel: Any) -> Any:
+        return jax.lax.conv_general_dilated(
+            image, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    image = jax.ShapeDtypeStruct((examples, size, size, channels), dtype)
+    kernel = jax.ShapeDtypeStruct((window, window, channels, filters), dtype)
+    if of == "result":
+        return Probe(convolve, (image, kernel))
+    result = jax.eval_shape(convolve, image, kernel)
+
+    def gradient(image: Any, kernel: Any, cotangent: Any) -> Any:
+        _, pullback = jax.vjp(convolve, image, kernel)
+        return pullback(cotangent)[0 if of == "image" else 1]
+
+    return Probe(gradient, (image, kernel, result))
+
+
+def elementwise(kind: str, rows: int, width: int, times: int) -> tuple[Probe, int]:
+    """Kernels that wait for memory, so many one after another, and the bytes that each of them moves."""
+
+    def function(x: Any, y: Any, z: Any) -> Any:
+        return jax.lax.fori_loop(0, times, lambda _, carry: _ELEMENTWISE[kind][0](*carry), (x, y, z))
+
+    array = jax.ShapeDtypeStruct((rows, width), jnp.float32)
+    return Probe(function, (array,) * 3), 4 * rows * width * _ELEMENTWISE[kind][1]
+
+
+def _adam(x: Any, mean: Any, square: Any) -> Any:
+    mean, square = 0.9 * mean + 0.1 * x, 0.99 * square + 0.01 * x * x
+    return x - 1e-3 * mean / (jnp.sqrt(square) + 1e-3), mean, square
+
+
+def _gelu(x: Any, y: Any, z: Any) -> Any:
+    return jax.nn.gelu(x + y), y, z
+
+
+def _softmax(x: Any, y: Any, z: Any) -> Any:
+    return jax.nn.softmax(x * y), y, z
+
+
+def _norm(x: Any, y: Any, z: Any) -> Any:
+    shifted = x - x.mean(-1, keepdims=True)
+    return shifted * jax.lax.rsqrt((shifted * shifted).mean(-1, keepdims=True) + 1e-5) * y, y, z
+
+
+# Of arrays that it has, and how many of them a kernel reads and writes.
+_ELEMENTWISE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
+    "adam": (_adam, 6), "gelu": (_gelu, 3), "softmax": (_softmax, 3), "norm": (_norm, 3),
+}  # fmt: skip
+ELEMENTWISE = tuple(_ELEMENTWISE)
+
+
+def launches(times: int) -> Probe:
+    """So many products too small to take time, each waiting for the one before."""
+
+    def function(x: Any) -> Any:
+        for _ in range(times):
+            x = x @ x
+        return x
+
+    return Probe(function, (jax.ShapeDtypeStruct((8, 8), jnp.float32),))
+
+
+def collective(kinds: Sequence[StepKind], payload: int, size: int, times: int) -> Probe:
+    """Collectives of so many bytes within the groups of a mesh, one kind after the other, so many times."""
+    elements = max(size, payload // 4 // size * size)
+
+    def once(kind: StepKind, x: Any) -> Any:
+        group = AXES[1]
+        if kind == "all_reduce":
+            return jax.lax.psum(x, group)
+        if kind == "reduce_scatter":
+            return jax.lax.psum_scatter(x, group, tiled=True)
+        if kind == "all_gather":
+            return jax.lax.all_gather(x, group, tiled=True)
+        if kind == "all_to_all":
+            return jax.lax.all_to_all(x, group, 0, 0, tiled=True)
+        return jax.lax.ppermute(x, group, [(i, (i + 1) % size) for i in range(size)])
+
+    def function(x: Any) -> Any:
+        for _ in range(times):
+            for kind in kinds:
+                x = jax.lax.optimization_barrier(once(kind, x))
+        return x
+
+    return Probe(function, (jax.ShapeDtypeStruct((elements,), jnp.float32),))
+
+
+class Clock:
+    """Times probes on the devices of a host."""
+
+    def __init__(self, devices: Sequence[jax.Device], seconds: float) -> None:
+        """`seconds`: how long each probe is run."""
+        self._devices, self._seconds = tuple(devices), seconds
+
+    def seconds(self, probe: Probe, busy: int, group: int = 1) -> float:
+        """Median seconds of one run on so many devices, in groups of `group` each."""
+        devices = np.array(self._devices[:busy]).reshape(busy // group, group)
+        mesh = jax.sharding.Mesh(devices, AXES)
+        spec = PartitionSpec(AXES)
+        mapped = jax.shard_map(
+            lambda *pieces: jax.tree.map(lambda x: x[None], probe.function(*(x[0] for x in pieces))),
+            mesh=mesh, in_specs=(spec,) * len(probe.shapes), out_specs=spec, check_vma=False,
+        )  # fmt: skip
+        sharding = jax.sharding.NamedSharding(mesh, spec)
+        operands = [
+            jax.jit(functools.partial(_numbers, (busy, *s.shape), s.dtype), out_shardings=sharding)()
+            for s in probe.shapes
+        ]
+        program = jax.jit(mapped).lower(*operands).compile()
+        jax.block_until_ready(program(*operands))
+        found: list[float] = []
+        ends = time.perf_counter() + self._seconds
+        while len(found) < _LEAST_RUNS or time.perf_counter() < ends:
+            started = time.perf_counter()
+            jax.block_until_ready(program(*operands))
+            found.append(time.perf_counter() - started)
+        return statistics.median(found)
+
+
+def _numbers(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Around 0, small enough that chains of products of them stay finite."""
+    size = int(np.prod(shape))
+    return (((jnp.arange(size) % _SPREAD) - _SPREAD / 2) / (_SPREAD * 16)).astype(dtype).reshape(shape)

@@ -1,0 +1,213 @@
+"""A machine measured: what a calibration holds, what it is fitted by, and what a plan makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from click.testing import CliRunner
+
+import autopar
+from autopar import calibrator, recipes
+from autopar.calibrator import _fit_factors, _Machine, _Task, _TimedStep, products_of
+from autopar.cli import main
+from autopar.cost_model.collective import collective_time
+from autopar.cost_model.hardware import load_preset, make_cluster
+from autopar.errors import ClusterError
+from autopar.ir.mesh import Link
+from autopar.runtime import probes
+from autopar.runtime.probes import Clock
+
+
+@pytest.fixture(scope="module")
+def found() -> autopar.Calibration:
+    return autopar.calibrate(jax.devices()[:2], seconds=20)
+
+
+def test_a_calibration_is_a_cluster_that_plans_are_made_with(
+    found: autopar.Calibration, tmp_path: pathlib.Path
+) -> None:
+    found.save(tmp_path / "mine.json")
+    cluster = autopar.cluster_from_json(tmp_path / "mine.json")
+    assert cluster == found.cluster
+
+    def step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(weights)
+        return weights - gradient, loss
+
+    plan = autopar.parallelize(step, cluster=cluster).plan(jnp.ones((256, 256)), jnp.ones((512, 256)))
+    assert 0 < plan.step_time < 10
+
+
+def test_everything_is_measured(found: autopar.Calibration) -> None:
+    host = found.cluster.hosts[0]
+    assert [each.num_devices for each in host.busy] == [1]
+    for kind in (host.kind, host.busy[0].kind):
+        assert {(s.dtype, s.taps > 0) for s in kind.products} >= {("float32", False), ("float32", True)}
+        assert kind.dispatch_overhead > kind.launch_overhead > 0
+        assert [nbytes for nbytes, _ in kind.bandwidths] == sorted({nbytes for nbytes, _ in kind.bandwidths})
+    assert {"memory", "collectives", "products"} <= set(found.errors())
+    assert {each.num_devices for each in found.measurements} == {1, 2}
+
+
+def test_a_calibration_says_how_well_the_model_fits(found: autopar.Calibration) -> None:
+    text = str(found)
+    for group, (count, median, _) in found.errors().items():
+        errors = sorted(abs(m.predicted / m.seconds - 1) for m in found.measurements if m.group == group)
+        assert len(errors) == count
+        assert errors[(count - 1) // 2] - 1e-9 <= median <= errors[count // 2] + 1e-9
+        assert f"{median:.1%}" in text
+    assert len(json.loads(found.to_json())["measurements"]) == len(found.measurements)
+
+
+def test_too_little_time_and_several_processes_are_refused() -> None:
+    for seconds in (1.0, -5.0, math.nan, math.inf):
+        with pytest.raises(ClusterError, match=r"seconds is .* at least 10; give it more"):
+            autopar.calibrate(seconds=seconds)
+
+
+def test_probes_compute_what_they_are_named_for() -> None:
+    products = products_of(probes.linear("float32", 64, 32, 128, 3))
+    assert sum(flops for *_, flops in products) == pytest.approx(12 * 64 * 32 * 128 * 3)
+    assert {dtype for _, dtype, _ in products_of(probes.linear("bfloat16", 8, 8, 8, 1))} == {"bfloat16"}
+    batched = products_of(probes.attention("float32", 4, 64, 16))
+    assert len(batched) == 6
+    assert {sizes.batch for sizes, *_ in batched} == {4}
+    for of in ("result", "image", "kernel"):
+        ((sizes, _, flops),) = products_of(probes.convolution("float32", 2, 16, 8, 32, 3, 2, of))
+        assert sizes.taps > 0
+        assert 0.5 < flops / (2 * 2 * 8 * 8 * 8 * 32 * 9) <= 1.0  # windows at the border reach over it
+
+
+class _Known(_Machine):
+    """Probes of which the seconds follow from a link."""
+
+    def __init__(self, link: Link) -> None:
+        host = load_preset("cpu", devices_per_host=4).hosts[0]
+        tasks = [
+            _Task("collectives", "", probes.launches(1), 4, size, payload, (kind,), times=3)
+            for size in (2, 4)
+            for payload in (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+            for kind in ("all_reduce", "all_gather", "all_to_all")
+        ]
+        start = _Task("start of a program", "", probes.launches(1), 4)
+        launch = _Task("launches", "", probes.launches(2), 4)
+        cluster = make_cluster("", 1, 4, host.kind, link, link)
+        seconds = {t: 3 * collective_time(cluster, range(t.size), t.kinds[0], t.payload) + 1e-4 for t in tasks}
+        super().__init__({start: 1e-4, launch: 1e-4, **seconds}, host, 4)
+
+
+def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
+    link = Link("known", 2e-5, 3e9)
+    _, fitted = _Known(link).fitted(())
+    assert fitted.latency == pytest.approx(link.latency, rel=0.05)
+    assert fitted.bandwidth == pytest.approx(link.bandwidth, rel=0.05)
+
+
+def test_the_fit_finds_what_steps_take_longer() -> None:
+    truth = (2.5, 1.4)
+    parts = [(1.0, 0.2), (0.1, 0.9), (0.5, 0.5), (2.0, 0.1), (0.3, 1.5)]
+    steps = [_TimedStep("", 1, 1.0 + sum(f * p for f, p in zip(truth, each, strict=True)), each, 1.0) for each in parts]
+    assert _fit_factors(steps) == pytest.approx(truth, rel=0.05)
+
+
+def test_virtual_devices_take_turns() -> None:
+    """A pipeline of devices that share their cores has no bubble: what one leaves, the others use."""
+
+    def step(weights: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+        def loss(weights: dict[str, jax.Array]) -> jax.Array:
+            y = x
+            for name in sorted(weights):
+                y = jnp.tanh(y @ weights[name])
+            return (y**2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), value
+
+    arguments = {f"w{i}": jax.ShapeDtypeStruct((512, 512), jnp.float32) for i in range(4)}
+    x = jax.ShapeDtypeStruct((4096, 512), jnp.float32)
+    virtual = load_preset("cpu", devices_per_host=4)
+    real = dataclasses.replace(virtual, hosts=tuple(dataclasses.replace(h, busy=()) for h in virtual.hosts))
+    times = {}
+    for name, cluster in (("virtual", virtual), ("real", real)):
+        pipeline = autopar.parallelize(step, cluster=cluster, method=recipes.megatron(1, 1, 4, 2)).plan(arguments, x)
+        whole = autopar.parallelize(step, cluster=cluster, method=recipes.data_parallel(1)).plan(arguments, x)
+        times[name] = pipeline.step_time / whole.step_time
+        busy = sum(stage.compute + stage.communication for stage in pipeline.stages)
+        if name == "virtual":
+            assert pipeline.bubble < 0.05
+            assert pipeline.step_time == pytest.approx(busy, rel=0.1)
+        else:
+            assert pipeline.bubble > 0.4
+    assert times["virtual"] < 1.2 < 1.8 < times["real"]
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Ctrl-C in the middle of the third probe."""
+    seen: list[int] = []
+    seconds = Clock.seconds
+
+    def third(self: Clock, *arguments: object) -> float:
+        seen.append(1)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return seconds(self, *arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Clock, "seconds", third)
+    return seen
+
+
+def test_an_interrupted_calibration_leaves_nothing(interrupted: list[int], tmp_path: pathlib.Path) -> None:
+    (tmp_path / "mine.json").write_text("of before")
+    result = CliRunner().invoke(main, ["calibrate", "--devices", "1", "-o", str(tmp_path / "mine.json")])
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    assert len(interrupted) == 3
+    assert [each.name for each in tmp_path.iterdir()] == ["mine.json"]
+    assert (tmp_path / "mine.json").read_text() == "of before"
+
+
+def test_the_command_writes_a_cluster_file(
+    found: autopar.Calibration, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, object] = {}
+
+    def measure(devices: object, **options: object) -> autopar.Calibration:
+        asked.update(options, devices=devices)
+        return found
+
+    monkeypatch.setattr("autopar.cli.measure", measure)
+    output = tmp_path / "mine.json"
+    result = CliRunner().invoke(main, ["calibrate", "--devices", "2", "--seconds", "30", "-o", str(output), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert asked["devices"] == jax.devices()[:2]
+    assert asked["seconds"] == 30
+    assert json.loads(result.stdout)["format"] == "autopar-calibration"
+    assert autopar.cluster_from_json(output) == found.cluster
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing option '-o'"),
+        (["-o", "/nowhere/mine.json"], "there is no folder '/nowhere'"),
+        (["-o", "mine.json", "--seconds", "3"], "seconds is 3.0: measuring takes at least 10"),
+        (["-o", "mine.json", "--devices", "99"], "--devices 99: there are 8 of platform cpu"),
+    ],
+)
+def test_mistakes_are_found_before_anything_is_measured(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(calibrator, "Clock", None)
+    result = CliRunner().invoke(main, ["calibrate", *arguments])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert not [*tmp_path.iterdir()]
