@@ -446,7 +446,6 @@ class _Factors:
 
 _NAMES = tuple(field.name for field in dataclasses.fields(_Factors))
 _NOTHING = 1e-3  # a factor that makes it as good as free
-_DOUBT = 0.1  # what a factor's logarithm weighs beside those of the steps' errors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -465,8 +464,9 @@ class _TimedStep:
 
 def _fit_factors(steps: Sequence[_TimedStep]) -> tuple[float, ...]:
     def error(factors: Sequence[float]) -> float:
-        doubt = sum(abs(math.log(factor)) for factor in factors)
-        return _DOUBT * doubt + sum(abs(math.log(step.predicted(factors) / step.seconds)) for step in steps)
+        # A factor far from 1 is doubted as much as one step that is predicted as far from what it took.
+        off = [*factors, *(step.predicted(factors) / step.seconds for step in steps)]
+        return sum(math.log(each) ** 2 for each in off)
 
     return _least(error, len(_NAMES))
 
