@@ -52,9 +52,12 @@ class Traffic:
     writes: tuple[bool, ...]  # by result: whether it goes to a place of its own in memory
     launches: int  # kernels that begin here
     elementwise: bool  # each element of a result needs but one of each operand
+    updates: bool = False  # the result is the first operand's place in memory, where little is written
 
     def read_bytes(self, position: int, operand: Value, nbytes: Any, made: Any) -> Any:
         """Bytes read of an operand, or a piece of it, that has so many, to make so many elements."""
+        if self.updates and not position:
+            return 0
         return self.reads[position] * (np.minimum(nbytes, operand.itemsize * made) if self.elementwise else nbytes)
 
 

@@ -68,7 +68,7 @@ class StrategySeconds:
             if traffic.reads[position] and isinstance(v, Value):
                 moved += traffic.read_bytes(position, v, options.operands[place].nbytes(v), np.max(made, axis=0))
         for k, written in enumerate(traffic.writes):
-            if written:
+            if written and not traffic.updates:
                 moved += options.results[k].nbytes(eqn.outputs[k])
         return moved
 

@@ -240,6 +240,7 @@ class Rule:
     convolution: bool = False  # a product of windows
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
+    updates: bool = False  # the first operand, in memory and mostly as it was, is the result
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
     # Of an equation with a body:
@@ -347,6 +348,6 @@ def is_fusible(rule: Rule) -> bool:
 
     That is what moves elements, and what computes each from one of each operand.
     """
-    if rule.unit == "matmul" or rule.replicates or rule.kernels:
+    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.updates:
         return False
     return not rule.flops or not (rule.reduced or rule.whole)

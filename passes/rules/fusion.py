@@ -40,7 +40,7 @@ def _is_view(eqn: Equation, rule: Rule) -> bool:
     return math.prod(before.shape) == math.prod(after.shape)
 
 
-def _in_memory(
+def stored(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
 ) -> set[Value]:
     """The values that go through memory, views of them included."""
@@ -54,10 +54,17 @@ def _in_memory(
             viewed.update({v: viewed.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                            if isinstance(u, Value)})  # fmt: skip
     needed = {*inputs, *outputs}
+    uniform: set[Value] = set()
     for eqn in equations:
         rule = rules[eqn.id]
-        if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.separable:
+        if rule.kernels:  # XLA moves what is one number everywhere into loops
+            needed.update(v for v in eqn.values if v not in uniform)
+        elif rule.unit == "matmul" or rule.replicates or rule.separable:
             needed.update(eqn.values)
+        elif rule.updates:
+            needed.update(eqn.values[:1])
+        elif is_fusible(rule) and eqn.inputs and not eqn.values:
+            uniform.update(eqn.outputs)
         if not is_fusible(rule):
             needed.update(eqn.outputs)
     needed = {viewed.get(v, v) for v in needed}
@@ -68,7 +75,7 @@ def memory_traffic(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
 ) -> dict[int, Traffic]:
     """The traffic of each equation, by its id, in a program with these inputs and outputs."""
-    stored = _in_memory(equations, rules, inputs, outputs)
+    in_memory = stored(equations, rules, inputs, outputs)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
     readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
@@ -78,7 +85,7 @@ def memory_traffic(
     count = 0
     for eqn in equations:
         rule = rules[eqn.id]
-        made = tuple(v in stored for v in eqn.outputs)
+        made = tuple(v in in_memory for v in eqn.outputs)
         if rule.separable or (made[:1] == (True,) and _is_view(eqn, rule)):
             maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value) and u in maker})  # fmt: skip
@@ -109,6 +116,7 @@ def memory_traffic(
             writes.get(eqn.id, (False,) * len(eqn.outputs)),
             launches.get(eqn.id, 0),
             is_fusible(rules[eqn.id]),
+            rules[eqn.id].updates,
         )
         for eqn in equations
     }
@@ -153,7 +161,8 @@ def live_until(
 
 def moved_values(eqn: Equation, traffic: Traffic) -> list[tuple[Value, int]]:
     """What goes through memory, with bytes, of whole arrays."""
-    moved = [(v, v.nbytes) for v, written in zip(eqn.outputs, traffic.writes, strict=True) if written]
+    writes = [written and not traffic.updates for written in traffic.writes]
+    moved = [(v, v.nbytes) for v, written in zip(eqn.outputs, writes, strict=True) if written]
     largest = max(eqn.outputs, key=lambda v: math.prod(v.shape), default=None)
     for position, v in enumerate(eqn.inputs):
         if traffic.reads[position] and isinstance(v, Value) and largest is not None:

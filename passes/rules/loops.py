@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from autopar.cost_model.order import Kernels, held_by, live
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Operand, Value
 from autopar.ir.same import Signature, program_signature
@@ -37,7 +37,7 @@ from autopar.passes.rules.base import (
 )
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
+from autopar.passes.rules.fusion import memory_traffic, moved_values, stored
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
 from autopar.passes.rules.random import is_partitionable
 
@@ -365,7 +365,6 @@ def _moments(
 
     Gatherings are by the number of their choice; what they keep in pieces is cut by that.
     """
-    count = len(body.equations)
     in_pieces = {
         v: number
         for number, way in gatherings.items()
@@ -373,41 +372,56 @@ def _moments(
         for v in layout.stacked_in[s.position][:-1]
     }
     kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
+    slices = [body.inputs[i] for i in layout.stacked_in]
     traffic = memory_traffic(body.equations, body.rules, body.inputs, kept)
-    dies = live_until(body.equations, body.rules, traffic, ())
-    dies.update(dict.fromkeys(kept, count - 1))
-    born = dict.fromkeys((body.inputs[i] for i in layout.stacked_in), 0)
-    inner: dict[int, list[Moment]] = {}
-    for position, e in enumerate(body.equations):
-        rule = body.rules[e.id]
-        written = zip(e.outputs, traffic[e.id].writes, strict=True)
-        born.update({v: position for v, own in written if own})
-        if rule.moments:
-            splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
-            inner[position] = [
-                tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
-            ]
-    live = {v: (at, min(dies.get(v, at), count - 1)) for v, at in born.items()}
-    change = [0] * (count + 1)
-    for v, (at, end) in live.items():
-        change[at] += v.nbytes
-        change[end + 1] -= v.nbytes
-    totals = list(itertools.accumulate(change[:count]))
-    for position, moments in inner.items():
-        totals[position] += max(sum(nbytes for nbytes, _ in moment) for moment in moments)
-    found: list[Moment] = []
+    in_memory = stored(body.equations, body.rules, (), kept)
+    told = Kernels()
+    values: list[Value | None] = []  # in each buffer
+    inner: dict[int, list[Moment]] = {}  # by a buffer that the equation makes
+
+    def run(reads: Sequence[Value], makes: Sequence[Value], **how: Any) -> None:
+        told.run(reads, [(v, v.nbytes) for v in makes], **how)
+        values.extend(makes)
+
+    for v in slices:  # taken from stacks where they are read, and copied if a library's kernel reads them
+        if v in in_memory:
+            run((), [v])
+    for e in body.equations:
+        rule, moved = body.rules[e.id], traffic[e.id]
+        if rule.separable:
+            told.fence(zip(e.outputs, e.inputs, strict=True))
+            values.append(None)
+            continue
+        written = [v for v, own in zip(e.outputs, moved.writes, strict=True) if own]
+        taken = told.buffers(e.values)
+        if written:
+            if rule.moments:
+                splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+                inner[len(values)] = [
+                    tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
+                ]
+            held = max((sum(nbytes for nbytes, _ in moment) for moment in rule.moments), default=0)
+            run(e.values, written, held=held, in_place=moved.elementwise or moved.updates or bool(rule.kernels))
+        for v in e.outputs:
+            if v not in written:
+                told.fuse(v, taken)
+    for v in kept:
+        told.leave(v)
+    found = live(told)
+    totals, count = held_by(found.ranges, told.sizes, found.order), len(found.order)
+    moments: list[Moment] = []
     for k in range(_STRETCHES):
         stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
         if not stretch:
             continue
         at = max(stretch, key=lambda p: totals[p])
-        held: dict[frozenset[int], int] = defaultdict(int)
-        for v, (first, last) in live.items():
-            if first <= at <= last:
-                held[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
-        now = tuple((nbytes, factors) for factors, nbytes in held.items())
-        found += [(*now, *moment) for moment in inner.get(at, [()])]
-    return tuple(found)
+        held_here: dict[frozenset[int], int] = defaultdict(int)
+        for buffer, (first, last) in found.ranges.items():
+            if first <= at <= last and (v := values[buffer]) is not None:
+                held_here[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
+        now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
+        moments += [(*now, *moment) for moment in inner.get(found.order[at].makes[0], [()])]
+    return tuple(moments)
 
 
 def _cut_by(v: Value, numbered: Sequence[tuple[int, Cut]]) -> frozenset[int]:
