@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 _MOST_COMBINED = 256  # collectives that become one
 
@@ -37,7 +37,7 @@ class Kernel:
     reads: tuple[int, ...]  # buffers
     makes: tuple[int, ...]
     held: int = 0  # bytes, besides, while it runs
-    in_place: bool = False  # whether a result may lie where an operand of its size lay that nothing else reads
+    places: tuple[tuple[int, int], ...] = ()  # results that lie where an operand does that nothing else reads after it
     combining: Combining | None = None
     last: bool = False  # after all others
 
@@ -52,6 +52,7 @@ class Kernels:
     def __init__(self) -> None:
         self.kernels: list[Kernel] = []
         self.sizes: list[int] = []  # bytes of each buffer
+        self.values: list[Hashable] = []  # what it is for
         self.leaving: list[int] = []  # buffers that are there to the end
         self._at: dict[Hashable, tuple[int, ...]] = {}
 
@@ -65,13 +66,18 @@ class Kernels:
 
     def run(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], *, held: int = 0,
-        in_place: bool = False, combining: Combining | None = None, last: bool = False,
+        places: Mapping[Hashable, Hashable] | None = None, combining: Combining | None = None, last: bool = False,
     ) -> None:  # fmt: skip
-        """A kernel that makes values of so many bytes."""
-        taken = self.buffers(reads)
+        """A kernel that makes values of so many bytes, some in the places of others."""
         made = range(len(self.sizes), len(self.sizes) + len(makes))
+        lie = [
+            (buffer, taken[0])
+            for (value, _), buffer in zip(makes, made, strict=True)
+            if places is not None and value in places and len(taken := self.buffers([places[value]])) == 1
+        ]
         self.sizes += [nbytes for _, nbytes in makes]
-        self.kernels.append(Kernel(taken, tuple(made), held, in_place, combining, last))
+        self.values += [value for value, _ in makes]
+        self.kernels.append(Kernel(self.buffers(reads), tuple(made), held, tuple(lie), combining, last))
         self._at.update({value: (buffer,) for (value, _), buffer in zip(makes, made, strict=True)})
 
     def fence(self, pairs: Iterable[tuple[Hashable, Hashable]], after: Iterable[Hashable] = ()) -> None:
@@ -80,8 +86,24 @@ class Kernels:
         here = [self.buffers([value]) for _, value in pairs]
         token = len(self.sizes)
         self.sizes.append(0)
+        self.values.append(None)
         self.kernels.append(Kernel(self.buffers([*(value for _, value in pairs), *after]), (token,)))
         self._at.update({name: (*taken, token) for (name, _), taken in zip(pairs, here, strict=True)})
+
+    def run_rounds(
+        self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], places: Mapping[int, Hashable | None],
+        held: int = 0,
+    ) -> None:  # fmt: skip
+        """A loop, whose results lie, by their numbers, where the carry did, or are filled, which XLA begins with zeros."""
+        begun: dict[Hashable, Hashable] = {}
+        for k, place in places.items():
+            value, nbytes = makes[k]
+            begun[value] = place
+            if place is None or not self.buffers([place]):
+                begun[value] = (value, "begun")
+                self.run([], [(begun[value], nbytes)])
+                self.values[-1] = value
+        self.run([*reads, *begun.values()], makes, held=held, places=begun)
 
     def leave(self, value: Hashable) -> None:
         """The value is a result."""
@@ -193,7 +215,9 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel
             reads = dict.fromkeys(b for each in members for b in each.reads)
             makes = [b for each in members for b in each.makes]
             made_one.update(dict.fromkeys(group, None))
-            made_one[group[-1]] = dataclasses.replace(members[0], reads=tuple(reads), makes=tuple(makes))
+            made_one[group[-1]] = dataclasses.replace(
+                members[0], reads=tuple(reads), makes=tuple(makes), places=tuple(p for each in members for p in each.places)
+            )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 
 
@@ -260,15 +284,14 @@ def _deepest_first(graph: _Graph) -> list[int]:
 
 def _sums_late(graph: _Graph, order: Sequence[int]) -> list[int]:
     """The order, in which what leads to nothing but sums runs just before them."""
-    kernels, leaving = graph.kernels, set(graph.leaving)
+    kernels = graph.kernels
     waits = bytearray(len(kernels))
     for i in reversed(order):
         kernel = kernels[i]
-        if kernel.combining is not None or any(b in leaving for b in kernel.makes):
+        if kernel.combining is not None:
             continue
         readers = [k for b in kernel.makes for k in graph.readers[b]]
-        sums = (waits[k] or ((how := kernels[k].combining) is not None and how.sums) for k in readers)
-        waits[i] = bool(readers) and all(sums)
+        waits[i] = all(waits[k] or ((how := kernels[k].combining) is not None and how.sums) for k in readers)
     rank = {i: position for position, i in enumerate(order)}
     found: list[int] = []
     done = bytearray(len(kernels))
@@ -283,7 +306,7 @@ def _sums_late(graph: _Graph, order: Sequence[int]) -> list[int]:
                     now.append(k)
                     todo.append(k)
         found += sorted(now, key=rank.__getitem__)
-    return found
+    return found + [i for i in sorted(order, key=lambda i: kernels[i].last) if waits[i] and not done[i]]
 
 
 def _ranges(graph: _Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
@@ -297,13 +320,9 @@ def _ranges(graph: _Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
     ends.update(dict.fromkeys(graph.leaving, len(order)))
     for position, i in enumerate(order):
         kernel = graph.kernels[i]
-        if kernel.in_place:
-            free = [b for b in kernel.reads if b in born and ends[b] == position]
-            for made in kernel.makes:
-                taken = next((b for b in free if graph.sizes[b] == graph.sizes[made]), None)
-                if taken is not None:
-                    free.remove(taken)
-                    ends[taken] = position - 1
+        for _, taken in kernel.places:
+            if taken in born and ends[taken] == position:
+                ends[taken] = position - 1
     return {b: (at, ends[b]) for b, at in born.items()}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Collection
 from typing import Any
 
 from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
 from autopar.cost_model.order import Combining, Kernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
-from autopar.ir.graph import Value
+from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
@@ -96,8 +97,7 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
     for position, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
         if isinstance(v, Value) and sharding is not None:
             moved += op.traffic.read_bytes(position, v, local_bytes(v, sharding, mesh), made)
-    writes = [w and not op.traffic.updates for w in op.traffic.writes]
-    written = (local_bytes(*k, mesh) for k, w in zip(results, writes, strict=True) if w or k in sent)
+    written = (local_bytes(*key, mesh) for k, key in enumerate(results) if op.traffic.is_own(k) or key in sent)
     return moved + sum(written)
 
 
@@ -115,10 +115,13 @@ def _kernels(local: LocalProgram) -> Kernels:
                 continue
             written = [k for k, own in zip(results, op.traffic.writes, strict=True) if own or k in sent]
             taken = found.buffers(reads)
-            if written:
-                makes = [(key, local_bytes(*key, mesh)) for key in written]
-                in_place = op.traffic.elementwise or op.traffic.updates or bool(op.kernels)
-                found.run(reads, makes, held=op.temporaries, in_place=in_place)
+            makes = [(key, local_bytes(*key, mesh)) for key in written]
+            places = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
+                      for k, i in op.traffic.places}  # fmt: skip
+            if op.kernels:
+                found.run_rounds(reads, makes, places, op.temporaries)
+            elif written:
+                found.run(reads, makes, places={results[k]: place for k, place in places.items()})
             for key in results:
                 if key not in written:
                     found.fuse(key, taken)
@@ -132,11 +135,12 @@ def _kernels(local: LocalProgram) -> Kernels:
             if last.kind == "all_gather" and last.dim > 0 and step_axes(last, mesh):
                 gathered.add((op.value, op.target))
     for port in local.outputs:
-        key: Any = (port.value, port.sharding)
+        key = (port.value, port.sharding)
         if key in gathered:
             found.run([key], [(port, port_bytes(port, mesh))], last=True)
-            key = port
-        found.leave(key)
+        else:
+            found.fuse(port, found.buffers([key]))
+        found.leave(port)
     return found
 
 
@@ -156,18 +160,27 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels) -> None:
             dtype = value.held_dtype(wide)
             combines = sums or step.kind == "all_gather"
             key = Combining((step.kind, axes, dtype, step.dim), sums) if combines else None
-            found.run([here], [(there, nbytes)], in_place=step.kind == "all_reduce", combining=key)
+            places = {there: here} if step.kind == "all_reduce" else {}
+            found.run([here], [(there, nbytes)], places=places, combining=key)
         here, at = there, after
     found.fuse((value, op.target), found.buffers([here]))
 
 
 def temporaries(local: LocalProgram, combined: int = 0) -> int:
-    """Most bytes of values live at once that are neither inputs nor outputs.
+    """Bytes that XLA sets aside beside inputs and outputs.
 
-    `combined`: as `DeviceKind.combined_sums`.
+    Until a result is made, other values lie in its place. `combined`: as `DeviceKind.combined_sums`.
     """
     told = _kernels(local)
     found = live(told, combined)
-    count = len(found.order)
-    inside = {buffer: at for buffer, at in found.ranges.items() if at[1] < count}
-    return max(held_by(inside, told.sizes, found.order), default=0)
+    given = Counter((port.value.shape, port.value.dtype, port.sharding) for port in local.inputs)
+    renewed: set[int] = set()  # results that lie where an argument does
+    if local.program.phase is Phase.UPDATE:
+        for port in local.outputs:
+            kind = (port.value.shape, port.value.dtype, port.sharding)
+            if given[kind]:
+                given[kind] -= 1
+                renewed.update(told.buffers([port]))
+    ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
+    places = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
+    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - places)

@@ -240,7 +240,8 @@ class Rule:
     convolution: bool = False  # a product of windows
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
-    updates: bool = False  # the first operand, in memory and mostly as it was, is the result
+    # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).
+    places: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
     # Of an equation with a body:
@@ -348,6 +349,6 @@ def is_fusible(rule: Rule) -> bool:
 
     That is what moves elements, and what computes each from one of each operand.
     """
-    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.updates:
+    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places:
         return False
     return not rule.flops or not (rule.reduced or rule.whole)

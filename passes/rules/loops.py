@@ -277,11 +277,16 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
             return bind(eqn, operands)  # branches for other platforms than this one
         return run(local, pieces, eqn, operands)
 
+    places = {
+        k: layout.inputs.index(body.carried[o]) if o in body.carried else None
+        for k, o in enumerate(layout.outputs)
+        if o in body.carried or o in layout.stacked_out
+    }
     if not cuts:
         whole = replicated(eqn)
         kernels = _kernels(body, [], times)
         return dataclasses.replace(
-            whole, unit=_unit(kernels), kernels=kernels, moments=_moments(body, [], layout, {}), hints=_hints(body, []),
+            whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}), hints=_hints(body, []),
             emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
         )  # fmt: skip
     factors = Factors()
@@ -306,7 +311,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered),
+        unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
         moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
     )  # fmt: skip
 
@@ -373,35 +378,35 @@ def _moments(
     }
     kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
     slices = [body.inputs[i] for i in layout.stacked_in]
-    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept)
-    in_memory = stored(body.equations, body.rules, (), kept)
+    made = {v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)}
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept | made)
+    in_memory = stored(body.equations, body.rules, (), kept | made)
     told = Kernels()
-    values: list[Value | None] = []  # in each buffer
-    inner: dict[int, list[Moment]] = {}  # by a buffer that the equation makes
-
-    def run(reads: Sequence[Value], makes: Sequence[Value], **how: Any) -> None:
-        told.run(reads, [(v, v.nbytes) for v in makes], **how)
-        values.extend(makes)
+    inner: dict[Value, list[Moment]] = {}  # by the first value that the equation makes
 
     for v in slices:  # taken from stacks where they are read, and copied if a library's kernel reads them
         if v in in_memory:
-            run((), [v])
+            told.run((), [(v, v.nbytes)])
     for e in body.equations:
         rule, moved = body.rules[e.id], traffic[e.id]
+        places = {k: None if i is None else e.inputs[i] for k, i in moved.places}
         if rule.separable:
             told.fence(zip(e.outputs, e.inputs, strict=True))
-            values.append(None)
             continue
         written = [v for v, own in zip(e.outputs, moved.writes, strict=True) if own]
         taken = told.buffers(e.values)
         if written:
             if rule.moments:
                 splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
-                inner[len(values)] = [
+                inner[written[0]] = [
                     tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
                 ]
             held = max((sum(nbytes for nbytes, _ in moment) for moment in rule.moments), default=0)
-            run(e.values, written, held=held, in_place=moved.elementwise or moved.updates or bool(rule.kernels))
+            makes = [(v, v.nbytes) for v in written]
+            if rule.kernels:
+                told.run_rounds(e.values, makes, places, held)
+            else:
+                told.run(e.values, makes, places={e.outputs[k]: place for k, place in places.items()})
         for v in e.outputs:
             if v not in written:
                 told.fuse(v, taken)
@@ -417,10 +422,11 @@ def _moments(
         at = max(stretch, key=lambda p: totals[p])
         held_here: dict[frozenset[int], int] = defaultdict(int)
         for buffer, (first, last) in found.ranges.items():
-            if first <= at <= last and (v := values[buffer]) is not None:
+            if first <= at <= last and isinstance(v := told.values[buffer], Value):
                 held_here[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
-        moments += [(*now, *moment) for moment in inner.get(found.order[at].makes[0], [()])]
+        first_made: Any = told.values[found.order[at].makes[0]]
+        moments += [(*now, *moment) for moment in inner.get(first_made, [()])]
     return tuple(moments)
 
 
