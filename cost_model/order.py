@@ -6,11 +6,12 @@ XLA forgets the order in which a program was written, barriers aside (`Optimizat
    (`CombineInstructionsByKey`).
 2. Three orders are tried, and the one that holds least is taken (`DefaultMemoryScheduler`): greedily the kernel that
    frees most beyond what it makes; depth first, operands with most readers before them first; depth first as written.
-3. Where sums run beside other kernels (`LatencyHidingScheduler`), what leads to nothing but sums waits until their
-   start, such as the products that give gradients of parameters: what these read is held until then. What is only laid
-   out for the caller comes last.
+3. Where there are collectives, to run beside other kernels (`LatencyHidingScheduler`, from the end on), what leads to
+   nothing but sums over devices and results waits until a sum needs it, or the end: products that give gradients of
+   parameters wait for the sum that theirs is part of, and what they read is held until then.
 
-The names are those of XLA's passes.
+The names are those of XLA's passes. The third is a likeness of theirs: which of several kernels that can wait it takes
+first follows from estimated seconds. A rule by the bytes that each holds fits some programs better, more of them worse.
 """
 
 from __future__ import annotations
@@ -129,8 +130,8 @@ def live(told: Kernels, combined: int = 0) -> Live:
     graph = _Graph(kernels, told.sizes, told.leaving)
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
     order = min(orders, key=lambda order: _most(graph, _ranges(graph, order), order))
-    if combined:
-        order = _sums_late(graph, order)
+    if combined and any(kernel.combining for kernel in kernels):
+        order = _late(graph, order)
     ranges = _ranges(graph, order)
     count = len(order)
     return Live(
@@ -282,8 +283,8 @@ def _deepest_first(graph: _Graph) -> list[int]:
     return graph.post_order(lambda i: (-more[i], -nbytes[i], i))
 
 
-def _sums_late(graph: _Graph, order: Sequence[int]) -> list[int]:
-    """The order, in which what leads to nothing but sums runs just before them."""
+def _late(graph: _Graph, order: Sequence[int]) -> list[int]:
+    """The order, in which what leads to nothing but sums and results runs when a sum needs it, or at the end."""
     kernels = graph.kernels
     waits = bytearray(len(kernels))
     for i in reversed(order):

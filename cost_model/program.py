@@ -11,6 +11,7 @@ from typing import Any
 from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
 from autopar.cost_model.order import Combining, Kernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
+from autopar.cost_model.xla_memory import memory_factors, program_kind
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
@@ -73,7 +74,10 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
                     if payload and step.kind not in LOCAL_KINDS:
                         collectives.append(Collective(step.kind, axes, payload))
                 at = step_result(step, at)
-    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local, kind.combined_sums))
+    needed = temporaries(local, kind.combined_sums)
+    if kind.combined_sums:  # XLA for GPUs
+        needed = math.ceil(memory_factors().get(program_kind(local), 1.0) * needed)
+    return ProgramCost(compute, communication, flops, tuple(collectives), needed)
 
 
 _Held = tuple[Value, Sharding]
