@@ -425,9 +425,7 @@ class Parallelized:
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 
-    def _with_origin(
-        self, plan: Plan, call: _Call, analysis: BatchAnalysis, memory_limit: int | None = None
-    ) -> Plan:
+    def _with_origin(self, plan: Plan, call: _Call, analysis: BatchAnalysis, memory_limit: int | None = None) -> Plan:
         return dataclasses.replace(plan, origin=_Origin(analysis, self._donated(call, analysis.graph), memory_limit))
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:

@@ -292,7 +292,9 @@ class _EveryRow:
 @_cluster_option
 @_method_option
 @_plan_option
-@click.option("--verify", "verified", is_flag=True, help="Compile the plan, and plan again where XLA finds it too large.")
+@click.option(
+    "--verify", "verified", is_flag=True, help="Compile the plan, and plan again where XLA finds it too large."
+)
 @_chip_option
 @click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")

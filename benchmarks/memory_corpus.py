@@ -1,4 +1,4 @@
-"""What XLA sets aside for programs of many kinds, and a correction learned from it: `python -m benchmarks.memory_corpus`.
+"""What XLA sets aside for programs of many kinds, and a correction learned from it.
 
 Models other than those that `benchmarks.verify` holds plans by, or of other sizes, on other numbers of H100s. For each
 kind of program (`cost_model/xla_memory.py`) the factor is the weighted median of what XLA sets aside for temporaries
@@ -33,7 +33,7 @@ from autopar.errors import UserError
 from autopar.finisher import Finisher
 from autopar.ir.method import Method
 from benchmarks import common
-from benchmarks.models import decoder, encoder_decoder, gpt, moe, unet, wide_resnet
+from benchmarks.models import encoder_decoder, gpt, moe, unet, wide_resnet
 from benchmarks.verify import plan_on_h100s
 
 DATA = pathlib.Path(__file__).parent.parent / "cost_model" / "data" / "memory" / "gpu.json"
@@ -44,19 +44,11 @@ _RESNET = wide_resnet.WideResNetConfig((1, 1, 2, 1), 128, 2, image_size=192, dty
 _MODELS: Mapping[str, tuple[str, Any, Any, Callable[[], Any], int, bool]] = {
     "gpt": ("gpt", gpt, _GPT, lambda: optax.adamw(1e-3), 8, True),
     "gpt scanned": ("gpt", gpt, dataclasses.replace(_GPT, scan=True, num_layers=6), lambda: optax.sgd(1e-3), 8, True),
-    "decoder": (
-        "decoder", decoder, decoder.DecoderConfig(32000, 1024, 3, 1024, 16, 4, 2816, dtype=jnp.bfloat16),
-        lambda: optax.adamw(1e-3), 8, True,
-    ),
     "moe": (
         "moe", moe, moe.MoEConfig(16000, 512, 4, 768, 12, 8, 1024, dropout=0.0, dtype=jnp.bfloat16),
         lambda: optax.adamw(1e-3), 8, True,
     ),
     "wresnet": ("wresnet", wide_resnet, _RESNET, lambda: optax.sgd(1e-3, momentum=0.9), 24, True),
-    "wresnet deeper": (
-        "wresnet", wide_resnet, dataclasses.replace(_RESNET, stage_sizes=(2, 2, 3, 2), channels=96), lambda: optax.adamw(1e-3),
-        16, True,
-    ),
     "unet": (
         "unet", unet, unet.UNetConfig(32, 128, (1, 2, 2), 1, dropout=0.0, dtype=jnp.bfloat16),
         lambda: optax.adamw(1e-3), 32, False,
@@ -68,14 +60,12 @@ _MODELS: Mapping[str, tuple[str, Any, Any, Callable[[], Any], int, bool]] = {
     ),
 }  # fmt: skip
 _METHODS: Mapping[str, tuple[int, Method]] = {
-    "one device": (1, recipes.data_parallel(1)),
     "data parallel": (4, recipes.data_parallel(1)),
-    "ZeRO-2": (4, recipes.zero(2, 4)),
     "ZeRO-3": (8, recipes.zero(3, 1)),
     "tensor parallel": (4, recipes.megatron(1, 4, 1, 1)),
     "pipeline": (8, recipes.megatron(2, 2, 2, 2)),
 }
-_COUPLED = {"wresnet", "wresnet deeper"}  # whose batch norm needs all examples at once
+_COUPLED = {"wresnet"}  # whose batch norm needs all examples at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +94,8 @@ def cases() -> list[tuple[str, str, bool]]:
     """Model, method, and whether blocks are computed again."""
     return [
         (model, method, remat)
-        for model, (*_, can) in _MODELS.items()
         for method, (_, how) in _METHODS.items()
+        for model, (*_, can) in _MODELS.items()
         for remat in ((False, True) if can else (False,))
         if model not in _COUPLED or how.num_microbatches == 1
     ]
@@ -133,9 +123,7 @@ def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
         most = finisher.stages.prices.kind(local.mesh).combined_sums
         if not check.names[0].startswith("bridge"):
             rest, found = check.found.total - check.found.temporaries, check.found.temporaries
-            rows.append(
-                Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, most), found)
-            )
+            rows.append(Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, most), found))
     return rows, name
 
 
@@ -202,8 +190,9 @@ def main() -> None:
         arguments.json.write_text(text + "\n", encoding="utf-8")
     if arguments.write:
         data = {
-            "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over those predicted",
-            "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100", "date": str(datetime.date.today()),
+            "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over predicted ones",
+            "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100",
+            "date": str(datetime.date.today()),
             "programs": len(rows), "errors": summary, "factors": factors,
         }  # fmt: skip
         DATA.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

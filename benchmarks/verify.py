@@ -87,9 +87,9 @@ def plan_on_h100s(model: Any, config: Any, optimizer: Any, devices: int, per_dev
     cluster = autopar.load_preset("dgx-h100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
     batch = model.abstract_batch(config, per_device * devices)
     state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
-    return autopar.parallelize(model.make_train_step(config, optimizer), cluster=cluster, method=method).plan(
-        state, batch
-    )
+    step = autopar.parallelize(model.make_train_step(config, optimizer), cluster=cluster, method=method)
+    plan: Plan = step.plan(state, batch)
+    return plan
 
 
 def _seconds(case: Case) -> tuple[Verification, float]:

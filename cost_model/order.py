@@ -95,7 +95,7 @@ class Kernels:
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], places: Mapping[int, Hashable | None],
         held: int = 0,
     ) -> None:  # fmt: skip
-        """A loop, whose results lie, by their numbers, where the carry did, or are filled, which XLA begins with zeros."""
+        """A loop: results lie, by their numbers, where the carry did, or are filled, which XLA begins with zeros."""
         begun: dict[Hashable, Hashable] = {}
         for k, place in places.items():
             value, nbytes = makes[k]
@@ -195,10 +195,12 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel
             group, size = joined.get(kernel.combining.key, (-1, most))
             if nbytes > most:  # never one with others
                 group, size = -1, -1
-            elif group < 0 or size + nbytes > most or len(groups[group]) >= _MOST_COMBINED:
-                group, size = -1, 0
-            elif all_before(needed) >> group & 1:
-                group, size = -1, 0
+            elif group >= 0:
+                full = size + nbytes > most or len(groups[group]) >= _MOST_COMBINED
+                if full or all_before(needed) >> group & 1:
+                    group, size = -1, 0
+            else:
+                size = 0
             if group < 0:
                 group = len(groups)
                 groups.append([])
@@ -210,14 +212,15 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel
             needed = 1 << group
         needs[i] = needed
     made_one: dict[int, Kernel | None] = {}
-    for group in groups:
-        if len(group) > 1:
-            members = [kernels[i] for i in group]
+    for together in groups:
+        if len(together) > 1:
+            members = [kernels[i] for i in together]
             reads = dict.fromkeys(b for each in members for b in each.reads)
             makes = [b for each in members for b in each.makes]
-            made_one.update(dict.fromkeys(group, None))
-            made_one[group[-1]] = dataclasses.replace(
-                members[0], reads=tuple(reads), makes=tuple(makes), places=tuple(p for each in members for p in each.places)
+            made_one.update(dict.fromkeys(together, None))
+            places = tuple(place for each in members for place in each.places)
+            made_one[together[-1]] = dataclasses.replace(
+                members[0], reads=tuple(reads), makes=tuple(makes), places=places
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 

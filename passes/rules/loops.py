@@ -286,8 +286,8 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         whole = replicated(eqn)
         kernels = _kernels(body, [], times)
         return dataclasses.replace(
-            whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}), hints=_hints(body, []),
-            emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
+            whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}),
+            hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
         )  # fmt: skip
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
@@ -422,8 +422,9 @@ def _moments(
         at = max(stretch, key=lambda p: totals[p])
         held_here: dict[frozenset[int], int] = defaultdict(int)
         for buffer, (first, last) in found.ranges.items():
-            if first <= at <= last and isinstance(v := told.values[buffer], Value):
-                held_here[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
+            if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
+                piece = [in_pieces[held_value]] if held_value in in_pieces else []
+                held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
         first_made: Any = told.values[found.order[at].makes[0]]
         moments += [(*now, *moment) for moment in inner.get(first_made, [()])]

@@ -108,7 +108,7 @@ def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
 
 def test_gradients_that_are_no_part_of_a_sum_wait_for_their_own() -> None:
     """The sum of the first and the third needs nothing of the second: the residuals that this one reads are held."""
-    told = gradients(3, keys=("one", "other", "one"))
+    told = gradients(4, keys=("one", "other", "one", "other"))
     residual = told.values.index(("residual", 1))
 
     def held_at_the_first_sum(found: Live) -> bool:
