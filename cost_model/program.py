@@ -118,6 +118,8 @@ def _kernels(local: LocalProgram) -> Kernels:
                 found.fence(zip(results, zip(op.equation.inputs, op.operands, strict=True), strict=True))
                 continue
             written = [k for k, own in zip(results, op.traffic.writes, strict=True) if own or k in sent]
+            if op.equation.generates and not op.kernels and not sent.intersection(results):
+                written = []
             taken = found.buffers(reads)
             makes = [(key, local_bytes(*key, mesh)) for key in written]
             places = {k: None if i is None else (op.equation.inputs[i], op.operands[i])

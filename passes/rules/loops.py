@@ -394,6 +394,8 @@ def _moments(
             told.fence(zip(e.outputs, e.inputs, strict=True))
             continue
         written = [v for v, own in zip(e.outputs, moved.writes, strict=True) if own]
+        if e.generates and not rule.kernels:
+            written = []
         taken = told.buffers(e.values)
         if written:
             if rule.moments:
