@@ -167,35 +167,43 @@ def main() -> None:
         prog="python -m benchmarks.memory_corpus", description="Learns what XLA's memory differs by from predictions."
     )
     parser.add_argument("--only", default="", help="cases whose name contains this text")
-    parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file")
+    parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file, after each case")
+    parser.add_argument("--rows", type=pathlib.Path, help="take the rows of such a file instead of compiling")
     parser.add_argument("--write", action="store_true", help="renew the data of the cost model")
     arguments = parser.parse_args()
 
-    chosen = [case for case in cases() if arguments.only in ", ".join(map(str, case))]
     rows: list[Row] = []
-    for mine, text in common.each_in_a_process(compiled, chosen):
-        print(text, flush=True)
-        for row in mine:
-            print(f"  {row.program} ({row.kind}): {row.error({}):+.1%}", flush=True)
-        rows += mine
+    if arguments.rows is not None:
+        rows = [Row(**row) for row in json.loads(arguments.rows.read_text(encoding="utf-8"))["rows"]]
+    else:
+        chosen = [case for case in cases() if arguments.only in ", ".join(map(str, case))]
+        for mine, text in common.each_in_a_process(compiled, chosen):
+            print(text, flush=True)
+            for row in mine:
+                print(f"  {row.program} ({row.kind}): {row.error({}):+.1%}", flush=True)
+            rows += mine
+            if arguments.json is not None and rows:
+                arguments.json.write_text(json.dumps(_results(rows), indent=1) + "\n", encoding="utf-8")
+    found = _results(rows)
+    print(json.dumps({name: found[name] for name in ("errors", "factors")}, indent=2))
+    if arguments.write:
+        data = {
+            "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over predicted ones",
+            "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100",
+            "date": str(datetime.date.today()), "programs": len(rows), "errors": found["errors"],
+            "factors": found["factors"],
+        }  # fmt: skip
+        DATA.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _results(rows: Sequence[Row]) -> dict[str, Any]:
     factors = fitted(rows)
     summary = {
         "uncorrected": _summary(errors(rows, {})), "fitted": _summary(errors(rows, factors)),
         "held out by family": _summary(held_out(rows)),
     }  # fmt: skip
-    print(json.dumps({"factors": factors, **summary}, indent=2))
-    if arguments.json is not None:
-        text = json.dumps({"machine": common.machine(), "errors": summary, "factors": factors,
-                           "rows": [dataclasses.asdict(row) for row in rows]}, indent=1)  # fmt: skip
-        arguments.json.write_text(text + "\n", encoding="utf-8")
-    if arguments.write:
-        data = {
-            "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over predicted ones",
-            "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100",
-            "date": str(datetime.date.today()),
-            "programs": len(rows), "errors": summary, "factors": factors,
-        }  # fmt: skip
-        DATA.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return {"machine": common.machine(), "errors": summary, "factors": factors,
+            "rows": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
 
 
 if __name__ == "__main__":

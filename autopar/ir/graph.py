@@ -131,9 +131,8 @@ class Equation:
 
     @property
     def generates(self) -> bool:
-        """Whether arrays are made of a few numbers alone, as random bits are of a key: where they are read, under XLA."""
+        """Whether arrays are made of a few numbers alone, as random bits are of a key; XLA does so in readers."""
         return sum(v.nbytes for v in self.values) <= _FEW and sum(v.nbytes for v in self.outputs) > _FEW
-
 
     def kernel_dtype(self, matmul: bool) -> str:
         """The type that it computes in: a product of matrices in that of its operands, whatever it gives."""
