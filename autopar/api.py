@@ -38,6 +38,7 @@ from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.progress import ProgramBar
 from autopar.relaxations import smallest_relaxations
+from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
 from autopar.trace import leaf_specs, trace
@@ -114,29 +115,57 @@ class Parallelized:
         return self._analyse(self._call(args, kwargs)).graph
 
     def plan(
-        self, *args: Any, cluster: Cluster | None = None, method: str | Method | Plan | None = None, **kwargs: Any
-    ) -> Plan:
+        self, *args: Any, cluster: Cluster | None = None, method: str | Method | Plan | None = None,
+        verify: bool | str = False, **kwargs: Any,
+    ) -> Plan:  # fmt: skip
         """The plan for arguments of these shapes, on a cluster that need not be there.
 
-        A given `cluster` or `method` takes the place of the step's own, whatever has been planned before.
+        A given `cluster` or `method` takes the place of the step's own, whatever has been planned before. With
+        `verify`, XLA compiles the plan's programs (as `Plan.verify_with_xla` has them compiled, for the target that
+        `verify` names, or else for the chips of the cluster), and where it finds a stage over memory, the search runs
+        again with what it sets aside beyond the prediction withheld.
 
         Raises:
-          InfeasiblePlanError: the step fits under no plan.
+          InfeasiblePlanError: the step fits under no plan, or by XLA's verdict under none of those found.
+          TargetError: there is nothing to verify with.
         """
         call = self._call(args, kwargs)
         analysis = self._analyse(call)
-        if cluster is None and method is None:
-            if call.key in self._executables:
-                return self._executables[call.key].plan
-            plan, lowered = self._planned(call, analysis)
-            plan = self._with_origin(plan, call, analysis)
-            self._shown = (call.key, (plan, lowered))
-            return plan
+        own = cluster is None and method is None
+        if own and call.key in self._executables:
+            plan = self._executables[call.key].plan
+            return checked(plan, verify) if verify else plan
         chosen = self._method if method is None else _method(method)
-        if isinstance(chosen, Plan) and cluster is None:
-            cluster = chosen.cluster
-        plan, _ = self._planned_anew(analysis, cluster or self.cluster, chosen)
-        return self._with_origin(plan, call, analysis)
+        if cluster is None:
+            cluster = chosen.cluster if isinstance(chosen, Plan) else self.cluster
+        if own and self._leader() is not None:
+            found = self._planned(call, analysis)
+        elif verify and isinstance(chosen, Method):
+            found = self._found_to_fit(call, analysis, cluster, chosen, verify)
+        else:
+            found = self._planned_anew(analysis, cluster, chosen)
+        plan, lowered = found
+        if plan.origin is None:
+            limit = chosen.memory_limit if isinstance(chosen, Method) else None
+            plan = self._with_origin(plan, call, analysis, limit)
+            plan = checked(plan, verify) if verify else plan
+        if own:
+            self._shown = (call.key, (plan, lowered))
+        return plan
+
+    def _found_to_fit(
+        self, call: _Call, analysis: BatchAnalysis, cluster: Cluster, method: Method, target: bool | str
+    ) -> tuple[Plan, LoweredStep]:
+        def search(tightened: Cluster) -> Plan:
+            found = self._planned_anew if tightened == cluster else self._planned_on
+            return found(analysis, tightened, method)[0]
+
+        def priced(plan: Plan) -> tuple[Plan, LoweredStep]:
+            finisher = Finisher(analysis, cluster, method)
+            plan, lowered, _ = finisher.restore(dataclasses.replace(plan, cluster=cluster))
+            return self._with_origin(plan, call, analysis, method.memory_limit), lowered
+
+        return plan_that_fits(cluster, method.memory_limit, search, priced, target)
 
     def why(
         self, *args: Any, where: str = "", most: int = 3, plan: Plan | None = None, **kwargs: Any
@@ -396,8 +425,8 @@ class Parallelized:
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 
-    def _with_origin(self, plan: Plan, call: _Call, analysis: BatchAnalysis) -> Plan:
-        return dataclasses.replace(plan, origin=_Origin(analysis, self._donated(call, analysis.graph)))
+    def _with_origin(self, plan: Plan, call: _Call, analysis: BatchAnalysis, memory_limit: int | None = None) -> Plan:
+        return dataclasses.replace(plan, origin=_Origin(analysis, self._donated(call, analysis.graph), memory_limit))
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
         """Argument leaves that a step may overwrite: of the asked ones those that come out again."""
@@ -424,9 +453,10 @@ class _Origin:
 
     analysis: BatchAnalysis
     donated: frozenset[int]  # argument leaves
+    memory_limit: int | None  # bytes of each device
 
     def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
-        finisher = Finisher(self.analysis, plan.cluster)
+        finisher = Finisher(self.analysis, plan.cluster, dataclasses.replace(AUTO, memory_limit=self.memory_limit))
         fresh, lowered, _ = finisher.restore(plan)
         donated = _inputs_of(self.donated, lowered.placed.step.graph)
         with ProgramBar(f"compiling {plan.function}", show_progress) as bar:

@@ -106,6 +106,11 @@ _METHOD_HELP = (
     "Default: the step's own, or auto."
 )
 _method_option = click.option("--method", type=METHOD, help=_METHOD_HELP)
+_chip_option = click.option(
+    "--target", "chip", type=CHIP,
+    help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
+    "the chips of the cluster.",
+)  # fmt: skip
 _plan_option = click.option(
     "--plan", "made", type=PLAN, help="Take the plan in this file, which names its cluster, instead of searching."
 )
@@ -237,11 +242,23 @@ def _wake_cpus_only(cluster: Cluster | None) -> None:
         jax.config.update("jax_platforms", CPU)
 
 
-def _planned(target: str, cluster: Cluster | None, method: Method | None, made: Plan | None) -> Plan:
+def _planned(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, verify: bool | str = False
+) -> Plan:
     cluster = _one_cluster(cluster, method, made)
     step, call = _load(target, cluster)
-    with _waiting(f"planning {target}"):
-        return step.plan(*call.args, cluster=cluster, method=made or method, **call.kwargs)
+    with _waiting(f"planning {target}") if not verify else contextlib.nullcontext():  # which has a bar of its own
+        return step.plan(*call.args, cluster=cluster, method=made or method, verify=verify, **call.kwargs)
+
+
+def _wake_compilers(known: Cluster | None, chip: str | None) -> None:
+    """Let JAX start with what the target needs, which is looked for before a long search."""
+    chips = {chip} if chip is not None else {target_of(host.kind) for host in known.hosts} if known else set()
+    if known is not None and CPU in chips:
+        _virtual_devices(known.num_devices)
+    _wake_cpus_only(known)
+    for each in chips - {CPU}:
+        absent_gpus(load_target(each), 1, 1)
 
 
 def _one_cluster(cluster: Cluster | None, method: Method | None, made: Plan | None) -> Cluster | None:
@@ -293,11 +310,15 @@ class _EveryRow:
 @_cluster_option
 @_method_option
 @_plan_option
+@click.option(
+    "--verify", "verified", is_flag=True, help="Compile the plan, and plan again where XLA finds it too large."
+)
+@_chip_option
 @click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")
 def plan(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, output: pathlib.Path | None,
-    every_row: bool,
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, verified: bool, chip: str | None,
+    output: pathlib.Path | None, every_row: bool,
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Plan a step, for a cluster that need not be there.
 
@@ -308,8 +329,13 @@ def plan(
       autopar plan model:train --cluster dgx-h100:4 -o plan.json
       autopar plan model:train --method 'megatron(2,4,1,8)'
       autopar plan model:train --cluster dgx-a100 --method 'auto(num_stages=2, time_limit=60)'
+      autopar plan model:train --cluster dgx-h100:4 --verify -o plan.json
     """
-    found = _planned(target, cluster, method, made)
+    if verified:
+        _wake_compilers(cluster or (None if made is None else made.cluster), chip)
+    elif chip is not None:
+        raise click.UsageError("--target is what --verify compiles for. Add --verify, or leave out --target.")
+    found = _planned(target, cluster, method, made, (chip or True) if verified else False)
     if output is not None:
         found.save(output)
         click.echo(f"autopar: the plan is in {output}", err=True)
@@ -320,11 +346,7 @@ def plan(
 @_cluster_option
 @_method_option
 @_plan_option
-@click.option(
-    "--target", "chip", type=CHIP,
-    help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
-    "the chips of the cluster.",
-)  # fmt: skip
+@_chip_option
 @click.option(
     "--most-operations", type=click.IntRange(min=1), default=200_000, show_default=True,
     help="Refuse to compile programs of more operations together.",
@@ -345,13 +367,7 @@ def verify(
       autopar verify model:train --cluster dgx-h100:4 --method 'zero(3)'
       autopar verify model:train --cluster dgx-h100 --target cpu
     """
-    known = cluster or (None if made is None else made.cluster)
-    chips = {chip} if chip is not None else {target_of(host.kind) for host in known.hosts} if known else set()
-    if known is not None and CPU in chips:
-        _virtual_devices(known.num_devices)
-    _wake_cpus_only(known)
-    for each in chips - {CPU}:
-        absent_gpus(load_target(each), 1, 1)  # says whether the compiler is there, before the long search
+    _wake_compilers(cluster or (None if made is None else made.cluster), chip)
     planned = _planned(target, cluster, method, made)
     if chip == CPU:
         _virtual_devices(max(stage.mesh.size for stage in planned.stages))

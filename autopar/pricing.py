@@ -67,11 +67,14 @@ class Prices:
     def kind(self, mesh: Mesh) -> DeviceKind:
         """The slowest, smallest kind in the mesh decides."""
         kinds = self.cluster.kinds_of(mesh.devices)
-        return min(kinds, key=lambda k: (k.memory, k.peak_flops.get("float32", 0.0)))
+        return min(kinds, key=lambda k: (k.memory - k.memory_reserve, k.peak_flops.get("float32", 0.0)))
 
     def memory(self, mesh: Mesh) -> int:
         """Bytes per device that a plan may use."""
-        kind = self.kind(mesh)
+        return self.usable(self.kind(mesh))
+
+    def usable(self, kind: DeviceKind) -> int:
+        """Bytes that a plan may use of a device of this kind."""
         there = kind.memory - kind.memory_reserve
         return there if self.memory_limit is None else min(there, self.memory_limit)
 
@@ -105,11 +108,11 @@ class Prices:
         cluster, stop = self.cluster, start + size
         low, high = cluster.host_of(start), cluster.host_of(stop - 1)
         bandwidth = self._link_bandwidth(start, stop - 1)
-        hosts = []  # the number of hosts that are alike, their kind and link, devices of each
+        hosts = []  # the number of hosts that are alike, their kind, its reserve and link, devices of each
         while low <= high:
             end, host = min(high + 1, self._alike_until[low]), cluster.hosts[low]
             each = min(stop, cluster.host_bounds[low + 1]) - max(start, cluster.host_bounds[low])
-            hosts.append((end - low, host.kind.name, host.link, each))
+            hosts.append((end - low, host.kind.name, host.kind.memory_reserve, host.link, each))
             low = end
         return tuple(hosts), bandwidth
 

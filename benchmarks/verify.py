@@ -28,6 +28,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import UserError
 from autopar.ir.method import Method
+from autopar.ir.plan import Plan
 from autopar.ir.verification import Verification
 from benchmarks import common, published
 from benchmarks.models import gpt, moe, wide_resnet
@@ -81,17 +82,23 @@ def cases() -> list[Case]:
     ]
 
 
+def plan_on_h100s(model: Any, config: Any, optimizer: Any, devices: int, per_device: int, method: Method) -> Plan:
+    """Of a train step of so many examples a device."""
+    cluster = autopar.load_preset("dgx-h100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
+    batch = model.abstract_batch(config, per_device * devices)
+    state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
+    step = autopar.parallelize(model.make_train_step(config, optimizer), cluster=cluster, method=method)
+    plan: Plan = step.plan(state, batch)
+    return plan
+
+
 def _seconds(case: Case) -> tuple[Verification, float]:
     model, config, optimizer = MODELS[case.model]
     devices, method = METHODS[case.method]
     config = dataclasses.replace(config, remat=case.remat)
-    cluster = autopar.load_preset("dgx-h100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
-    batch = model.abstract_batch(config, _PER_DEVICE[case.model] * devices)
-    state = jax.eval_shape(model.make_init(config, optimizer()), jax.random.key(0))
-    step = autopar.parallelize(model.make_train_step(config, optimizer()), cluster=cluster, method=method)
     started = time.perf_counter()
-    found = step.plan(state, batch).verify_with_xla()
-    return found, time.perf_counter() - started
+    plan = plan_on_h100s(model, config, optimizer(), devices, _PER_DEVICE[case.model], method)
+    return plan.verify_with_xla(), time.perf_counter() - started
 
 
 def verified(case: Case) -> tuple[Verification | None, float, str]:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection
 from typing import Any
 
 from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
-from autopar.cost_model.reshard import SUM_KINDS, StepPrice, step_axes, step_payload, step_result
-from autopar.ir.graph import Value
-from autopar.ir.liveness import Step, last_reads
-from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
+from autopar.cost_model.order import Combining, Kernels, held_by, live
+from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
+from autopar.cost_model.xla_memory import memory_factors, program_kind
+from autopar.ir.graph import Phase, Value
+from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
@@ -69,10 +71,13 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
                 if axes:
                     payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
                     communication += price(step.kind, axes, payload)
-                    if payload and step.kind not in ("slice", "mask"):
+                    if payload and step.kind not in LOCAL_KINDS:
                         collectives.append(Collective(step.kind, axes, payload))
                 at = step_result(step, at)
-    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local, kind.combined_sums))
+    needed = temporaries(local, kind.combined_sums)
+    if kind.combined_sums:  # XLA for GPUs
+        needed = math.ceil(memory_factors().get(program_kind(local), 1.0) * needed)
+    return ProgramCost(compute, communication, flops, tuple(collectives), needed)
 
 
 _Held = tuple[Value, Sharding]
@@ -84,7 +89,7 @@ def _sent(local: LocalProgram) -> set[_Held]:
     return {
         (names.get(op.value, op.value), op.source)
         for op in local.ops
-        if isinstance(op, Reshard) and any(step.kind not in ("slice", "mask") for step in op.steps)
+        if isinstance(op, Reshard) and any(step.kind not in LOCAL_KINDS for step in op.steps)
     }
 
 
@@ -96,104 +101,92 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
     for position, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
         if isinstance(v, Value) and sharding is not None:
             moved += op.traffic.read_bytes(position, v, local_bytes(v, sharding, mesh), made)
-    written = (local_bytes(*k, mesh) for k, w in zip(results, op.traffic.writes, strict=True) if w or k in sent)
+    written = (local_bytes(*key, mesh) for k, key in enumerate(results) if op.traffic.is_own(k) or key in sent)
     return moved + sum(written)
 
 
-def _step(op: LocalOp) -> Step[_Held]:
-    if isinstance(op, Reshard):
-        return Step([(op.value, op.source)], [(op.value, op.target)], here=True)
-    if isinstance(op, Accumulate):
-        return Step([(op.addend, op.sharding)], [], here=True)
-    if isinstance(op, Reread):
-        return Step([(op.value, op.sharding), op.after], [(op.copy, op.sharding)], here=False)
-    operands = zip(op.equation.inputs, op.operands, strict=True)
-    reads = [(v, s) if isinstance(v, Value) and s is not None else None for v, s in operands]
-    makes = [*zip(op.equation.outputs, op.results, strict=True)]
-    return Step(reads, makes, any(op.traffic.writes), op.fence)
-
-
-def _combined(local: LocalProgram, most: int) -> dict[int, int]:
-    """The position at which each sum over devices runs that becomes one with later ones, of up to so many bytes.
-
-    Those of one kind and type over the same axes do, unless one needs the result of another.
-    """
-    groups: list[list[int]] = []  # positions of sums that are one
-    before: list[set[int]] = []  # the groups that each needs
-    needs: dict[_Held, frozenset[int]] = {}  # the groups that a value needs
-    joined: dict[Any, tuple[int, int]] = {}  # the group of a kind that takes more, and its bytes
-
-    def closed(some: Iterable[int]) -> set[int]:
-        found, todo = set(some), list(some)
-        while todo:
-            new = before[todo.pop()] - found
-            found |= new
-            todo += new
-        return found
-
-    for position, op in enumerate(local.ops):
-        step = _step(op)
-        needed = frozenset[int]().union(*(needs[read] for read in step.reads if read in needs))
-        if isinstance(op, Reshard) and any(each.kind in SUM_KINDS for each in op.steps):
-            key = (op.steps[0].kind, step_axes(op.steps[0], local.mesh), op.value.dtype)
-            nbytes = local_bytes(op.value, op.source, local.mesh)
-            group, size = joined.get(key, (-1, most))
-            if size + nbytes > most or group in closed(needed):
-                group, size = len(groups), 0
-                groups.append([])
-                before.append(set())
-            groups[group].append(position)
-            before[group] |= needed
-            joined[key] = group, size + nbytes
-            needed = frozenset({group})
-        if needed:
-            needs.update(dict.fromkeys(step.makes, needed))
-    return {position: group[-1] for group in groups for position in group}
-
-
-def temporaries(local: LocalProgram, combined_sums: int = 0) -> int:
-    """Most bytes of values live at once that are neither inputs nor outputs."""
-    mesh = local.mesh
-    dies = last_reads([_step(op) for op in local.ops], [(p.value, p.sharding) for p in local.outputs])
-    sent = _sent(local)
-    combined = _combined(local, combined_sums) if combined_sums else {}
-    count = len(local.ops)
-    born: dict[_Held, int] = {}
-    given = {(p.value, p.sharding) for p in local.inputs}
-    for position, op in enumerate(local.ops):
+def _kernels(local: LocalProgram) -> Kernels:
+    """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums."""
+    mesh, sent, found = local.mesh, _sent(local), Kernels()
+    gathered: set[_Held] = set()  # in another layout than results have
+    for op in local.ops:
         if isinstance(op, Compute):
-            results = zip(op.equation.outputs, op.results, strict=True)
-            for key, written in zip(results, op.traffic.writes, strict=True):
-                if written or key in sent:
-                    born.setdefault(key, position)
+            operands = zip(op.equation.inputs, op.operands, strict=True)
+            reads = [(v, s) for v, s in operands if isinstance(v, Value) and s is not None]
+            results = [*zip(op.equation.outputs, op.results, strict=True)]
+            if op.fence:
+                found.fence(zip(results, zip(op.equation.inputs, op.operands, strict=True), strict=True))
+                continue
+            written = [k for k, own in zip(results, op.traffic.writes, strict=True) if own or k in sent]
+            if op.equation.generates and not op.kernels and not sent.intersection(results):
+                written = []
+            taken = found.buffers(reads)
+            makes = [(key, local_bytes(*key, mesh)) for key in written]
+            places = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
+                      for k, i in op.traffic.places}  # fmt: skip
+            if op.kernels:
+                found.run_rounds(reads, makes, places, op.temporaries)
+            elif written:
+                found.run(reads, makes, places={results[k]: place for k, place in places.items()})
+            for key in results:
+                if key not in written:
+                    found.fuse(key, taken)
         elif isinstance(op, Reread):
-            given.add((op.copy, op.sharding))  # its buffer is the value's
-        elif isinstance(op, Reshard) and ((op.value, op.source) in born or (op.value, op.source) in given):
-            born.setdefault((op.value, op.target), position)
-            run = combined.get(position, position)
-            if run > position:
-                source, target = (op.value, op.source), (op.value, op.target)
-                in_place = op.steps[0].kind == "all_reduce"
-                dies[source] = max(dies[source], run - in_place)
-                born[target] = min(run, dies.get(target, run))
-    changes = [0] * (count + 1)
-    for position, op in enumerate(local.ops):
-        if isinstance(op, Compute):
-            changes[position] += op.temporaries
-            changes[position + 1] -= op.temporaries
-        if not isinstance(op, Reshard) or op.value.sum_nbytes == op.value.nbytes:
-            continue
-        if any(step.kind in SUM_KINDS for step in op.steps):  # the sum, before it is rounded
-            size, run = op.value.sum_nbytes // math.prod(op.target.tiles(mesh)), combined.get(position, position)
-            changes[run] += size
-            changes[run + 1] -= size
-    for key, at in born.items():
-        if (end := dies.get(key, at)) < count:  # others are outputs
-            size = local_bytes(*key, mesh)
-            changes[at] += size
-            changes[end + 1] -= size
-    now = most = 0
-    for change in changes:
-        now += change
-        most = max(most, now)
-    return most
+            found.fence([((op.copy, op.sharding), (op.value, op.sharding))], [] if op.after is None else [op.after])
+        elif isinstance(op, Accumulate):
+            found.run([(op.addend, op.sharding), (op.total, op.sharding)], [])
+        else:
+            _reshard(op, mesh, found)
+            last = op.steps[-1]
+            if last.kind == "all_gather" and last.dim > 0 and step_axes(last, mesh):
+                gathered.add((op.value, op.target))
+    for port in local.outputs:
+        key = (port.value, port.sharding)
+        if key in gathered:
+            found.run([key], [(port, port_bytes(port, mesh))], last=True)
+        else:
+            found.fuse(port, found.buffers([key]))
+        found.leave(port)
+    return found
+
+
+def _reshard(op: Reshard, mesh: Mesh, found: Kernels) -> None:
+    """Step by step. What is summed is held in the type of the sum until it is read."""
+    value, at = op.value, op.source
+    here: Any = (value, at)
+    for number, step in enumerate(op.steps):
+        axes, after = step_axes(step, mesh), step_result(step, at)
+        there: Any = (op, number)
+        if not axes or step.kind in LOCAL_KINDS:
+            found.fuse(there, found.buffers([here]))
+        else:
+            sums = step.kind in SUM_KINDS
+            wide = sums or bool(after.partial)
+            nbytes = (value.sum_nbytes if wide else value.nbytes) // math.prod(after.tiles(mesh))
+            dtype = value.held_dtype(wide)
+            combines = sums or step.kind == "all_gather"
+            key = Combining((step.kind, axes, dtype, step.dim), sums) if combines else None
+            places = {there: here} if step.kind == "all_reduce" else {}
+            found.run([here], [(there, nbytes)], places=places, combining=key)
+        here, at = there, after
+    found.fuse((value, op.target), found.buffers([here]))
+
+
+def temporaries(local: LocalProgram, combined: int = 0) -> int:
+    """Bytes that XLA sets aside beside inputs and outputs.
+
+    Until a result is made, other values lie in its place. `combined`: as `DeviceKind.combined_sums`.
+    """
+    told = _kernels(local)
+    found = live(told, combined)
+    given = Counter((port.value.shape, port.value.dtype, port.sharding) for port in local.inputs)
+    renewed: set[int] = set()  # results that lie where an argument does
+    if local.program.phase is Phase.UPDATE:
+        for port in local.outputs:
+            kind = (port.value.shape, port.value.dtype, port.sharding)
+            if given[kind]:
+                given[kind] -= 1
+                renewed.update(told.buffers([port]))
+    ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
+    places = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
+    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - places)

@@ -158,6 +158,15 @@ def test_all_rows_are_printed_when_asked_for() -> None:
     assert plan.to_text(max_rows=None) in invoke("plan", "a_model:train", "--cluster", "cpu", "--all").stdout
 
 
+@pytest.mark.usefixtures("folder")
+def test_a_plan_is_verified_while_it_is_made() -> None:
+    found = answer("plan", "a_model:train", "--cluster", "cpu:1x4", "--verify")
+    assert found["notes"][-1].endswith("finds that every stage fits.")
+    assert "--target is what --verify compiles for" in mistake(
+        "plan", "a_model:train", "--cluster", "cpu:1x4", "--target", "cpu"
+    )
+
+
 def test_verify_holds_the_plan_against_xla(folder: pathlib.Path) -> None:
     verdict = answer("verify", "a_model:train", "--cluster", "cpu:1x4", "--method", "zero(2)", "-o", "verdict.json")
     assert (verdict["target"], verdict["fits"]) == ("cpu", True)

@@ -148,7 +148,7 @@ def test_sums_that_the_compiler_makes_one_are_all_there_at_once() -> None:
         plan = plan_step(STEPS["plain"], arguments(), cluster, recipes.zero(3), 1).plan
         return plan.stages[0].memory.temporaries
 
-    each, four, every = most(0), most(4 * WEIGHT), most(100 * WEIGHT)
+    each, four, every = most(0), most(WEIGHT), most(100 * WEIGHT)  # bytes of results, which are quarters
     assert each < four < every
     assert every >= 2 * LAYERS * WEIGHT
     assert four < 2 * LAYERS * WEIGHT

@@ -113,6 +113,9 @@ def operand_signature(operand: Operand) -> Hashable:
     return (number_signature(operand.value), operand.dtype, operand.weak_type)
 
 
+_FEW = 1024  # bytes
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
     """One primitive applied to operands. `shape`s are those of the graph the equation stands in."""
@@ -125,6 +128,11 @@ class Equation:
     phase: Phase  # what JAX's name stack says: FORWARD, BACKWARD, or UPDATE for neither
     source: str = ""  # file:line (function) of the user's code
     origin: tuple[int, int] = (-1, 0)  # the traced equation that it comes from, and the first round of its piece
+
+    @property
+    def generates(self) -> bool:
+        """Whether arrays are made of a few numbers alone, as random bits are of a key; XLA does so in readers."""
+        return sum(v.nbytes for v in self.values) <= _FEW and sum(v.nbytes for v in self.outputs) > _FEW
 
     def kernel_dtype(self, matmul: bool) -> str:
         """The type that it computes in: a product of matrices in that of its operands, whatever it gives."""

@@ -52,9 +52,17 @@ class Traffic:
     writes: tuple[bool, ...]  # by result: whether it goes to a place of its own in memory
     launches: int  # kernels that begin here
     elementwise: bool  # each element of a result needs but one of each operand
+    # Results that lie where an operand did, in which little is written, and those that rounds fill (None).
+    places: tuple[tuple[int, int | None], ...] = ()
+
+    def is_own(self, result: int) -> bool:
+        """Whether a result goes to memory where no operand was."""
+        return self.writes[result] and all(result != k for k, _ in self.places)
 
     def read_bytes(self, position: int, operand: Value, nbytes: Any, made: Any) -> Any:
         """Bytes read of an operand, or a piece of it, that has so many, to make so many elements."""
+        if any(position == i for _, i in self.places):
+            return 0
         return self.reads[position] * (np.minimum(nbytes, operand.itemsize * made) if self.elementwise else nbytes)
 
 

@@ -68,7 +68,9 @@ class DeviceKind:
     memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
     convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
     batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
-    combined_sums: int = 0  # bytes of independent sums over devices that the compiler makes one, when all are there
+    # Bytes of results up to which the compiler makes independent collectives one, run beside other kernels, so
+    # that what only they need waits for them; 0: neither.
+    combined_sums: int = 0
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
     # Measured, where there are any, and then instead of the shares and efficiencies above:
     products: tuple[ProductSpeed, ...] = ()

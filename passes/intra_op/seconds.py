@@ -68,9 +68,9 @@ class StrategySeconds:
             v = eqn.inputs[position]
             if traffic.reads[position] and isinstance(v, Value):
                 moved += traffic.read_bytes(position, v, options.operands[place].nbytes(v), np.max(made, axis=0))
-        for k, written in enumerate(traffic.writes):
-            if written:
-                moved += options.results[k].nbytes(eqn.outputs[k])
+        for k, v in enumerate(eqn.outputs):
+            if traffic.is_own(k):
+                moved += options.results[k].nbytes(v)
         return moved
 
     def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:

@@ -240,6 +240,8 @@ class Rule:
     taps: int = 0  # of a product of windows, elements in each; 0: of matrices
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
+    # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).
+    places: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
     # Of an equation with a body:
@@ -347,6 +349,6 @@ def is_fusible(rule: Rule) -> bool:
 
     That is what moves elements, and what computes each from one of each operand.
     """
-    if rule.unit == "matmul" or rule.replicates or rule.kernels:
+    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places:
         return False
     return not rule.flops or not (rule.reduced or rule.whole)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Value
@@ -40,11 +40,24 @@ def _is_view(eqn: Equation, rule: Rule) -> bool:
     return math.prod(before.shape) == math.prod(after.shape)
 
 
-def _in_memory(
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    stored: set[Value]  # what goes through memory, views included
+    places: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
+
+
+def stored(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
 ) -> set[Value]:
     """The values that go through memory, views of them included."""
+    return _memory(equations, rules, inputs, outputs).stored
+
+
+def _memory(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
+) -> _Memory:
     viewed: dict[Value, Value] = {}  # view -> what it is a view of
+    read = Counter(v for eqn in equations for v in eqn.values)
     for eqn in equations:
         rule = rules[eqn.id]
         if _is_view(eqn, rule):
@@ -54,21 +67,49 @@ def _in_memory(
             viewed.update({v: viewed.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                            if isinstance(u, Value)})  # fmt: skip
     needed = {*inputs, *outputs}
+    uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
+    sparse: set[Value] = set()  # such a number but for a few places
+    places: dict[int, tuple[tuple[int, int | None], ...]] = {}
     for eqn in equations:
         rule = rules[eqn.id]
-        if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.separable:
+        if rule.kernels:
+            places[eqn.id] = tuple(rule.places.items())
+            needed.update(v for v in eqn.values if v not in uniform)
+        elif rule.unit == "matmul" or rule.replicates or rule.separable:
             needed.update(eqn.values)
+        elif rule.places:
+            (taken,) = (eqn.inputs[i] for i in rule.places.values() if i is not None)
+            if taken in uniform and read[eqn.outputs[0]] == 1:
+                sparse.update(eqn.outputs)
+                continue
+            places[eqn.id] = tuple(rule.places.items())
+            needed.update(v for v in [taken] if isinstance(v, Value) and v not in uniform)
+        elif sparse.intersection(eqn.values):
+            # What few numbers are added to takes them where it lies.
+            others = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v not in sparse]
+            if _is_sum(rule) and len(others) == 1 and len(eqn.inputs) == 2:
+                places[eqn.id] = ((0, others[0]),)
+                needed.update(eqn.outputs)
+                needed.add(eqn.values[others[0]])
+            else:
+                needed.update(sparse.intersection(eqn.values))
+        elif is_fusible(rule) and eqn.inputs and all(v in uniform or math.prod(v.shape) == 1 for v in eqn.values):
+            uniform.update(eqn.outputs)
         if not is_fusible(rule):
             needed.update(eqn.outputs)
     needed = {viewed.get(v, v) for v in needed}
-    return needed | {view for view, v in viewed.items() if v in needed}
+    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places)
+
+
+def _is_sum(rule: Rule) -> bool:
+    return is_fusible(rule) and frozenset({0, 1}) in rule.linear
 
 
 def memory_traffic(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
 ) -> dict[int, Traffic]:
     """The traffic of each equation, by its id, in a program with these inputs and outputs."""
-    stored = _in_memory(equations, rules, inputs, outputs)
+    memory = _memory(equations, rules, inputs, outputs)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
     readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
@@ -78,7 +119,7 @@ def memory_traffic(
     count = 0
     for eqn in equations:
         rule = rules[eqn.id]
-        made = tuple(v in stored for v in eqn.outputs)
+        made = tuple(v in memory.stored for v in eqn.outputs)
         if rule.separable or (made[:1] == (True,) and _is_view(eqn, rule)):
             maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value) and u in maker})  # fmt: skip
@@ -109,6 +150,7 @@ def memory_traffic(
             writes.get(eqn.id, (False,) * len(eqn.outputs)),
             launches.get(eqn.id, 0),
             is_fusible(rules[eqn.id]),
+            memory.places.get(eqn.id, ()),
         )
         for eqn in equations
     }
@@ -153,7 +195,7 @@ def live_until(
 
 def moved_values(eqn: Equation, traffic: Traffic) -> list[tuple[Value, int]]:
     """What goes through memory, with bytes, of whole arrays."""
-    moved = [(v, v.nbytes) for v, written in zip(eqn.outputs, traffic.writes, strict=True) if written]
+    moved = [(v, v.nbytes) for k, v in enumerate(eqn.outputs) if traffic.is_own(k)]
     largest = max(eqn.outputs, key=lambda v: math.prod(v.shape), default=None)
     for position, v in enumerate(eqn.inputs):
         if traffic.reads[position] and isinstance(v, Value) and largest is not None:

@@ -256,6 +256,7 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
             linear=() if applies else linear_sets(eqn, *linear),
             emit=emit,
             flops=work_per_point(math.prod(updates.shape), factors),
+            places={0: 0},
         )
 
     return build

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from autopar.cost_model.order import Kernels, held_by, live
 from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Operand, Value
 from autopar.ir.same import Signature, program_signature
@@ -37,7 +37,7 @@ from autopar.passes.rules.base import (
 )
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
+from autopar.passes.rules.fusion import memory_traffic, moved_values, stored
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
 from autopar.passes.rules.random import is_partitionable
 
@@ -277,12 +277,17 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
             return bind(eqn, operands)  # branches for other platforms than this one
         return run(local, pieces, eqn, operands)
 
+    places = {
+        k: layout.inputs.index(body.carried[o]) if o in body.carried else None
+        for k, o in enumerate(layout.outputs)
+        if o in body.carried or o in layout.stacked_out
+    }
     if not cuts:
         whole = replicated(eqn)
         kernels = _kernels(body, [], times)
         return dataclasses.replace(
-            whole, unit=_unit(kernels), kernels=kernels, moments=_moments(body, [], layout, {}), hints=_hints(body, []),
-            emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
+            whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}),
+            hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
         )  # fmt: skip
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
@@ -306,7 +311,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered),
+        unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
         moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
     )  # fmt: skip
 
@@ -365,7 +370,6 @@ def _moments(
 
     Gatherings are by the number of their choice; what they keep in pieces is cut by that.
     """
-    count = len(body.equations)
     in_pieces = {
         v: number
         for number, way in gatherings.items()
@@ -373,41 +377,60 @@ def _moments(
         for v in layout.stacked_in[s.position][:-1]
     }
     kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
-    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept)
-    dies = live_until(body.equations, body.rules, traffic, ())
-    dies.update(dict.fromkeys(kept, count - 1))
-    born = dict.fromkeys((body.inputs[i] for i in layout.stacked_in), 0)
-    inner: dict[int, list[Moment]] = {}
-    for position, e in enumerate(body.equations):
-        rule = body.rules[e.id]
-        written = zip(e.outputs, traffic[e.id].writes, strict=True)
-        born.update({v: position for v, own in written if own})
-        if rule.moments:
-            splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
-            inner[position] = [
-                tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
-            ]
-    live = {v: (at, min(dies.get(v, at), count - 1)) for v, at in born.items()}
-    change = [0] * (count + 1)
-    for v, (at, end) in live.items():
-        change[at] += v.nbytes
-        change[end + 1] -= v.nbytes
-    totals = list(itertools.accumulate(change[:count]))
-    for position, moments in inner.items():
-        totals[position] += max(sum(nbytes for nbytes, _ in moment) for moment in moments)
-    found: list[Moment] = []
+    slices = [body.inputs[i] for i in layout.stacked_in]
+    made = {v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)}
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept | made)
+    in_memory = stored(body.equations, body.rules, (), kept | made)
+    told = Kernels()
+    inner: dict[Value, list[Moment]] = {}  # by the first value that the equation makes
+
+    for v in slices:  # taken from stacks where they are read, and copied if a library's kernel reads them
+        if v in in_memory:
+            told.run((), [(v, v.nbytes)])
+    for e in body.equations:
+        rule, moved = body.rules[e.id], traffic[e.id]
+        places = {k: None if i is None else e.inputs[i] for k, i in moved.places}
+        if rule.separable:
+            told.fence(zip(e.outputs, e.inputs, strict=True))
+            continue
+        written = [v for v, own in zip(e.outputs, moved.writes, strict=True) if own]
+        if e.generates and not rule.kernels:
+            written = []
+        taken = told.buffers(e.values)
+        if written:
+            if rule.moments:
+                splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+                inner[written[0]] = [
+                    tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
+                ]
+            held = max((sum(nbytes for nbytes, _ in moment) for moment in rule.moments), default=0)
+            makes = [(v, v.nbytes) for v in written]
+            if rule.kernels:
+                told.run_rounds(e.values, makes, places, held)
+            else:
+                told.run(e.values, makes, places={e.outputs[k]: place for k, place in places.items()})
+        for v in e.outputs:
+            if v not in written:
+                told.fuse(v, taken)
+    for v in kept:
+        told.leave(v)
+    found = live(told)
+    totals, count = held_by(found.ranges, told.sizes, found.order), len(found.order)
+    moments: list[Moment] = []
     for k in range(_STRETCHES):
         stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
         if not stretch:
             continue
         at = max(stretch, key=lambda p: totals[p])
-        held: dict[frozenset[int], int] = defaultdict(int)
-        for v, (first, last) in live.items():
-            if first <= at <= last:
-                held[_cut_by(v, numbered).union([in_pieces[v]] if v in in_pieces else [])] += v.nbytes
-        now = tuple((nbytes, factors) for factors, nbytes in held.items())
-        found += [(*now, *moment) for moment in inner.get(at, [()])]
-    return tuple(found)
+        held_here: dict[frozenset[int], int] = defaultdict(int)
+        for buffer, (first, last) in found.ranges.items():
+            if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
+                piece = [in_pieces[held_value]] if held_value in in_pieces else []
+                held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
+        now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
+        first_made: Any = told.values[found.order[at].makes[0]]
+        moments += [(*now, *moment) for moment in inner.get(first_made, [()])]
+    return tuple(moments)
 
 
 def _cut_by(v: Value, numbered: Sequence[tuple[int, Cut]]) -> frozenset[int]:

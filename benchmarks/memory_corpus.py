@@ -1,0 +1,210 @@
+"""What XLA sets aside for programs of many kinds, and a correction learned from it.
+
+Models other than those that `benchmarks.verify` holds plans by, or of other sizes, on other numbers of H100s. For each
+kind of program (`cost_model/xla_memory.py`) the factor is the weighted median of what XLA sets aside for temporaries
+over what was predicted, drawn towards 1 where programs are few. The held-out error is that of each family of models
+with the factors of all others. `--write` renews the data that the cost model reads.
+
+Needs XLA's compiler for NVIDIA GPUs: `pip install 'autopar[verify]'`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import pathlib
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from autopar import recipes
+from autopar.cost_model.program import temporaries
+from autopar.cost_model.xla_memory import program_kind
+from autopar.errors import UserError
+from autopar.finisher import Finisher
+from autopar.ir.method import Method
+from benchmarks import common
+from benchmarks.models import encoder_decoder, gpt, moe, unet, wide_resnet
+from benchmarks.verify import plan_on_h100s
+
+DATA = pathlib.Path(__file__).parent.parent / "cost_model" / "data" / "memory" / "gpu.json"
+_PRIOR = 3.0  # programs of factor 1 that each kind begins with
+_GPT = gpt.GPTConfig(32000, 512, 3, 1536, 12, dropout=0.0, dtype=jnp.bfloat16)
+_RESNET = wide_resnet.WideResNetConfig((1, 1, 2, 1), 128, 2, image_size=192, dtype=jnp.bfloat16)
+# The family, the module, its configuration, the optimizer, examples a device, whether a block can be computed again.
+_MODELS: Mapping[str, tuple[str, Any, Any, Callable[[], Any], int, bool]] = {
+    "gpt": ("gpt", gpt, _GPT, lambda: optax.adamw(1e-3), 8, True),
+    "gpt scanned": ("gpt", gpt, dataclasses.replace(_GPT, scan=True, num_layers=6), lambda: optax.sgd(1e-3), 8, True),
+    "moe": (
+        "moe", moe, moe.MoEConfig(16000, 512, 4, 768, 12, 8, 1024, dropout=0.0, dtype=jnp.bfloat16),
+        lambda: optax.adamw(1e-3), 8, True,
+    ),
+    "wresnet": ("wresnet", wide_resnet, _RESNET, lambda: optax.sgd(1e-3, momentum=0.9), 24, True),
+    "unet": (
+        "unet", unet, unet.UNetConfig(32, 128, (1, 2, 2), 1, dropout=0.0, dtype=jnp.bfloat16),
+        lambda: optax.adamw(1e-3), 32, False,
+    ),
+    "encoder and decoder": (
+        "encoder_decoder", encoder_decoder,
+        encoder_decoder.EncoderDecoderConfig(32000, 512, 256, 2, 1024, 16, 64, 2816, dropout=0.0, dtype=jnp.bfloat16),
+        lambda: optax.adafactor(1e-3), 8, True,
+    ),
+}  # fmt: skip
+_METHODS: Mapping[str, tuple[int, Method]] = {
+    "data parallel": (4, recipes.data_parallel(1)),
+    "ZeRO-3": (8, recipes.zero(3, 1)),
+    "tensor parallel": (4, recipes.megatron(1, 4, 1, 1)),
+    "pipeline": (8, recipes.megatron(2, 2, 2, 2)),
+}
+_COUPLED = {"wresnet"}  # whose batch norm needs all examples at once
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A program that was compiled."""
+
+    case: str
+    family: str
+    program: str
+    kind: str
+    rest: int  # bytes of arguments and results
+    predicted: int  # bytes of temporaries, uncorrected
+    found: int  # bytes of temporaries
+
+    @property
+    def weight(self) -> float:
+        """How much of the program's memory the prediction is."""
+        return self.predicted / max(1, self.rest + self.found)
+
+    def error(self, factors: Mapping[str, float]) -> float:
+        """Relative, of all bytes of the program."""
+        return (factors.get(self.kind, 1.0) * self.predicted - self.found) / max(1, self.rest + self.found)
+
+
+def cases() -> list[tuple[str, str, bool]]:
+    """Model, method, and whether blocks are computed again."""
+    return [
+        (model, method, remat)
+        for method, (_, how) in _METHODS.items()
+        for model, (*_, can) in _MODELS.items()
+        for remat in ((False, True) if can else (False,))
+        if model not in _COUPLED or how.num_microbatches == 1
+    ]
+
+
+def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
+    """Each program of a case that computes, and why there is none."""
+    common.use_virtual_devices(1)
+    model, method, remat = case
+    family, module, config, optimizer, per_device, can = _MODELS[model]
+    config = dataclasses.replace(config, remat=remat) if can else config
+    devices, how = _METHODS[method]
+    name = f"{model}, {method}, {'with' if remat else 'without'} remat"
+    with warnings.catch_warnings(action="ignore"):
+        try:
+            plan = plan_on_h100s(module, config, optimizer(), devices, per_device, how)
+            verdict = plan.verify_with_xla()
+        except UserError as error:
+            return [], f"{name}: {type(error).__name__}: {error}"
+    finisher = Finisher(plan.origin.analysis, plan.cluster)  # type: ignore[union-attr]
+    programs = {local.program.name: local for local in finisher.restore(plan)[1].programs}
+    rows = []
+    for check in verdict.programs:
+        local = programs[check.names[0]]
+        most = finisher.stages.prices.kind(local.mesh).combined_sums
+        if not check.names[0].startswith("bridge"):
+            rest, found = check.found.total - check.found.temporaries, check.found.temporaries
+            rows.append(Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, most), found))
+    return rows, name
+
+
+def fitted(rows: Sequence[Row]) -> dict[str, float]:
+    """The factor of each kind."""
+    kinds: dict[str, list[Row]] = defaultdict(list)
+    for row in rows:
+        if row.predicted and row.found:
+            kinds[row.kind].append(row)
+    found = {}
+    for kind, mine in sorted(kinds.items()):
+        logs = np.array([0.0] + [math.log(row.found / row.predicted) for row in mine])
+        weights = np.array([_PRIOR * np.mean([row.weight for row in mine])] + [row.weight for row in mine])
+        order = np.argsort(logs)
+        middle = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
+        found[kind] = round(float(np.exp(logs[order][middle])), 3)
+    return found
+
+
+def errors(rows: Sequence[Row], factors: Mapping[str, float]) -> list[float]:
+    """Absolute, relative."""
+    return [abs(row.error(factors)) for row in rows]
+
+
+def held_out(rows: Sequence[Row]) -> list[float]:
+    """The errors of each family's programs with the factors of all other families."""
+    found = []
+    for family in sorted({row.family for row in rows}):
+        factors = fitted([row for row in rows if row.family != family])
+        found += errors([row for row in rows if row.family == family], factors)
+    return found
+
+
+def _summary(found: Sequence[float]) -> dict[str, float]:
+    return {"median": round(float(np.median(found)), 4), "95th percentile": round(float(np.quantile(found, 0.95)), 4)}
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.memory_corpus", description="Learns what XLA's memory differs by from predictions."
+    )
+    parser.add_argument("--only", default="", help="cases whose name contains this text")
+    parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file, after each case")
+    parser.add_argument("--rows", type=pathlib.Path, help="take the rows of such a file instead of compiling")
+    parser.add_argument("--write", action="store_true", help="renew the data of the cost model")
+    arguments = parser.parse_args()
+
+    rows: list[Row] = []
+    if arguments.rows is not None:
+        rows = [Row(**row) for row in json.loads(arguments.rows.read_text(encoding="utf-8"))["rows"]]
+    else:
+        chosen = [case for case in cases() if arguments.only in ", ".join(map(str, case))]
+        for mine, text in common.each_in_a_process(compiled, chosen):
+            print(text, flush=True)
+            for row in mine:
+                print(f"  {row.program} ({row.kind}): {row.error({}):+.1%}", flush=True)
+            rows += mine
+            if arguments.json is not None and rows:
+                arguments.json.write_text(json.dumps(_results(rows), indent=1) + "\n", encoding="utf-8")
+    found = _results(rows)
+    print(json.dumps({name: found[name] for name in ("errors", "factors")}, indent=2))
+    if arguments.write:
+        data = {
+            "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over predicted ones",
+            "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100",
+            "date": str(datetime.date.today()), "programs": len(rows), "errors": found["errors"],
+            "factors": found["factors"],
+        }  # fmt: skip
+        DATA.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _results(rows: Sequence[Row]) -> dict[str, Any]:
+    factors = fitted(rows)
+    summary = {
+        "uncorrected": _summary(errors(rows, {})), "fitted": _summary(errors(rows, factors)),
+        "held out by family": _summary(held_out(rows)),
+    }  # fmt: skip
+    return {"machine": common.machine(), "errors": summary, "factors": factors,
+            "rows": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

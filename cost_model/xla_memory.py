@@ -1,0 +1,33 @@
+"""What XLA sets aside for temporaries beside what its schedule, as `order` knows it, needs: learned from programs.
+
+A factor for each kind of program, in a file for the compiler's backend that `python -m benchmarks.memory_corpus` makes.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import json
+from collections.abc import Mapping
+
+from autopar.ir.local import Compute, LocalProgram, Reread, Reshard
+
+
+def program_kind(local: LocalProgram) -> str:
+    """What makes XLA's figure differ: convolutions, sums over devices, what is computed or gathered again, loops."""
+    computed = [op for op in local.ops if isinstance(op, Compute)]
+    traits = {
+        "convolutions": any(op.product is not None and op.product.taps for op in computed),
+        "collectives": any(isinstance(op, Reshard) for op in local.ops),
+        "again": any(op.fence for op in computed) or any(isinstance(op, Reread) for op in local.ops),
+        "loops": any(op.kernels for op in computed),
+    }
+    return " ".join(name for name, has in traits.items() if has) or "plain"
+
+
+@functools.cache
+def memory_factors() -> Mapping[str, float]:
+    """By the kind of a program, for NVIDIA GPUs; of other kinds it is 1."""
+    file = importlib.resources.files("autopar.cost_model").joinpath("data").joinpath("memory").joinpath("gpu.json")
+    factors: Mapping[str, float] = json.loads(file.read_text(encoding="utf-8"))["factors"]
+    return factors

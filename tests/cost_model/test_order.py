@@ -1,0 +1,135 @@
+"""The order of kernels: against all orders of small programs, and by hand."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.cost_model.order import Combining, Kernels, Live, held_by, live
+
+SUM = Combining("sum", True)
+
+
+def most(told: Kernels, found: Live) -> int:
+    return max(held_by(found.ranges, told.sizes, found.order))
+
+
+def least(told: Kernels) -> int:
+    """Of all orders in which each kernel comes after what it needs."""
+    maker = {b: i for i, kernel in enumerate(told.kernels) for b in kernel.makes}
+    best = None
+    for order in itertools.permutations(range(len(told.kernels))):
+        position = {i: p for p, i in enumerate(order)}
+        needs = ((maker[b], i) for i in order for b in told.kernels[i].reads if b in maker)
+        if any(position[first] > position[then] for first, then in needs):
+            continue
+        now, here = 0, 0
+        for p, i in enumerate(order):
+            kernel = told.kernels[i]
+            now += sum(told.sizes[b] for b in kernel.makes)
+            here = max(here, now + kernel.held)
+            for b in {*kernel.reads, *kernel.makes}:
+                later = any(b in told.kernels[k].reads for k in order[p + 1 :])
+                if not later and b not in told.leaving:
+                    now -= told.sizes[b]
+        best = here if best is None else min(best, here)
+    assert best is not None
+    return best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_order_holds_less_than_the_best_and_most_hold_hardly_more(seed: int) -> None:
+    draw = random.Random(seed)
+    told = Kernels()
+    for i in range(6):
+        reads = [k for k in range(i) if draw.random() < 0.5]
+        told.run(reads, [(i, draw.randint(1, 9))], held=draw.randint(0, 3))
+    told.leave(5)
+    assert least(told) <= most(told, live(told)) <= 1.5 * least(told)
+
+
+def test_what_frees_most_comes_first() -> None:
+    """Each chain ends in one byte: one after the other they need 8 + 1, side by side 16."""
+    told = Kernels()
+    for k in range(2):
+        told.run([], [(("large", k), 8)])
+    for k in range(2):
+        told.run([("large", k)], [(("small", k), 1)])
+    told.run([("small", 0), ("small", 1)], [("result", 1)])
+    told.leave("result")
+    assert most(told, live(told)) == 8 + 1 + 1
+
+
+def test_a_fused_value_holds_what_it_is_computed_from() -> None:
+    told = Kernels()
+    told.run([], [("x", 4)])
+    told.fuse("y", told.buffers(["x"]))
+    told.run([], [("other", 2)])
+    told.run(["y", "other"], [("result", 1)])
+    told.leave("result")
+    found = live(told)
+    assert [len(kernel.reads) for kernel in found.order] == [0, 0, 2]
+    assert most(told, found) == 4 + 2 + 1
+
+
+def test_a_result_in_an_operands_place_is_no_second_buffer() -> None:
+    told = Kernels()
+    told.run([], [("zeros", 8)])
+    told.run(["zeros"], [("filled", 8)], places={"filled": "zeros"})
+    told.run(["filled"], [("result", 1)])
+    assert most(told, live(told)) == 8 + 1
+
+
+def test_a_loop_begins_with_zeros_in_the_place_of_what_its_rounds_fill() -> None:
+    told = Kernels()
+    told.run([], [("carry", 4)])
+    told.run_rounds(["carry"], [("last", 4), ("stack", 16)], {0: "carry", 1: None}, held=2)
+    assert len(told.kernels) == 3
+    assert most(told, live(told)) == 4 + 16 + 2
+
+
+def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
+    """A cotangent goes through layers, each with 10 bytes of residuals; gradients of 4 bytes are summed."""
+    told = Kernels()
+    told.run([], [(("cotangent", 0), 1)])
+    for k in range(layers):
+        how = Combining(keys[k], True) if keys else SUM
+        told.run([("cotangent", k)], [(("residual", k), 10)])
+        told.run([("cotangent", k), ("residual", k)], [(("cotangent", k + 1), 1)])
+        told.run([("cotangent", k), ("residual", k)], [(("gradient", k), 4)])
+        told.run([("gradient", k)], [(("sum", k), 4)], places={("sum", k): ("gradient", k)}, combining=how)
+        told.leave(("sum", k))
+    told.leave(("cotangent", layers))
+    return told
+
+
+def test_gradients_that_are_no_part_of_a_sum_wait_for_their_own() -> None:
+    """The sum of the first and the third needs nothing of the second: the residuals that this one reads are held."""
+    told = gradients(4, keys=("one", "other", "one", "other"))
+    residual = told.values.index(("residual", 1))
+
+    def held_at_the_first_sum(found: Live) -> bool:
+        first = next(p for p, kernel in enumerate(found.order) if len(kernel.makes) == 2)
+        return found.ranges[residual][0] < first < found.ranges[residual][1]
+
+    assert held_at_the_first_sum(live(told, 100))
+    assert most(told, live(told, 100)) > most(told, live(told))
+
+
+def test_sums_of_more_than_the_threshold_are_several() -> None:
+    told = gradients(4)
+    assert sum(kernel.combining is not None for kernel in live(told, 8).order) == 2
+    assert sum(kernel.combining is not None for kernel in live(told, 3).order) == 4
+
+
+def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
+    told = Kernels()
+    told.run([], [("x", 1)])
+    told.run(["x"], [("first", 1)], combining=SUM)
+    told.run(["first"], [("y", 1)])
+    told.run(["y"], [("second", 1)], combining=SUM)
+    told.leave("second")
+    assert len(live(told, 100).order) == 4
