@@ -22,15 +22,15 @@ import jax
 from click.shell_completion import CompletionItem
 from rich.console import Console
 
-from autopar import recipes
 from autopar.api import Parallelized, parallelize
 from autopar.arguments import RECIPES, Call, load_call, read_cluster, read_method
+from autopar.baselines import usual_methods
 from autopar.cost_model.hardware import preset_names
 from autopar.cost_model.targets import CPU, load_target, target_names, target_of
 from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
 from autopar.ir.comparison import Candidate, Comparison
 from autopar.ir.mesh import Cluster
-from autopar.ir.method import AUTO, Method
+from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.progress import ProgramBar
 from autopar.runtime.ahead import absent_gpus
@@ -342,21 +342,6 @@ def verify(
         verdict.save(output)
         click.echo(f"autopar: the verdict is in {output}", err=True)
     return verdict, verdict.fits
-
-
-def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
-    """What people would try on a cluster, with as many microbatches as is best."""
-    devices = min(host.num_devices for host in cluster.hosts)
-    hosts = cluster.num_devices // devices
-    found = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
-    if cluster.num_devices > 1:
-        found.append(recipes.megatron(hosts, devices, 1, 1))
-        if hosts > 1:
-            found.append(recipes.megatron(1, devices, hosts, 1))
-        elif devices % 2 == 0:
-            found.append(recipes.megatron(1, devices // 2, 2, 1))
-        found.append(recipes.inter_op_only())
-    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
 
 
 @_command

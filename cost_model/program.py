@@ -31,6 +31,20 @@ class ProgramCost:
         return self.compute + self.communication
 
 
+@dataclasses.dataclass(frozen=True)
+class OpCost:
+    """One operation of a program, once, on one device."""
+
+    compute: float  # seconds
+    communication: float  # seconds
+    flops: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
 def local_bytes(value: Value, sharding: Sharding, mesh: Mesh) -> int:
     """Bytes of one device's piece."""
     return (value.sum_nbytes if sharding.partial else value.nbytes) // math.prod(sharding.tiles(mesh))
@@ -43,36 +57,47 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
-    mesh = local.mesh
+    costs = op_costs(local, kind, price)
+    return ProgramCost(
+        sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
+        tuple(each for c in costs for each in c.collectives), temporaries(local, kind.combined_sums),
+    )  # fmt: skip
+
+
+def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
+    """The price of each operation of a program, in order."""
     sent = _sent(local)
+    return tuple(_op_cost(op, local.mesh, kind, price, sent) for op in local.ops)
+
+
+def _op_cost(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held]) -> OpCost:
     compute = communication = flops = 0.0
     collectives: list[Collective] = []
-    for op in local.ops:
-        if isinstance(op, Compute):
-            moved = _moved_bytes(op, mesh, sent)
-            dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
-            kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches),)
-            for k in kernels:
-                compute += compute_time(
-                    kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
-                    matmul=k.product is not None, share=product_share(kind, k.product),
-                ) + kind.launch_overhead * k.times  # fmt: skip
-            flops += op.flops
-            collectives += op.combined
-            communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)
-        elif isinstance(op, Accumulate):
-            compute += accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
-        elif isinstance(op, Reshard):
-            at = op.source
-            for step in op.steps:
-                axes = step_axes(step, mesh)
-                if axes:
-                    payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
-                    communication += price(step.kind, axes, payload)
-                    if payload and step.kind not in ("slice", "mask"):
-                        collectives.append(Collective(step.kind, axes, payload))
-                at = step_result(step, at)
-    return ProgramCost(compute, communication, flops, tuple(collectives), temporaries(local, kind.combined_sums))
+    if isinstance(op, Compute):
+        moved = _moved_bytes(op, mesh, sent)
+        dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
+        kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches),)
+        for k in kernels:
+            compute += compute_time(
+                kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
+                matmul=k.product is not None, share=product_share(kind, k.product),
+            ) + kind.launch_overhead * k.times  # fmt: skip
+        flops = op.flops
+        collectives += op.combined
+        communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
+    elif isinstance(op, Accumulate):
+        compute = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
+    elif isinstance(op, Reshard):
+        at = op.source
+        for step in op.steps:
+            axes = step_axes(step, mesh)
+            if axes:
+                payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
+                communication += price(step.kind, axes, payload)
+                if payload and step.kind not in ("slice", "mask"):
+                    collectives.append(Collective(step.kind, axes, payload))
+            at = step_result(step, at)
+    return OpCost(compute, communication, flops, tuple(collectives))
 
 
 _Held = tuple[Value, Sharding]

@@ -125,6 +125,7 @@ class Equation:
     phase: Phase  # what JAX's name stack says: FORWARD, BACKWARD, or UPDATE for neither
     source: str = ""  # file:line (function) of the user's code
     origin: tuple[int, int] = (-1, 0)  # the traced equation that it comes from, and the first round of its piece
+    again: bool = False  # of what the step's own `jax.checkpoint` computes once more
 
     def kernel_dtype(self, matmul: bool) -> str:
         """The type that it computes in: a product of matrices in that of its operands, whatever it gives."""

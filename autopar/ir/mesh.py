@@ -94,6 +94,11 @@ class Cluster:
             raise IndexError(f"device {device} of a cluster of {self.num_devices}")
         return bisect.bisect_right(self.host_bounds, device) - 1
 
+    def link_among(self, devices: Iterable[int]) -> Link:
+        """What these devices send over: their host's link, or the network if they are on several."""
+        hosts = set(map(self.host_of, devices))
+        return self.hosts[hosts.pop()].link if len(hosts) == 1 else self.network
+
     def kinds_of(self, devices: Iterable[int]) -> tuple[DeviceKind, ...]:
         """The distinct kinds of these devices."""
         hosts = dict.fromkeys(map(self.host_of, devices))
