@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | verify | compare | run TARGET`.
+"""The command line: `autopar plan | report | verify | compare | run TARGET`.
 
 Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
 """
@@ -14,7 +14,7 @@ import pathlib
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
 
 import click
@@ -32,6 +32,8 @@ from autopar.ir.comparison import Candidate, Comparison
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
+from autopar.ir.report import Report
+from autopar.ir.report_page import check_page
 from autopar.progress import ProgramBar
 from autopar.runtime.ahead import absent_gpus
 from autopar.timer import time_steps
@@ -158,6 +160,7 @@ def main(context: click.Context) -> None:
 
     \b
       autopar plan model:train --cluster dgx-h100:4 -o plan.json
+      autopar report model:train --plan plan.json --html report.html
       autopar verify model:train --plan plan.json
       autopar compare model:train --cluster dgx-a100
       autopar run model.py:train --devices 8
@@ -231,6 +234,15 @@ def _wake_cpus_only(cluster: Cluster | None) -> None:
         jax.config.update("jax_platforms", CPU)
 
 
+def _wake_targets(cluster: Cluster | None, chips: Collection[str]) -> None:
+    """Before the long search: say whether there are compilers for these chips, or CPU devices enough."""
+    if cluster is not None and CPU in chips:
+        _virtual_devices(cluster.num_devices)
+    _wake_cpus_only(cluster)
+    for each in set(chips) - {CPU}:
+        absent_gpus(load_target(each), 1, 1)
+
+
 def _planned(target: str, cluster: Cluster | None, method: Method | None, made: Plan | None) -> Plan:
     cluster = _one_cluster(cluster, method, made)
     step, call = _load(target, cluster)
@@ -260,15 +272,15 @@ def _virtual_devices(number: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _EveryRow:
-    """A plan whose tables are not cut short."""
+    """A plan or report whose tables are not cut short."""
 
-    plan: Plan
+    answer: Plan | Report
 
     def __str__(self) -> str:
-        return self.plan.to_text(max_rows=None)
+        return self.answer.to_text(max_rows=None)
 
     def to_json(self) -> str:
-        return self.plan.to_json()
+        return self.answer.to_json()
 
 
 @_command
@@ -302,6 +314,54 @@ def plan(
 @_cluster_option
 @_method_option
 @_plan_option
+@click.option("--html", "page", type=OUTPUT, help="Write one page that needs no network (needs autopar[report]).")
+@click.option(
+    "--trace", type=OUTPUT, help="Write the timeline for Perfetto (ui.perfetto.dev) and Chrome's about:tracing."
+)
+@click.option("--against", type=PLAN, help="Say what differs from the plan in this file.")
+@click.option("--compare/--no-compare", default=False, help="Plan by every usual recipe, too; takes as long for each.")
+@click.option("--verify/--no-verify", default=False, help="Compile every program by XLA, as `autopar verify` does.")
+@click.option(
+    "--explain", type=click.IntRange(min=0), default=12, show_default=True,
+    help="Of so many operators, say what other shardings would cost.",
+)  # fmt: skip
+@click.option("--all", "every_row", is_flag=True, help="Print all rows of the tables.")
+def report(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, page: pathlib.Path | None,
+    trace: pathlib.Path | None, against: Plan | None, compare: bool, verify: bool, explain: int, every_row: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Say all that is known and predicted of a plan: where time and memory go, and why.
+
+    Step time, throughput, utilisation, memory, the pipeline's timeline, layers, operators with their shardings and what
+    others would cost, collectives by link, where each leaf lies, and what was verified.
+
+    \b
+      autopar report model:train --cluster dgx-h100:4 --html report.html
+      autopar report model:train --plan plan.json --compare --verify --html report.html
+      autopar report model:train --plan after.json --against before.json --trace step.trace.json
+    """
+    if page is not None:
+        check_page()  # before the long search
+    known = cluster or (None if made is None else made.cluster)
+    if verify and known is not None:
+        _wake_targets(known, {target_of(host.kind) for host in known.hosts})
+    planned = _planned(target, cluster, method, made)
+    shown = sys.stderr.isatty()
+    verdict = planned.verify_with_xla(show_progress=shown) if verify else None
+    found = planned.report(compare=compare, verification=verdict, against=against, explain=explain, show_progress=shown)
+    if page is not None:
+        found.save(page)
+        click.echo(f"autopar: the report is in {page}", err=True)
+    if trace is not None:
+        found.save_trace(trace)
+        click.echo(f"autopar: the timeline is in {trace}", err=True)
+    return (_EveryRow(found) if every_row else found), verdict is None or verdict.fits
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
 @click.option(
     "--target", "chip", type=CHIP,
     help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
@@ -329,11 +389,7 @@ def verify(
     """
     known = cluster or (None if made is None else made.cluster)
     chips = {chip} if chip is not None else {target_of(host.kind) for host in known.hosts} if known else set()
-    if known is not None and CPU in chips:
-        _virtual_devices(known.num_devices)
-    _wake_cpus_only(known)
-    for each in chips - {CPU}:
-        absent_gpus(load_target(each), 1, 1)  # says whether the compiler is there, before the long search
+    _wake_targets(known, chips)
     planned = _planned(target, cluster, method, made)
     if chip == CPU:
         _virtual_devices(max(stage.mesh.size for stage in planned.stages))

@@ -13,18 +13,31 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from autopar.cost_model.compute import peak_flops
 from autopar.cost_model.program import OpCost, local_bytes, op_costs
 from autopar.cost_model.reshard import SUM_KINDS
 from autopar.cost_model.timeline import Timeline, memory_over_time
 from autopar.finisher import Finisher
+from autopar.ir.build import source_of
 from autopar.ir.graph import Equation, Graph, Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Reread, Reshard
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.report import Copying, Details, Group, Layer, LinkUse, MemoryCurve, Operator, Report, Span, Split
+from autopar.ir.report_record import (
+    Copying,
+    Details,
+    Group,
+    Layer,
+    LinkUse,
+    MemoryCurve,
+    Operator,
+    ReportRecord,
+    Span,
+    Split,
+)
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import bytes_text
 from autopar.ir.why import Why
@@ -61,16 +74,19 @@ def gather_details(
         )
         for local in lowered.programs
     )  # fmt: skip
-    groups = Report(plan, None).groups
+    groups = ReportRecord(plan, None).groups
     parameters = _parameters(layered.analysis.graph, plan)
     layers, layer_of = _layers(layered, lowered, plan)
     rows = _operators(lowered, programs, layer_of)
     solved = Solved(finisher, plan, layered, lowered, tied=True)
-    operators = []
-    for row in rows[:_MOST_OPERATORS]:
-        whys = row.why(solved) if most_explained > 0 else ()
-        most_explained -= bool(whys)
-        operators.append(row.operator(whys))
+    listed = rows[:_MOST_OPERATORS]
+    whys: dict[int, Sequence[Why]] = {}
+    for k in sorted(range(len(listed)), key=lambda k: not listed[k].is_heavy):
+        if len(whys) == most_explained:
+            break
+        if found := listed[k].why(solved):
+            whys[k] = found
+    operators = [row.operator(whys.get(k, ())) for k, row in enumerate(listed)]
     model_flops, ideal_seconds = _model_flops(finisher.graph, plan.cluster)
     return plan, Details(
         model_flops, ideal_seconds,
@@ -120,6 +136,7 @@ class _Priced:
         return self.launch + sum(cost.seconds for cost in self.costs)
 
 
+_ROUNDING = 1e-9  # relative: sums of seconds in another order may differ by this
 _FUSED = (Phase.FORWARD, Phase.UPDATE)  # phases of programs that may have equations of several
 
 
@@ -138,7 +155,9 @@ def _split(group: Group, programs: Sequence[_Priced], timeline: Timeline) -> Spl
                 resharding += program.runs * cost.communication
             else:
                 collectives += program.runs * cost.communication
-    idle = max(0.0, timeline.makespan - compute - collectives - resharding - launches)
+    idle = timeline.makespan - compute - collectives - resharding - launches
+    if idle < _ROUNDING * timeline.makespan:
+        idle = 0.0
     waiting = min(idle, _waiting(group, timeline))
     return Split(group.stages, group.devices, compute, collectives, resharding, launches, waiting, idle - waiting)
 
@@ -287,7 +306,7 @@ def _layers(layered: Layered, lowered: LoweredStep, plan: Plan) -> tuple[tuple[L
     owner: dict[Value, int] = {}  # the layer that reads a parameter first
     made = {v: layer_of[e.id] for e in forward for v in e.outputs}
     layers = []
-    reads: list[Counter[tuple[int, bool]]] = [Counter() for _ in runs]
+    read: list[Counter[tuple[int, bool]]] = [Counter() for _ in runs]
     given: list[dict[Value, None]] = [{} for _ in runs]
     of_layer = [0] * len(runs)
     for k, (_, alike) in enumerate(runs):
@@ -299,10 +318,10 @@ def _layers(layered: Layered, lowered: LoweredStep, plan: Plan) -> tuple[tuple[L
                         owner[leaf] = k
                         of_layer[k] += leaf.nbytes
                     elif owner[leaf] != k and leaf not in seen:
-                        reads[k][owner[leaf], True] += leaf.nbytes
+                        read[k][owner[leaf], True] += leaf.nbytes
                     seen.add(leaf)
                 if made.get(v, k) != k and v not in seen:
-                    reads[k][made[v], False] += v.nbytes * m
+                    read[k][made[v], False] += v.nbytes * m
                     given[made[v]][v] = None
                     seen.add(v)
     for k, (_, alike) in enumerate(runs):
@@ -311,7 +330,7 @@ def _layers(layered: Layered, lowered: LoweredStep, plan: Plan) -> tuple[tuple[L
             Layer(
                 _name_of(first, work), placed_at[first[0].id][1], len(alike), len(first), of_layer[k] // len(alike),
                 m * sum(map(work, first)), m * sum(v.nbytes for v in given[k]),
-                tuple((source, nbytes, shared) for (source, shared), nbytes in sorted(reads[k].items())),
+                tuple((source, nbytes, shared) for (source, shared), nbytes in sorted(read[k].items())),
             )
         )  # fmt: skip
     # What belongs to a layer in other phases: what reads its values or parameters, and what follows from that.
@@ -341,21 +360,40 @@ def _roots(layered: Layered) -> Mapping[Value, frozenset[Value]]:
 
 
 _FUNCTION = re.compile(r"\(([^()]*)\)")
+_MOST_NAMES = 3  # of functions, for a layer
+_LEAST_SHARE = 0.02  # of its work
 
 
 def _name_of(equations: Sequence[Equation], work: Callable[[Equation], float]) -> str:
-    """The functions of the user's code that do most of the work, in their order, or else its operators."""
-    done: Counter[str] = Counter()
+    """The functions of the user's code that do most of the work, in their order, or else its operators; and loops."""
+    done: dict[str, float] = defaultdict(float)
+    loops = []
     for eqn in equations:
-        named = _FUNCTION.findall(eqn.source)
-        done[named[0].split(".")[-1] if named else eqn.primitive.name] += work(eqn) or 1e-9
-    heaviest = {name for name, _ in done.most_common(_MOST_NAMES)}
+        sources = [*_sources_inside(eqn.params)] or [eqn.source]
+        for source in sources:
+            named = _FUNCTION.findall(source)
+            name = named[0].split(".")[-1] if named else eqn.primitive.name
+            done[name] += (work(eqn) or _LIGHT) / len(sources)
+        if eqn.primitive.name == "scan" and work(eqn) > _LEAST_SHARE * sum(map(work, equations)):
+            loops.append(f"scan of {eqn.params['length']} rounds")
+    heaviest = sorted(done, key=lambda name: -done[name])[:_MOST_NAMES]
     total = sum(done.values())
-    return ", ".join(name for name in done if name in heaviest and done[name] > _LEAST_SHARE * total)
+    names = ", ".join(name for name in done if name in heaviest and done[name] > _LEAST_SHARE * total)
+    return f"{names} ({', '.join(loops)})" if loops else names
 
 
-_MOST_NAMES = 3  # of functions, for a layer
-_LEAST_SHARE = 0.02  # of its work
+_LIGHT = 1e-9  # the work of an equation that does none
+_HEAVY_PRIMITIVES = ("dot_general", "conv_general_dilated")
+
+
+def _sources_inside(params: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of the products inside the body of an equation."""
+    for value in params.values():
+        jaxpr = getattr(value, "jaxpr", value)
+        for eqn in getattr(jaxpr, "eqns", ()):
+            if eqn.primitive.name in _HEAVY_PRIMITIVES:
+                yield source_of(eqn)
+            yield from _sources_inside(eqn.params)
 
 
 # Operators
@@ -374,6 +412,7 @@ class _Row:
     collectives: tuple[str, ...]
     runs: int
     example: tuple[int, int, Equation] | None  # stage, program, equation
+    is_heavy: bool  # a product, a convolution, or an equation with a body
     count: int = 0
     layers: set[int] = dataclasses.field(default_factory=set)
     compute: dict[int, float] = dataclasses.field(default_factory=lambda: defaultdict(float))  # by stage
@@ -464,9 +503,11 @@ def _row(
         assert isinstance(op, Accumulate)
         operands, results = [_array(op.addend, op.sharding)], [_array(op.total, op.sharding)]
         name, example = f"add to the sum{f' of {eqn.primitive.name}' if eqn is not None else ''}", None
+    is_heavy = isinstance(op, Compute) and (op.product is not None or bool(op.kernels))
     return _Row(
-        name, source, phase, program.local.mesh, tuple(operands), tuple(results), collectives, program.runs, example
-    )
+        name, source, phase, program.local.mesh, tuple(operands), tuple(results), collectives, program.runs, example,
+        is_heavy,
+    )  # fmt: skip
 
 
 def _array(value: Value, sharding: Sharding) -> str:

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.finisher import Finisher
-from autopar.ir.graph import Equation
+from autopar.ir.graph import Equation, Phase
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import schedule_for
 from autopar.ir.strategy import Lane
@@ -24,6 +24,7 @@ from autopar.passes.intra_op.solve import solve
 from autopar.passes.lower import LoweredStep
 
 _SECONDS = 0.2  # the work limit of the solver for each alternative
+_TIED_SECONDS = 0.02  # .. where alike operators choose alike
 _GAP = 0.002  # relative to the stage's seconds
 
 
@@ -66,13 +67,14 @@ class Solved:
     def __init__(
         self, finisher: Finisher, plan: Plan, layered: Layered, lowered: LoweredStep, *, tied: bool = False
     ) -> None:
-        self._make = lambda stage: _Stage(finisher, plan, layered, lowered, stage, tied)
+        self._of = (finisher, plan, layered, lowered)
+        self._tied = tied
         self._stages: dict[int, _Stage] = {}
 
     def why(self, stage: int, program: int, eqn: Equation, most: int | None = None) -> list[Why]:
         """One for each lane of an operator, with at most so many alternatives: those that could be best."""
         if stage not in self._stages:
-            self._stages[stage] = self._make(stage)
+            self._stages[stage] = _Stage(*self._of, stage, self._tied)
         return self._stages[stage].why(program, eqn, most)
 
 
@@ -108,7 +110,8 @@ class _Stage:
                 self._alternative(node, options, k, base, self._forced(node, k)) for k in self._likely(node, mine, most)
             ]
             others.sort(key=lambda one: one.stage_seconds)
-            phase = self.phases[program]
+            # A program of several phases is named by the first.
+            phase = eqn.phase if self.phases[program] in (Phase.FORWARD, Phase.UPDATE) else self.phases[program]
             found.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, chosen, tuple(others)))
         return found
 
@@ -132,7 +135,8 @@ class _Stage:
         start[node] = strategy
         problem = dataclasses.replace(self.problem.numbers, costs=costs).problem(self.in_flight)
         try:
-            return solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GAP, start=start).choice
+            seconds = _TIED_SECONDS if self.tied else _SECONDS
+            return solve(problem, seconds=seconds, patience=PATIENCE, gap=_GAP, start=start).choice
         except Infeasible as error:
             return error
 

@@ -72,7 +72,7 @@ class Plan(PlanRecord):
 
     def report(
         self, *, compare: bool = False, verification: Verification | None = None, against: Plan | None = None,
-        explain: int = 6, show_progress: bool = False,
+        explain: int = 12, show_progress: bool = False,
     ) -> Report:  # fmt: skip
         """All that is known and predicted of the plan: `print` it, or `save("report.html")` one page of it.
 
@@ -87,7 +87,7 @@ class Plan(PlanRecord):
         that knows its step.
 
         Raises:
-          ReportError: `explain` is no whole number of 0 or more, or the plan was read from a file and shall be compared.
+          ReportError: `explain` is no whole number of 0 or more, or a plan from a file shall be compared.
           PlanMismatchError: the plan was edited inconsistently.
         """
         if type(explain) is not int or explain < 0:

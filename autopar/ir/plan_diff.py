@@ -24,8 +24,8 @@ class Change:
     @staticmethod
     def of(what: str, mine: Any, other: Any, text: Callable[[Any], str] = str) -> Change:
         both = all(isinstance(x, int | float) and x > 0 for x in (mine, other))
-        texts = ("-" if x is None else text(x) for x in (mine, other))
-        return Change(what, mine, other, *texts, mine / other if both else None)
+        here, there = ("-" if x is None else text(x) for x in (mine, other))
+        return Change(what, mine, other, here, there, mine / other if both else None)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import ReportError
 from autopar.ir.plan_record import LeafPlan
 from autopar.ir.plan_text import fold
+from autopar.ir.report_json import report_to_json
 from autopar.ir.report_text import NEEDS_STEP, PART_TITLES, PREDICTED, rate_text, sharding_of
 from autopar.ir.report_trace import trace_json
 from autopar.ir.units import bytes_text, count_text, metric_text, ranges_text, seconds_text
 from autopar.ir.verification import LEFT_OUT
 
 if TYPE_CHECKING:
-    from autopar.ir.report import Details, MemoryCurve, Operator, Report
+    from autopar.ir.report_record import Details, MemoryCurve, Operator, ReportRecord
     from autopar.ir.why import Alternative, Why
 
 _NEEDED = ("bokeh", "jinja2")
@@ -59,14 +60,21 @@ _PART_MEANINGS = {
 }
 
 
-def page(report: Report) -> str:
+def check_page() -> None:
+    """Raise ReportError if what writes and draws the page is not installed."""
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        raise ReportError(
+            f"a report as a page needs {' and '.join(missing)}, not installed: pip install 'autopar[report]'."
+        )
+
+
+def page(report: ReportRecord) -> str:
     """The page.
 
     Raises:
       ReportError: Bokeh or Jinja2 is not installed.
     """
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise ReportError(f"an HTML report needs {' and '.join(missing)}, not installed: pip install 'autopar[report]'.")
+    check_page()
     import jinja2
     from markupsafe import Markup
 
@@ -99,7 +107,7 @@ def _download(text: str) -> str:
 # What the template shows
 
 
-def _context(report: Report) -> dict[str, Any]:
+def _context(report: ReportRecord) -> dict[str, Any]:
     plan, details, fullest = report.plan, report.details, report.fullest
     colours = _stage_colours(len(plan.stages))
     split = report.split
@@ -121,7 +129,9 @@ def _context(report: Report) -> dict[str, Any]:
         "part_colours": _PART_COLOURS,
         "meanings": _PART_MEANINGS,
         "split": None if split is None else _bar(split.parts),
-        "splits": [] if details is None else [(_group_name(s.stages, s.devices), _bar(s.parts)) for s in details.splits],
+        "splits": []
+        if details is None
+        else [(_group_name(s.stages, s.devices), _bar(s.parts)) for s in details.splits],
         "phases": _phases_met(details),
         "kinds": _KINDS,
         "memory_bars": _memory_bars(report),
@@ -141,7 +151,7 @@ def _context(report: Report) -> dict[str, Any]:
         "needs_step": NEEDS_STEP,
         "predicted": PREDICTED,
         "trace": None if details is None else _download(trace_json(report)),
-        "json": _download(report.to_json()),
+        "json": _download(report_to_json(report)),
         "file": re.sub(r"\W+", "-", plan.function).strip("-") or "plan",
     }
 
@@ -162,7 +172,7 @@ def _phases_met(details: Details | None) -> dict[str, tuple[str, str]]:
     return {name: value for name, value in _PHASES.items() if name in met}
 
 
-def _memory_bars(report: Report) -> list[dict[str, Any]]:
+def _memory_bars(report: ReportRecord) -> list[dict[str, Any]]:
     """By group of devices: bytes by kind at the peak that the plan counts with, as shares of the capacity."""
     found = []
     for k, group in enumerate(report.groups):
@@ -186,7 +196,7 @@ def _memory_bars(report: Report) -> list[dict[str, Any]]:
     return found
 
 
-def _stage_rows(report: Report) -> list[dict[str, Any]]:
+def _stage_rows(report: ReportRecord) -> list[dict[str, Any]]:
     plan = report.plan
     return [
         {
@@ -235,7 +245,7 @@ def _links(details: Details) -> list[dict[str, Any]]:
     return sorted(found, key=lambda row: -row["seconds"])
 
 
-def _comparison(report: Report) -> list[dict[str, Any]]:
+def _comparison(report: ReportRecord) -> list[dict[str, Any]]:
     if report.comparison is None:
         return []
     times = [each.plan.step_time for each in report.comparison.candidates if each.plan is not None]
@@ -253,8 +263,9 @@ def _comparison(report: Report) -> list[dict[str, Any]]:
 # Operators
 
 
-def _operator(each: Operator, report: Report, colours: Sequence[str]) -> dict[str, Any]:
-    step = report.plan.step_time or 1.0
+def _operator(each: Operator, report: ReportRecord, colours: Sequence[str]) -> dict[str, Any]:
+    assert report.details is not None, "there are operators"
+    step, longest = report.plan.step_time or 1.0, report.details.operators[0].seconds or 1.0
     where = _short(each.source)
     whys = [_why(why) for why in each.whys]
     searchable = (each.name, each.source, each.phase, *(f"stage {s}" for s in each.stages), *each.operands,
@@ -264,7 +275,7 @@ def _operator(each: Operator, report: Report, colours: Sequence[str]) -> dict[st
         "colour": _PHASES.get(each.phase, ("", _GREY))[1], "stages": ranges_text(each.stages),
         "stage_colour": colours[each.stages[0]], "layers": " ".join(map(str, each.layers)), "mesh": each.mesh,
         "count": each.count, "runs": each.runs, "compute": each.compute, "communication": each.communication,
-        "share": each.seconds / step, "collectives": each.collectives,
+        "share": each.seconds / step, "length": each.seconds / longest, "collectives": each.collectives,
         "operands": [array.rpartition(" ")[::2] for array in each.operands],
         "results": [array.rpartition(" ")[::2] for array in each.results],
         "sharding": _abbreviated([sharding_of(a) for a in each.operands], [sharding_of(a) for a in each.results]),
@@ -337,7 +348,7 @@ def _because(one: Alternative) -> str:
 
 # The graph of layers, as SVG: a column of layers, what they hand on beyond the next one as arcs beside it.
 
-_NODE = (8, 236, 38, 16)  # left, width, height, gap
+_NODE = (6, 266, 38, 16)  # left, width, height, gap
 _GRAPH_WIDTH = 350
 
 
@@ -349,20 +360,20 @@ def _graph(details: Details, colours: Sequence[str]) -> dict[str, Any]:
     longest = max((k - s for k, layer in enumerate(details.layers) for s, _, _ in layer.reads), default=1)
     for k, layer in enumerate(details.layers):
         top = gap / 2 + k * (height + gap)
+        what = f"{bytes_text(layer.parameters)} of parameters, {metric_text(layer.flops, 'FLOP')} forward per step"
         name = layer.name + (f"  ×{layer.count}" if layer.count > 1 else "")
-        facts = f"{bytes_text(layer.parameters)} state · {metric_text(layer.flops, 'FLOP')}"
+        facts = f"{bytes_text(layer.parameters)} · {metric_text(layer.flops, 'FLOP')}"
         each = " each" if layer.count > 1 else ""
         nodes.append(
             {
                 "number": k, "top": top, "name": name if len(name) <= _LABEL else f"{name[: _LABEL - 1]}…",
                 "facts": facts + each, "stage": layer.stage, "colour": colours[layer.stage],
                 "title": f"Layer {k}, stage {layer.stage}: {name}, {count_text(layer.operators, 'operator')}{each}, "
-                f"{facts} forward per step{each}, hands on {bytes_text(layer.handed_on)}",
+                f"{what}{each}, hands on {bytes_text(layer.handed_on)}",
             }
         )  # fmt: skip
         for source, nbytes, shared in layer.reads:
-            what = "shared state" if shared else "per step"
-            title = f"layer {source} → layer {k}: {bytes_text(nbytes)} {what}"
+            title = f"layer {source} → layer {k}: {bytes_text(nbytes)} {'shared state' if shared else 'per step'}"
             thick = 1 + 2.5 * math.log2(1 + nbytes) / math.log2(1 + most)
             y0, y1 = (gap / 2 + n * (height + gap) + height * share for n, share in ((source, 1.0), (k, 0.0)))
             if k == source + 1 and not shared:
@@ -381,7 +392,7 @@ def _graph(details: Details, colours: Sequence[str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_LABEL = 32  # characters in a node
+_LABEL = 38  # characters in a node
 
 
 def _stage_colours(count: int) -> list[str]:
@@ -427,7 +438,7 @@ def _drawn_text(details: Details | None) -> str:
     return f"Drawn are the first and the last microbatches, {drawn:,} of {there:,} events; the trace has all."
 
 
-def _data(report: Report) -> dict[str, Any]:
+def _data(report: ReportRecord) -> dict[str, Any]:
     """What the page's own script reads."""
     plan, details = report.plan, report.details
     leaves = [
@@ -441,7 +452,7 @@ def _data(report: Report) -> dict[str, Any]:
     }
 
 
-def _figures(report: Report) -> tuple[str, dict[str, str]]:
+def _figures(report: ReportRecord) -> tuple[str, dict[str, str]]:
     """Scripts, and where each figure goes."""
     details = report.details
     if details is None:
@@ -455,7 +466,7 @@ def _figures(report: Report) -> tuple[str, dict[str, str]]:
 
 
 def _figure(**options: Any) -> Any:
-    """A figure of the page's style, zoomed along time by dragging, by pinching, or by the wheel with the control key."""
+    """A figure of the page's style, zoomed along time by dragging, pinching, or the wheel with the control key."""
     from bokeh.models import BoxZoomTool, PanTool, ResetTool, SaveTool, WheelZoomTool
     from bokeh.plotting import figure
 
@@ -482,7 +493,7 @@ def _figure(**options: Any) -> Any:
     return plot
 
 
-def _timeline(report: Report, details: Details) -> Any:
+def _timeline(report: ReportRecord, details: Details) -> Any:
     """A row for each group of devices: its programs, and lines for what is sent."""
     from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
 
@@ -490,9 +501,10 @@ def _timeline(report: Report, details: Details) -> Any:
     groups = report.groups
     spans, copies = _drawn(details)
     end = report.plan.step_time * scale
-    whole = Range1d(0, end, bounds=(-0.02 * end, 1.02 * end), name="timeline-range")
+    whole = Range1d(start=0, end=end, bounds=(-0.02 * end, 1.02 * end), name="timeline-range")
     plot = _figure(
-        height=max(170, min(640, 70 + 34 * len(groups))), x_range=whole, y_range=Range1d(-len(groups) + 0.4, 0.6),
+        height=max(170, min(640, 70 + 34 * len(groups))), x_range=whole,
+        y_range=Range1d(start=0.4 - len(groups), end=0.6),
         x_axis_label=f"{unit} since the step began", name="timeline",
     )  # fmt: skip
     plot.yaxis.ticker = FixedTicker(ticks=[-k for k in range(len(groups))][:: max(1, len(groups) // 24)])
@@ -540,20 +552,21 @@ def _timeline(report: Report, details: Details) -> Any:
 _FAR = 0.4  # of the capacity: peaks below it are drawn without the line of the capacity
 
 
-def _memory(report: Report, details: Details) -> Any:
+def _memory(report: ReportRecord, details: Details) -> Any:
     """What one group of devices holds, by kind; the page's script puts another group's in its place."""
-    from bokeh.models import ColumnDataSource, HoverTool, Label, Range1d, Span
+    from bokeh.models import ColumnDataSource, HoverTool, Range1d
+    from bokeh.models.annotations import Label, Span
 
     unit, scale = _unit(report.plan.step_time)
     fullest = [group.devices for group in report.groups].index(report.fullest.devices)
     columns = [_memory_columns(curve, report.plan.step_time) for curve in details.memory]
     capacity = max(curve.capacity for curve in details.memory) / _GIB
-    peak = max(max(column["tops"]) for column in columns)
+    peak = max(column["peak"] for column in columns)
     shows = peak >= _FAR * capacity
     end = report.plan.step_time * scale
     plot = _figure(
-        height=300, x_range=Range1d(0, end, bounds=(-0.02 * end, 1.02 * end)),
-        y_range=Range1d(0, 1.08 * max(peak, capacity if shows else 0.0) or 1.0, name="memory-range"),
+        height=300, x_range=Range1d(start=0, end=end, bounds=(-0.02 * end, 1.02 * end)),
+        y_range=Range1d(start=0, end=1.08 * max(peak, capacity if shows else 0.0) or 1.0),
         x_axis_label=f"{unit} since the step began", y_axis_label="GiB on each device", name="memory",
     )  # fmt: skip
     plot.ygrid.grid_line_color = "#eceff3"
@@ -561,11 +574,14 @@ def _memory(report: Report, details: Details) -> Any:
     quads = plot.quad(left="left", right="right", top="top", bottom="bottom", fill_color="colour", line_color=None,
                       source=source)  # fmt: skip
     if shows:
-        line = {"line_color": "#3d4551", "line_dash": "dashed", "line_width": 1.5}
-        plot.add_layout(Span(location=capacity, dimension="width", **line))
+        plot.add_layout(
+            Span(location=capacity, dimension="width", line_color="#3d4551", line_dash="dashed", line_width=1.5)
+        )
         plot.add_layout(Label(x=0, y=capacity, x_offset=6, y_offset=2, text=f"capacity {capacity:.1f} GiB",
                               text_font_size="12px", text_color="#3d4551"))  # fmt: skip
-    plot.add_tools(HoverTool(renderers=[quads], tooltips=[("", "@kind"), ("held", "@held"), ("in all", "@total")]))
+    plot.add_tools(
+        HoverTool(renderers=[quads], tooltips=[("", "@kind"), ("held", "@held"), ("up to", "@top{0.00} GiB")])
+    )
     return plot
 
 
@@ -582,46 +598,47 @@ def _memory_columns(curve: MemoryCurve, step_time: float) -> dict[str, Any]:
     together = math.ceil(len(changes) / _MOST_CHANGES)
     for at in range(0, len(changes), together):
         some = changes[at : at + together]
-        start, stop, activations, temporaries = some[0][0], some[-1][1], *max((c[2:] for c in some), key=sum)
-        if merged and merged[-1][2:] == [activations, temporaries]:
-            merged[-1][1] = stop
-        elif stop > start:
-            merged.append([start, stop, activations, temporaries])
+        activations, temporaries = max((change[2:] for change in some), key=sum)
+        merged.append([some[0][0], some[-1][1], activations, temporaries])
 
     def rounded(number: float) -> float:
         return float(f"{number:.6g}")
 
-    whole = sum(base.values())
+    def runs(*which: int) -> list[list[float]]:
+        """Without seams between neighbours of the same height."""
+        found: list[list[float]] = []
+        for start, stop, *held in merged:
+            sizes = [rounded(held[k] / _GIB) for k in which]
+            if found and found[-1][2:] == sizes:
+                found[-1][1] = rounded(stop * scale)
+            elif stop > start:
+                found.append([rounded(start * scale), rounded(stop * scale), *sizes])
+        return found
+
     return {
         "base": [[kind, rounded(nbytes / _GIB)] for kind, nbytes in base.items()],
-        "changes": [
-            [rounded(a * scale), rounded(b * scale), rounded(c / _GIB), rounded(d / _GIB)] for a, b, c, d in merged
-        ],
-        "tops": [(whole + c + d) / _GIB for _, _, c, d in merged] or [whole / _GIB],
+        "activations": runs(0),
+        "temporaries": runs(0, 1),
+        "peak": rounded((sum(base.values()) + max(c + d for _, _, c, d in merged)) / _GIB),
         "end": rounded(step_time * scale),
-    }  # fmt: skip
+    }
 
 
 def _quads(columns: dict[str, Any]) -> dict[str, list[Any]]:
     """As the page's script makes them for other groups."""
-    found: dict[str, list[Any]] = {
-        name: [] for name in ("left", "right", "bottom", "top", "colour", "kind", "held", "total")
-    }
+    found: dict[str, list[Any]] = {name: [] for name in ("left", "right", "bottom", "top", "colour", "kind", "held")}
     base = 0.0
-    most = f"{max(columns['tops']):.2f} GiB at most"
 
-    def add(left: float, right: float, bottom: float, size: float, kind: str, total: str) -> None:
-        values = (left, right, bottom, bottom + size, _KINDS[kind], kind, f"{size:.2f} GiB", total)
+    def add(left: float, right: float, bottom: float, size: float, kind: str) -> None:
+        values = (left, right, bottom, bottom + size, _KINDS[kind], kind, f"{size:.2f} GiB")
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
 
     for kind, size in columns["base"]:
-        add(0.0, columns["end"], base, size, kind, most)
+        add(0.0, columns["end"], base, size, kind)
         base += size
-    for left, right, activations, temporaries in columns["changes"]:
-        total = f"{base + activations + temporaries:.2f} GiB"
-        if activations:
-            add(left, right, base, activations, "activations", total)
-        if temporaries:
-            add(left, right, base + activations, temporaries, "temporaries", total)
+    for left, right, size in columns["activations"]:
+        add(left, right, base, size, "activations")
+    for left, right, below, size in columns["temporaries"]:
+        add(left, right, base + below, size, "temporaries")
     return found

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from autopar.ir.plan_diff import Change, PlanDiff
-    from autopar.ir.report import Details, Report
+    from autopar.ir.report_record import Details, ReportRecord
 
 NEEDS_STEP = (
     "This plan was read from a file. Where the time goes, memory over time, layers, operators and links need its step: "
     "report on step.plan(state, batch, method=plan), which is the same plan."
 )
 PREDICTED = (
-    "Nothing here was verified: all times and bytes are predictions. plan.verify_with_xla() holds them against XLA."
+    "Nothing here was verified: all times and bytes are predictions. plan.verify_with_xla() holds memory, and what is "
+    "sent, against XLA."
 )
 PART_TITLES = {
     "compute": "compute",
@@ -36,7 +37,7 @@ PART_TITLES = {
 }
 
 
-def report_parts(report: Report, max_rows: int | None) -> list[RenderableType]:
+def report_parts(report: ReportRecord, max_rows: int | None) -> list[RenderableType]:
     """What a report prints, with at most so many rows a table."""
     plan, details = report.plan, report.details
     parts: list[RenderableType] = [Text("\n".join(answer_lines(report))), Text()]
@@ -56,7 +57,7 @@ def report_parts(report: Report, max_rows: int | None) -> list[RenderableType]:
     return parts
 
 
-def answer_lines(report: Report) -> list[str]:
+def answer_lines(report: ReportRecord) -> list[str]:
     """The answer first."""
     plan, fullest = report.plan, report.fullest
     rate = f"{rate_text(report.examples_per_second)} examples/s"
@@ -82,10 +83,10 @@ def answer_lines(report: Report) -> list[str]:
 
 
 def rate_text(number: float) -> str:
-    """Three digits, in thousands."""
+    """Four digits, in thousands."""
     if number >= 1e6:
-        return f"{number / 1e6:.3g} million"
-    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+        return f"{number / 1e6:.4g} million"
+    return f"{float(f'{number:.4g}'):,.0f}" if number >= 1000 else f"{number:.4g}"
 
 
 def table(first: str, *headers: str, left: Sequence[str] = ()) -> Table:
@@ -97,7 +98,7 @@ def table(first: str, *headers: str, left: Sequence[str] = ()) -> Table:
     return found
 
 
-def _splits(report: Report, details: Details) -> Table:
+def _splits(report: ReportRecord, details: Details) -> Table:
     found = table("seconds of a step", *PART_TITLES.values())
     rows = [(f"stage {ranges_text(split.stages)}", split) for split in details.splits]
     if len(rows) > 1 and report.split is not None:
@@ -110,7 +111,7 @@ def _splits(report: Report, details: Details) -> Table:
     return found
 
 
-def _memory(report: Report) -> Table:
+def _memory(report: ReportRecord) -> Table:
     found = table("devices", "stages", "peak", "capacity", "of it", "reserve")
     for group in report.groups:
         share = f"{group.total / group.capacity:.1%}" if group.capacity else "-"
@@ -132,7 +133,8 @@ def _layers(details: Details) -> Table:
 
 
 def _operators(details: Details, max_rows: int | None) -> list[RenderableType]:
-    found = table("operator", "phase", "stages", "count", "compute", "sent", "sharding, source", left=("phase", "sharding, source"))  # fmt: skip
+    left = ("phase", "sharding, source")
+    found = table("operator", "phase", "stages", "count", "compute", "sent", "sharding, source", left=left)
     rows = details.operators[:max_rows]
     parts: list[RenderableType] = [found]
     for each in rows:

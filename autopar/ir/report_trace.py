@@ -1,8 +1,8 @@
 """A report's timeline in Chrome's trace event format, which Perfetto reads, too.
 
 The format: https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU. Times are in microseconds.
-Each group of devices is a process, with a thread of its programs, one for each pair of stages that it sends between, and
-a counter of its memory.
+Each group of devices is a process, with a thread of its programs, one for each pair of stages between which it sends,
+and a counter of its memory.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from autopar.errors import ReportError
 from autopar.ir.units import ranges_text
 
 if TYPE_CHECKING:
-    from autopar.ir.report import Report
+    from autopar.ir.report_record import ReportRecord
 
 _MICROSECONDS = 1e6
 
 
-def trace_json(report: Report) -> str:
+def trace_json(report: ReportRecord) -> str:
     """The trace as text.
 
     Raises:
@@ -45,18 +45,16 @@ def trace_json(report: Report) -> str:
     links = {pair: 1 + k for k, pair in enumerate(sorted({(c.source, c.target) for c in details.copies}))}
     for (source, target), thread in links.items():
         name("thread_name", group_of[source], thread, f"stage {source} sends to {target}")
-    for span in details.spans:
-        events.append(
-            _slice(span.phase, "program", span.group, 0, span.start, span.end, span.microbatch, stage=span.stage)
-        )
+    events += [
+        _slice(span.phase, "program", span.group, 0, span.start, span.end, span.microbatch, stage=span.stage)
+        for span in details.spans
+    ]
     for copy in details.copies:
         title = f"{copy.phase} {copy.source} → {copy.target}"
         process, thread = group_of[copy.source], links[copy.source, copy.target]
         events.append(_slice(title, "transfer", process, thread, copy.start, copy.end, copy.microbatch))
     for k, curve in enumerate(details.memory):
-        for seconds, activations, temporaries in zip(
-            curve.seconds, curve.activations, curve.temporaries, strict=True
-        ):
+        for seconds, activations, temporaries in zip(curve.seconds, curve.activations, curve.temporaries, strict=True):
             held = {**curve.state, "gradients": curve.gradients, "activations": activations, "temporaries": temporaries}
             events.append({"ph": "C", "name": "memory", "pid": k, "ts": seconds * _MICROSECONDS, "args": held})
     about = {"function": plan.function, "method": plan.method, "cluster": plan.cluster.name, "predicted": True}
