@@ -334,15 +334,17 @@ def _layers(layered: Layered, lowered: LoweredStep, plan: Plan) -> tuple[tuple[L
             )
         )  # fmt: skip
     # What belongs to a layer in other phases: what reads its values or parameters, and what follows from that.
-    at = {**made, **owner}
+    forward_at = {**made, **owner}
+    follows: dict[Value, int] = {}
     for eqn in step.equations:
-        if eqn.id not in layer_of:
-            near = [at[v] for v in eqn.values if v in at] or [
-                at[r] for v in eqn.values for r in roots.get(v, ()) if r in at
-            ]
-            if near and eqn.id not in step.replicable:
-                layer_of[eqn.id] = max(near)
-                at.update((v, max(near)) for v in eqn.outputs)
+        if eqn.id in layer_of or eqn.id in step.replicable:
+            continue
+        near = [forward_at[v] for v in eqn.values if v in forward_at]
+        near = near or [forward_at[leaf] for v in eqn.values for leaf in roots.get(v, ()) if leaf in forward_at]
+        near = near or [follows[v] for v in eqn.values if v in follows]
+        if near:
+            layer_of[eqn.id] = max(near)
+            follows.update((v, max(near)) for v in eqn.outputs)
     return tuple(layers), layer_of
 
 

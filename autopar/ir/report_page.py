@@ -447,6 +447,7 @@ def _data(report: ReportRecord) -> dict[str, Any]:
         for leaf in plan.leaves[:_MOST_LEAVES]
     ]  # fmt: skip
     return {
+        "end": plan.step_time * _unit(plan.step_time)[1],
         "leaves": leaves,
         "memory": [] if details is None else [_memory_columns(curve, plan.step_time) for curve in details.memory],
     }
