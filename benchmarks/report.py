@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import pathlib
 import tempfile
 import time
@@ -58,7 +59,7 @@ def reported(case: Case) -> tuple[str, dict[str, Any]]:
         times.append(time.perf_counter())
         text = report.to_html()
     times.append(time.perf_counter())
-    planning, gathering, writing = (after - before for before, after in zip(times, times[1:], strict=False))
+    planning, gathering, writing = (after - before for before, after in itertools.pairwise(times))
     return text, {"planning_seconds": planning, "gathering_seconds": gathering, "writing_seconds": writing}
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 import dataclasses
 import html.parser
 import importlib.util
+import io
 import itertools
 import json
 import math
 import pathlib
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
+from rich.console import Console
 
 import autopar
+from autopar import recipes
 from autopar.errors import ReportError
 from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.report import Report
@@ -113,7 +116,7 @@ def test_operators_take_what_the_programs_take(name: str) -> None:
 def test_links_take_what_collectives_take(name: str) -> None:
     plan = plan_of(name)
     details = details_of(plan.report(explain=0))
-    seconds: Counter[int] = Counter()
+    seconds: dict[int, float] = defaultdict(float)
     for use in details.links:
         assert use.count > 0
         assert use.nbytes > 0
@@ -208,14 +211,16 @@ def test_operators_say_why_and_what_others_would_break(name: str) -> None:
 
 
 def test_what_does_not_fit_says_what_it_needs() -> None:
-    method, _ = METHODS["one stage"]
-    step, args = step_and_args("one stage")
-    limit = plan_of("one stage").peak_memory
-    report = step.plan(*args, method=dataclasses.replace(method, memory_limit=limit)).report()
+    widths = (16, 4096, 16)
+    step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster_of(1, 4))
+    args = models.sgd_state(models.mlp_params(widths)), models.mlp_batch(64, widths)
+    limit = step.plan(*args).peak_memory
+    report = step.plan(*args, method=recipes.auto(memory_limit=limit)).report()
     others = [other for each in details_of(report).operators for why in each.whys for other in why.others]
     refused = [other for other in others if not other.fits]
     assert refused
     assert all(other.verdict.startswith("does not fit") for other in refused)
+    assert any(other.needed is not None and other.needed > limit for other in refused)
 
 
 # Plans from files, comparisons, differences, verdicts
@@ -414,3 +419,21 @@ def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPat
     with pytest.raises(ReportError, match=r"needs bokeh, not installed: pip install 'autopar\[report\]'"):
         report.to_html()
     assert str(report)
+
+
+# Notebooks and terminals
+
+
+def test_plans_and_clusters_are_shown_in_notebooks_and_terminals() -> None:
+    plan = plan_of("pipeline")
+    for noun, words in ((plan, "of memory"), (plan.cluster, "kept free")):
+        html = noun._repr_html_()
+        page = _Page(html)
+        assert words in page.text
+        assert "script" not in html
+        console = Console(file=io.StringIO(), width=200)
+        console.print(noun)
+        assert words in console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(line in _Page(plan._repr_html_()).text for line in ("4 stages", "state[0]['embedding']"))
+    bad = dataclasses.replace(plan.cluster, name="[bold]<b>")
+    assert "[bold]<b>" in _Page(bad._repr_html_()).text

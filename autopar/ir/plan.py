@@ -12,6 +12,7 @@ from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.plan_json import parse_plan, plan_to_json
 from autopar.ir.plan_record import LeafPlan, PlanRecord, StageMemory, StagePlan
 from autopar.ir.plan_text import plan_parts, render
+from autopar.ir.rendering import as_html
 from autopar.ir.report import Report
 
 if TYPE_CHECKING:
@@ -149,3 +150,6 @@ class Plan(PlanRecord):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from plan_parts(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(plan_parts(self))
