@@ -20,11 +20,11 @@ import pytest
 from rich.console import Console
 
 import autopar
-from autopar import recipes
 from autopar.errors import ReportError
 from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.report import Report
 from autopar.ir.report_record import Details
+from autopar.ir.why import Alternative
 from tests import models
 from tests.planned import cluster_of
 from tests.reports import LAYERS, METHODS, from_file, plan_of, step_and_args
@@ -210,17 +210,13 @@ def test_operators_say_why_and_what_others_would_break(name: str) -> None:
                     assert other.stage_seconds == pytest.approx(other.operators_seconds + other.resharding_seconds)
 
 
-def test_what_does_not_fit_says_what_it_needs() -> None:
-    widths = (16, 4096, 16)
-    step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster_of(1, 4))
-    args = models.sgd_state(models.mlp_params(widths)), models.mlp_batch(64, widths)
-    limit = step.plan(*args).peak_memory
-    report = step.plan(*args, method=recipes.auto(memory_limit=limit)).report()
-    others = [other for each in details_of(report).operators for why in each.whys for other in why.others]
-    refused = [other for other in others if not other.fits]
-    assert refused
-    assert all(other.verdict.startswith("does not fit") for other in refused)
-    assert any(other.needed is not None and other.needed > limit for other in refused)
+def test_what_an_alternative_would_do_to_its_stage() -> None:
+    slower = Alternative((), (), 0.1, 0.002)
+    assert (slower.verdict, slower.fits) == ("+2 ms", True)
+    assert dataclasses.replace(slower, stage_seconds=-0.002).verdict == "-2 ms"
+    refused = dataclasses.replace(slower, stage_seconds=math.inf, needed=3 * 2**30, limit=2**30)
+    assert (refused.verdict, refused.fits) == ("does not fit: needs 3.0 GiB of 1.0 GiB", False)
+    assert dataclasses.replace(refused, needed=None).verdict == "does not fit"
 
 
 # Plans from files, comparisons, differences, verdicts
