@@ -2,6 +2,7 @@
 #   make train        train a byte-level GPT on 8 virtual CPU devices
 #   make test         the tests; PYTEST_ARGS="-k name -x" narrows them
 #   make test-slow    the slow ones
+#   make test-browser open a report in Chromium, which has to be there with its driver
 #   make test-matrix  the tests on the oldest and the newest Python and jax that are supported
 #   make docs         write docs/primitives.md from the rule table
 #   make wheel-test   build wheel and sdist, try the wheel from another folder
@@ -23,7 +24,7 @@ usable = $(1) -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 1
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	if $(call usable,$$python); then echo $$python; break; fi; done)
 
-.PHONY: help venv train test test-slow test-matrix docs wheel-test lint format coverage clean
+.PHONY: help venv train test test-slow test-browser test-matrix docs wheel-test lint format coverage clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -49,6 +50,14 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.installed
+	@for program in chromium chromedriver; do \
+		if ! command -v $$program >/dev/null; then \
+			echo "make test-browser needs $$program, which is not here: apt-get install chromium chromium-driver" >&2; exit 1; \
+		fi; \
+	done
+	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed
 	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.passes.rules.document

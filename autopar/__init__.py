@@ -14,9 +14,9 @@ from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
+from autopar.ir.why import Alternative, Why
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.state import gather
-from autopar.why import Alternative, Why
 
 __all__ = [
     "Alternative",

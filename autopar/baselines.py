@@ -9,7 +9,7 @@ import warnings
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError
 from autopar.ir.mesh import Cluster
-from autopar.ir.method import Method
+from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.ir.units import seconds_text
 from autopar.passes.batch import BatchAnalysis
@@ -54,6 +54,21 @@ def plan_beside_recipes(
             break
     text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
     return dataclasses.replace(best[0], notes=(*best[0].notes, f"{text}.")), best[1]
+
+
+def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
+    """What people would try on a cluster, with as many microbatches as is best."""
+    devices = min(host.num_devices for host in cluster.hosts)
+    hosts = cluster.num_devices // devices
+    found = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
+    if cluster.num_devices > 1:
+        found.append(recipes.megatron(hosts, devices, 1, 1))
+        if hosts > 1:
+            found.append(recipes.megatron(1, devices, hosts, 1))
+        elif devices % 2 == 0:
+            found.append(recipes.megatron(1, devices // 2, 2, 1))
+        found.append(recipes.inter_op_only())
+    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
 
 
 def _within_one_stage(num_microbatches: int) -> tuple[Method, ...]:

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | verify | compare | run TARGET`, and `autopar calibrate`.
+"""The command line: `autopar plan | report | verify | compare | run TARGET`, and `autopar calibrate`.
 
 Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
 """
@@ -22,17 +22,19 @@ import jax
 from click.shell_completion import CompletionItem
 from rich.console import Console
 
-from autopar import recipes
 from autopar.api import Parallelized, parallelize
 from autopar.arguments import RECIPES, Call, load_call, read_cluster, read_method
+from autopar.baselines import usual_methods
 from autopar.calibrator import calibrate as measure
 from autopar.cost_model.hardware import preset_names
 from autopar.cost_model.targets import CPU, load_target, target_names, target_of
 from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
 from autopar.ir.comparison import Candidate, Comparison
 from autopar.ir.mesh import Cluster
-from autopar.ir.method import AUTO, Method
+from autopar.ir.method import Method
 from autopar.ir.plan import Plan
+from autopar.ir.report import Report
+from autopar.ir.report_page import check_page
 from autopar.progress import ProgramBar
 from autopar.runtime.ahead import absent_gpus
 from autopar.timer import time_steps
@@ -164,6 +166,7 @@ def main(context: click.Context) -> None:
 
     \b
       autopar plan model:train --cluster dgx-h100:4 -o plan.json
+      autopar report model:train --plan plan.json --html report.html
       autopar verify model:train --plan plan.json
       autopar compare model:train --cluster dgx-a100
       autopar run model.py:train --devices 8
@@ -295,15 +298,15 @@ def _devices_at_hand(number: int | None) -> Sequence[jax.Device]:
 
 @dataclasses.dataclass(frozen=True)
 class _EveryRow:
-    """A plan whose tables are not cut short."""
+    """A plan or report whose tables are not cut short."""
 
-    plan: Plan
+    answer: Plan | Report
 
     def __str__(self) -> str:
-        return self.plan.to_text(max_rows=None)
+        return self.answer.to_text(max_rows=None)
 
     def to_json(self) -> str:
-        return self.plan.to_json()
+        return self.answer.to_json()
 
 
 @_command
@@ -346,6 +349,53 @@ def plan(
 @_cluster_option
 @_method_option
 @_plan_option
+@click.option("--html", "page", type=OUTPUT, help="Write one page that needs no network (needs autopar[report]).")
+@click.option(
+    "--trace", type=OUTPUT, help="Write the timeline for Perfetto (ui.perfetto.dev) and Chrome's about:tracing."
+)
+@click.option("--against", type=PLAN, help="Say what differs from the plan in this file.")
+@click.option("--compare/--no-compare", default=False, help="Plan by every usual recipe, too; takes as long for each.")
+@click.option("--verify/--no-verify", default=False, help="Compile every program by XLA, as `autopar verify` does.")
+@click.option(
+    "--explain", type=click.IntRange(min=0), default=12, show_default=True,
+    help="Of so many operators, say what other shardings would cost.",
+)  # fmt: skip
+@click.option("--all", "every_row", is_flag=True, help="Print all rows of the tables.")
+def report(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, page: pathlib.Path | None,
+    trace: pathlib.Path | None, against: Plan | None, compare: bool, verify: bool, explain: int, every_row: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Say all that is known and predicted of a plan: where time and memory go, and why.
+
+    Step time, throughput, utilisation, memory, the pipeline's timeline, layers, operators with their shardings and what
+    others would cost, collectives by link, where each leaf lies, and what was verified.
+
+    \b
+      autopar report model:train --cluster dgx-h100:4 --html report.html
+      autopar report model:train --plan plan.json --compare --verify --html report.html
+      autopar report model:train --plan after.json --against before.json --trace step.trace.json
+    """
+    if page is not None:
+        check_page()  # before the long search
+    if verify:
+        _wake_compilers(cluster or (None if made is None else made.cluster), None)
+    planned = _planned(target, cluster, method, made)
+    shown = sys.stderr.isatty()
+    verdict = planned.verify_with_xla(show_progress=shown) if verify else None
+    found = planned.report(compare=compare, verification=verdict, against=against, explain=explain, show_progress=shown)
+    if page is not None:
+        found.save(page)
+        click.echo(f"autopar: the report is in {page}", err=True)
+    if trace is not None:
+        found.save_trace(trace)
+        click.echo(f"autopar: the timeline is in {trace}", err=True)
+    return (_EveryRow(found) if every_row else found), verdict is None or verdict.fits
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
 @_chip_option
 @click.option(
     "--most-operations", type=click.IntRange(min=1), default=200_000, show_default=True,
@@ -376,21 +426,6 @@ def verify(
         verdict.save(output)
         click.echo(f"autopar: the verdict is in {output}", err=True)
     return verdict, verdict.fits
-
-
-def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
-    """What people would try on a cluster, with as many microbatches as is best."""
-    devices = min(host.num_devices for host in cluster.hosts)
-    hosts = cluster.num_devices // devices
-    found = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
-    if cluster.num_devices > 1:
-        found.append(recipes.megatron(hosts, devices, 1, 1))
-        if hosts > 1:
-            found.append(recipes.megatron(1, devices, hosts, 1))
-        elif devices % 2 == 0:
-            found.append(recipes.megatron(1, devices // 2, 2, 1))
-        found.append(recipes.inter_op_only())
-    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
 
 
 @_command

@@ -52,6 +52,10 @@ class TargetError(UserError):
     """What a plan shall be verified for is unknown, cannot be compiled for here, or is too much to compile."""
 
 
+class ReportError(UserError):
+    """A report cannot be drawn or written, or needs what a plan from a file does not know."""
+
+
 class StateError(UserError):
     """The state passed in is unusable: donated before, or not where its plan put it."""
 

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
 from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice
-from autopar.cost_model.timeline import StageTimes, simulate
+from autopar.cost_model.timeline import StageHolds, StageTimes, Timeline, simulate
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Cluster, DeviceKind, Mesh
@@ -21,6 +21,18 @@ from autopar.ir.schedule import Schedule, ScheduleName, schedule_for
 from autopar.ir.sharding import StepKind
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
+
+_RETURNING = (Phase.FORWARD, Phase.BACKWARD)  # from the start of the one to the end of the other
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A lowered step in simulated time."""
+
+    rows: Schedule
+    costs: tuple[ProgramCost, ...]  # by program
+    times: tuple[StageTimes, ...]  # by stage
+    timeline: Timeline
 
 
 class Prices:
@@ -125,6 +137,39 @@ class Prices:
             ends += [len(ends) + number] * number
         return ends
 
+    def play(self, lowered: LoweredStep, schedule: ScheduleName) -> Played:
+        """Every program and transfer priced, and the schedule played in simulated time."""
+        placed = lowered.placed
+        rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], placed.step.num_microbatches)
+        costs, overheads = [], []
+        for local in lowered.programs:
+            prices = self.while_busy(local.mesh)
+            costs.append(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]))
+            overheads.append(prices.kind(local.mesh).dispatch_overhead)
+
+        def seconds(stage: int, *phases: Phase) -> float:
+            found = 0.0
+            for local, cost, overhead in zip(lowered.programs, costs, overheads, strict=True):
+                if local.program.stage == stage and local.program.phase in phases:
+                    found += cost.seconds + overhead
+            return found
+
+        times = tuple(
+            StageTimes(
+                seconds(s, Phase.FORWARD),
+                seconds(s, Phase.BACKWARD),
+                seconds(s, Phase.PROLOGUE),
+                seconds(s, Phase.UPDATE),
+                seconds(s, Phase.WEIGHTS),
+            )
+            for s in range(placed.num_stages)
+        )
+        transfers: dict[tuple[int, int, Phase], float] = {}
+        for crossing in lowered.crossings:
+            key = (crossing.source, crossing.target, crossing_phase(crossing.value, placed))
+            transfers[key] = transfers.get(key, 0.0) + crossing.plan.seconds
+        return Played(rows, tuple(costs), times, simulate(rows, times, transfers, self._turns(rows, lowered)))
+
     def price(
         self,
         analysis: BatchAnalysis,
@@ -140,37 +185,10 @@ class Prices:
         `layer_of` gives the layer of each forward equation by id, in program order.
         """
         graph = analysis.graph
-        placed, step = lowered.placed, lowered.placed.step
-        m = step.num_microbatches
-        rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], m)
-        costs = []
-        for local in lowered.programs:
-            prices = self.while_busy(local.mesh)
-            costs.append(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]))
-
-        def seconds(stage: int, *phases: Phase) -> float:
-            found = 0.0
-            for local, cost in zip(lowered.programs, costs, strict=True):
-                if local.program.stage == stage and local.program.phase in phases:
-                    found += cost.seconds + self.kind(local.mesh).dispatch_overhead
-            return found
-
-        times = [
-            StageTimes(
-                seconds(s, Phase.FORWARD),
-                seconds(s, Phase.BACKWARD),
-                seconds(s, Phase.PROLOGUE),
-                seconds(s, Phase.UPDATE),
-                seconds(s, Phase.WEIGHTS),
-            )
-            for s in range(placed.num_stages)
-        ]
-        transfers: dict[tuple[int, int, Phase], float] = {}
-        for crossing in lowered.crossings:
-            phase = _crossing_phase(crossing.value, placed)
-            key = (crossing.source, crossing.target, phase)
-            transfers[key] = transfers.get(key, 0.0) + crossing.plan.seconds
-        timeline = simulate(rows, times, transfers, self._turns(rows, lowered))
+        placed = lowered.placed
+        m = placed.step.num_microbatches
+        played = self.play(lowered, schedule)
+        rows, costs, times, timeline = played.rows, played.costs, played.times, played.timeline
         stages = []
         placed_at = {e.id: p.stage for p in placed.programs for e in p.equations}
         at_stage = [placed_at[e] for e in layer_of]
@@ -231,33 +249,54 @@ class Prices:
         self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]],
         in_flight: Mapping[tuple[Phase, Phase], int],
     ) -> StageMemory:  # fmt: skip
-        step = lowered.placed.step
-        mesh = lowered.shardings[stage].mesh
-        stored = {p for v, p in lowered.homes.items() if lowered.placed.home[v] == stage and v not in step.feeds}
-        batch = {source for source, _ in step.feeds.values()}
-        sums = set(step.accumulate.values())
-        inputs = set(step.graph.inputs) | set(step.constants)
-        state = {p for p in stored if p.value not in batch}
-        gradients: set[Port] = set()
-        held: dict[Port, int] = {}
-        made = {port: local.program.phase for local, _ in mine for port in local.outputs}
-        for local, _ in mine:
-            phase = local.program.phase
-            for port in local.inputs:
-                copies = in_flight.get((made.get(port, Phase.FORWARD), phase), 1)
-                if port.value in sums:
-                    gradients.add(port)
-                elif port.value in step.feeds:  # the whole batch is there when a step begins
-                    held[port] = step.num_microbatches
-                elif port.value in inputs:
-                    state.add(port)
-                else:
-                    held[port] = max(held.get(port, 0), copies)
+        holds = stage_holds(lowered, stage, mine, in_flight)
+        activations = holds.throughout + sum(n * in_flight[when] for when, n in holds.per_microbatch.items())
+        running = max(holds.running.values(), default=0)
         return StageMemory(
-            sum(port_bytes(p, mesh) for p in state), sum(port_bytes(p, mesh) for p in gradients),
-            sum(port_bytes(p, mesh) * n for p, n in held.items()), max(while_running(lowered, mine), default=0),
-            self.memory(mesh),
-        )  # fmt: skip
+            holds.state, holds.gradients, activations, running, self.memory(lowered.shardings[stage].mesh)
+        )
+
+
+def stage_holds(
+    lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]],
+    in_flight: Mapping[tuple[Phase, Phase], int],
+) -> StageHolds:  # fmt: skip
+    """What a stage holds on each device, and when; `in_flight` as `Schedule.held` has it."""
+    step = lowered.placed.step
+    mesh = lowered.shardings[stage].mesh
+    stored = {p for v, p in lowered.homes.items() if lowered.placed.home[v] == stage and v not in step.feeds}
+    batch = {source for source, _ in step.feeds.values()}
+    sums = set(step.accumulate.values())
+    inputs = set(step.graph.inputs) | set(step.constants)
+    state = {p for p in stored if p.value not in batch}
+    gradients: set[Port] = set()
+    throughout: dict[Port, int] = {}  # so many copies
+    held: dict[Port, tuple[Phase, Phase]] = {}  # of which there are most
+    made = {port: local.program.phase for local, _ in mine for port in local.outputs}
+    for local, _ in mine:
+        phase = local.program.phase
+        for port in local.inputs:
+            when = made.get(port, Phase.FORWARD), phase
+            if port.value in sums:
+                gradients.add(port)
+            elif port.value in step.feeds:  # the whole batch is there when a step begins
+                throughout[port] = step.num_microbatches
+            elif port.value in inputs:
+                state.add(port)
+            elif when not in in_flight:
+                throughout[port] = 1
+            elif port not in held or in_flight[when] > in_flight[held[port]]:
+                held[port] = when
+    per_microbatch: dict[tuple[Phase, Phase], int] = defaultdict(int)
+    for port, (first, last) in held.items():
+        per_microbatch[(first, last) if last is Phase.WEIGHTS else _RETURNING] += port_bytes(port, mesh)
+    running: dict[Phase, int] = {}
+    for (local, _), nbytes in zip(mine, while_running(lowered, mine), strict=True):
+        running[local.program.phase] = max(running.get(local.program.phase, 0), nbytes)
+    return StageHolds(
+        sum(port_bytes(p, mesh) for p in state), sum(port_bytes(p, mesh) for p in gradients),
+        sum(port_bytes(p, mesh) * n for p, n in throughout.items() if p not in held), per_microbatch, running,
+    )  # fmt: skip
 
 
 def while_running(lowered: LoweredStep, mine: Sequence[tuple[LocalProgram, ProgramCost]]) -> list[int]:
@@ -301,7 +340,7 @@ def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ..
     return tuple(found)
 
 
-def _crossing_phase(value: Value, placed: PlacedStep) -> Phase:
+def crossing_phase(value: Value, placed: PlacedStep) -> Phase:
     """When a value crosses: with each microbatch, or before or after the loop."""
     step = placed.step
     if value in step.graph.inputs:

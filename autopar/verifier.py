@@ -142,7 +142,7 @@ def _traffic(
     predicted = _counted(cost.collectives)
     found = _counted(collectives_in_hlo(ahead.text, local.mesh, as_sent=as_sent))
     return tuple(
-        Traffic(kind, axes, _link(cluster, local.mesh, axes), predicted.get((kind, axes), (0, 0)),
+        Traffic(kind, axes, cluster.link_among(local.mesh.group(axes)).name, predicted.get((kind, axes), (0, 0)),
                 found.get((kind, axes), (0, 0)))
         for kind, axes in dict.fromkeys([*predicted, *found])
     )  # fmt: skip
@@ -154,11 +154,6 @@ def _counted(collectives: Sequence[Collective]) -> Mapping[tuple[str, tuple[str,
         count, nbytes = found.get((each.kind, each.axes), (0, 0))
         found[each.kind, each.axes] = count + 1, nbytes + each.payload
     return found
-
-
-def _link(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...]) -> str:
-    hosts = {cluster.host_of(device) for device in mesh.group(axes)}
-    return cluster.hosts[hosts.pop()].link.name if len(hosts) == 1 else cluster.network.name
 
 
 def _stage(

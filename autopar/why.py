@@ -4,68 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from rich.table import Table
-from rich.text import Text
 
 from autopar.errors import PlanError
 from autopar.finisher import Finisher
 from autopar.ir.graph import Equation, Phase
 from autopar.ir.plan import Plan
-from autopar.ir.plan_text import render
 from autopar.ir.schedule import schedule_for
-from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
-from autopar.ir.units import seconds_text
+from autopar.ir.why import Alternative, Why
 from autopar.layering import Layered
 from autopar.passes.intra_op.priced_stage import PATIENCE
-from autopar.passes.intra_op.problem import Infeasible, evaluate
+from autopar.passes.intra_op.problem import Infeasible
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.intra_op.solve import solve
 from autopar.passes.lower import LoweredStep
 
 _SECONDS = 0.2  # the work limit of the solver for each alternative
+_TIED_SECONDS = 0.02  # .. where alike operators choose alike
 _GAP = 0.002  # relative to the stage's seconds
-
-
-@dataclasses.dataclass(frozen=True)
-class Alternative:
-    """One strategy of an operator, with everything else of its stage at its best for it."""
-
-    operands: tuple[Sharding, ...]
-    results: tuple[Sharding, ...]
-    seconds: float  # of the operator itself, per step; its operands have to be brought there besides
-    stage_seconds: float  # per step, that the stage takes more than by the plan; inf: it does not fit in the memory
-
-    def __str__(self) -> str:
-        return f"{' '.join(map(str, self.operands)) or '()'} -> {' '.join(map(str, self.results))}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Why:
-    """An operator of a plan: the strategy that it has and all others, the next best first."""
-
-    stage: int
-    phase: Phase
-    operator: str  # the name of its primitive
-    source: str  # the user's line
-    chosen: Alternative
-    others: tuple[Alternative, ...]
-
-    def __str__(self) -> str:
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("strategy: operands -> results")
-        table.add_column("operator", justify="right")
-        table.add_column("stage", justify="right")
-        table.add_row(Text(str(self.chosen)), seconds_text(self.chosen.seconds), "chosen")
-        for other in self.others:
-            more = other.stage_seconds
-            text = "does not fit" if math.isinf(more) else f"{'+-'[more < 0]}{seconds_text(abs(more))}"
-            table.add_row(Text(str(other)), seconds_text(other.seconds), text)
-        place = f"stage {self.stage}, {self.phase.value}" + (f", {self.source}" if self.source else "")
-        return render([Text(f"{self.operator} ({place})"), table])
 
 
 def explain(finisher: Finisher, plan: Plan, where: str, most: int) -> tuple[Why, ...]:
@@ -93,45 +53,80 @@ def explain(finisher: Finisher, plan: Plan, where: str, most: int) -> tuple[Why,
         )
     found.sort(key=lambda one: -one[0])
     chosen = sorted(found[:most], key=lambda one: (one[2], one[3].id))
-    stages = {k: _Solved(finisher, plan, layered, lowered, k) for k in {stage for _, stage, _, _ in chosen}}
-    return tuple(why for _, stage, program, eqn in chosen for why in stages[stage].why(program, eqn))
+    solved = Solved(finisher, plan, layered, lowered)
+    return tuple(why for _, stage, program, eqn in chosen for why in solved.why(stage, program, eqn))
 
 
-class _Solved:
-    """The problem of one stage, with the choice that the plan has made."""
+class Solved:
+    """The problems of a plan's stages, with the choices that the plan has made.
 
-    def __init__(self, finisher: Finisher, plan: Plan, layered: Layered, lowered: LoweredStep, stage: int) -> None:
+    `tied`: operators that are alike (`alike.py`) are asked about together, so that a model of many layers takes no
+    longer than one of two.
+    """
+
+    def __init__(
+        self, finisher: Finisher, plan: Plan, layered: Layered, lowered: LoweredStep, *, tied: bool = False
+    ) -> None:
+        self._of = (finisher, plan, layered, lowered)
+        self._tied = tied
+        self._stages: dict[int, _Stage] = {}
+
+    def why(self, stage: int, program: int, eqn: Equation, most: int | None = None) -> list[Why]:
+        """One for each lane of an operator, with at most so many alternatives: those that could be best."""
+        if stage not in self._stages:
+            self._stages[stage] = _Stage(*self._of, stage, self._tied)
+        return self._stages[stage].why(program, eqn, most)
+
+
+class _Stage:
+    def __init__(
+        self, finisher: Finisher, plan: Plan, layered: Layered, lowered: LoweredStep, stage: int, tied: bool
+    ) -> None:
         self.stage = stage
         mesh, capacity = plan.stages[stage].mesh, plan.stages[stage].memory.capacity
         withheld = finisher.stages.prices.memory(mesh) - capacity  # by a limit, or for other stages of these devices
         rows = schedule_for(plan.schedule, [s.mesh for s in plan.stages], plan.num_microbatches)
-        self.problem = finisher.stages.problem(layered, lowered.placed, stage, mesh, withheld=withheld, rows=rows)
+        self.problem = finisher.stages.problem(
+            layered, lowered.placed, stage, mesh, tied=tied, withheld=withheld, rows=rows
+        )
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
         self.in_flight = rows.in_flight(stage)
         self.choice = _choice(self.problem, plan, stage)
-        self.cost, _ = evaluate(self.problem.numbers.problem(self.in_flight), self.choice)
+        self.operators = {node for node, _ in self.problem.lanes.values()}
+        self.tied = tied
 
-    def why(self, program: int, eqn: Equation) -> list[Why]:
+    def why(self, program: int, eqn: Equation, most: int | None) -> list[Why]:
         """One for each lane of an operator."""
         found = []
         for (at, eqn_id, _), (node, options) in self.problem.lanes.items():
             if (at, eqn_id) != (program, eqn.id) or len(options.lanes) < 2:
                 continue
-            costs = self.problem.numbers.costs[node]
-
-            def alternative(k: int, more: float, options: Any = options, costs: Any = costs) -> Alternative:
-                operands, results = (tuple(s.each[k] for s in side) for side in (options.operands, options.results))
-                return Alternative(operands, results, float(costs[k]), more)
-
             mine = self.choice[node]
-            others = [alternative(k, self._more(node, k)) for k in range(len(options.lanes)) if k != mine]
+            # Tied, the plan's own choice may not be one: what it is compared with is the best that there is.
+            start = self._forced(node, mine) if self.tied else self.choice
+            base = self.choice if isinstance(start, Infeasible) else start
+            chosen = self._alternative(node, options, mine, base, base)
+            others = [
+                self._alternative(node, options, k, base, self._forced(node, k)) for k in self._likely(node, mine, most)
+            ]
             others.sort(key=lambda one: one.stage_seconds)
-            phase = self.phases[program]
-            found.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, alternative(mine, 0.0), tuple(others)))
+            # A program of several phases is named by the first.
+            phase = eqn.phase if self.phases[program] in (Phase.FORWARD, Phase.UPDATE) else self.phases[program]
+            found.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, chosen, tuple(others)))
         return found
 
-    def _more(self, node: int, strategy: int) -> float:
-        """Seconds per step that the stage would take more if a node had this strategy."""
+    def _likely(self, node: int, mine: int, most: int | None) -> list[int]:
+        """The other strategies that cost least with neighbours at their best for them."""
+        costs = self.problem.numbers.costs[node].copy()
+        for u, v, matrix in self.problem.numbers.edges:
+            if u == node:
+                costs += matrix.min(axis=1)
+            elif v == node:
+                costs += matrix.min(axis=0)
+        return [k for k in np.argsort(costs, kind="stable").tolist() if k != mine][:most]
+
+    def _forced(self, node: int, strategy: int) -> Sequence[int] | Infeasible:
+        """The best choice of all where a node has this strategy, or why there is none."""
         costs = list(self.problem.numbers.costs)
         forced = np.full(len(costs[node]), np.inf)
         forced[strategy] = costs[node][strategy]
@@ -140,10 +135,33 @@ class _Solved:
         start[node] = strategy
         problem = dataclasses.replace(self.problem.numbers, costs=costs).problem(self.in_flight)
         try:
-            found = solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GAP, start=start)
-        except Infeasible:
-            return math.inf
-        return found.cost - self.cost
+            seconds = _TIED_SECONDS if self.tied else _SECONDS
+            return solve(problem, seconds=seconds, patience=PATIENCE, gap=_GAP, start=start).choice
+        except Infeasible as error:
+            return error
+
+    def _alternative(
+        self, node: int, options: Any, strategy: int, base: Sequence[int], choice: Sequence[int] | Infeasible
+    ) -> Alternative:
+        operands, results = (tuple(s.each[strategy] for s in side) for side in (options.operands, options.results))
+        seconds = float(self.problem.numbers.costs[node][strategy])
+        if isinstance(choice, Infeasible):
+            needed = None if math.isinf(choice.smallest_peak) else choice.smallest_peak
+            return Alternative(operands, results, seconds, math.inf, needed=needed, limit=choice.limit)
+        here, there = self._seconds(choice), self._seconds(base)
+        changed = sum(choice[k] != base[k] for k in self.operators - {node})
+        of_operators, of_resharding = here[0] - there[0], here[1] - there[1]
+        return Alternative(
+            operands, results, seconds, of_operators + of_resharding, of_operators, of_resharding, changed
+        )
+
+    def _seconds(self, choice: Sequence[int]) -> tuple[float, float]:
+        """Per step: of all operators, and of bringing values from one to another."""
+        numbers = self.problem.numbers
+        return (
+            math.fsum(float(costs[k]) for costs, k in zip(numbers.costs, choice, strict=True)),
+            math.fsum(float(matrix[choice[u], choice[v]]) for u, v, matrix in numbers.edges),
+        )
 
 
 def _choice(problem: StageProblem, plan: Plan, stage: int) -> list[int]:

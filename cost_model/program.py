@@ -13,7 +13,7 @@ from autopar.cost_model.order import Combining, Kernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.cost_model.xla_memory import memory_factors, program_kind
 from autopar.ir.graph import Phase, Value
-from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalProgram, Port, Reread, Reshard
+from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
@@ -33,6 +33,20 @@ class ProgramCost:
         return self.compute + self.communication
 
 
+@dataclasses.dataclass(frozen=True)
+class OpCost:
+    """One operation of a program, once, on one device."""
+
+    compute: float  # seconds
+    communication: float  # seconds
+    flops: float
+    collectives: tuple[Collective, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+
 def local_bytes(value: Value, sharding: Sharding, mesh: Mesh) -> int:
     """Bytes of one device's piece."""
     return (value.sum_nbytes if sharding.partial else value.nbytes) // math.prod(sharding.tiles(mesh))
@@ -45,39 +59,50 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
-    mesh = local.mesh
-    sent = _sent(local)
-    compute = communication = flops = 0.0
-    collectives: list[Collective] = []
-    for op in local.ops:
-        if isinstance(op, Compute):
-            moved = _moved_bytes(op, mesh, sent)
-            dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
-            kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches),)
-            for k in kernels:
-                compute += compute_time(
-                    kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
-                    matmul=k.product is not None, share=product_share(kind, k.product, k.dtype),
-                ) + kind.launch_overhead * k.times  # fmt: skip
-            flops += op.flops
-            collectives += op.combined
-            communication += sum(price(c.kind, c.axes, c.payload) for c in op.combined)
-        elif isinstance(op, Accumulate):
-            compute += accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
-        elif isinstance(op, Reshard):
-            at = op.source
-            for step in op.steps:
-                axes = step_axes(step, mesh)
-                if axes:
-                    payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
-                    communication += price(step.kind, axes, payload)
-                    if payload and step.kind not in LOCAL_KINDS:
-                        collectives.append(Collective(step.kind, axes, payload))
-                at = step_result(step, at)
+    costs = op_costs(local, kind, price)
     needed = temporaries(local, kind.combined_sums)
     if kind.combined_sums:  # XLA for GPUs
         needed = math.ceil(memory_factors().get(program_kind(local), 1.0) * needed)
-    return ProgramCost(compute, communication, flops, tuple(collectives), needed)
+    return ProgramCost(
+        sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
+        tuple(each for c in costs for each in c.collectives), needed,
+    )  # fmt: skip
+
+
+def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
+    """The price of each operation of a program, in order."""
+    sent = _sent(local)
+    return tuple(_op_cost(op, local.mesh, kind, price, sent) for op in local.ops)
+
+
+def _op_cost(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held]) -> OpCost:
+    compute = communication = flops = 0.0
+    collectives: list[Collective] = []
+    if isinstance(op, Compute):
+        moved = _moved_bytes(op, mesh, sent)
+        dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
+        kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches),)
+        for k in kernels:
+            compute += compute_time(
+                kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
+                matmul=k.product is not None, share=product_share(kind, k.product, k.dtype),
+            ) + kind.launch_overhead * k.times  # fmt: skip
+        flops = op.flops
+        collectives += op.combined
+        communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
+    elif isinstance(op, Accumulate):
+        compute = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
+    elif isinstance(op, Reshard):
+        at = op.source
+        for step in op.steps:
+            axes = step_axes(step, mesh)
+            if axes:
+                payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
+                communication += price(step.kind, axes, payload)
+                if payload and step.kind not in LOCAL_KINDS:
+                    collectives.append(Collective(step.kind, axes, payload))
+            at = step_result(step, at)
+    return OpCost(compute, communication, flops, tuple(collectives))
 
 
 _Held = tuple[Value, Sharding]

@@ -41,12 +41,24 @@ class StageTimes:
 
 
 @dataclasses.dataclass(frozen=True)
-class StageMemory:
-    """What one stage holds on each of its devices."""
+class StageHolds:
+    """What one stage holds on each of its devices, in bytes."""
 
-    base: int  # bytes throughout the step: state, accumulated gradients
-    live: int  # bytes per microbatch in flight: what its backward will read
-    temp: int  # bytes while a program runs
+    state: int  # throughout the step
+    gradients: int  # throughout the step: sums over microbatches
+    throughout: int  # of activations: the whole batch, and what the loop hands on or takes
+    # Of activations, for each microbatch: from the start of its first of these phases to the end of its second.
+    per_microbatch: Mapping[tuple[Phase, Phase], int]
+    running: Mapping[Phase, int]  # while a program of this phase runs
+
+
+@dataclasses.dataclass(frozen=True)
+class Moment:
+    """What changes on each device of a stage while a step runs, from this moment on."""
+
+    seconds: float  # since the step began
+    activations: int  # bytes
+    temporaries: int  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,34 +128,32 @@ def simulate(
     return _Simulation(schedule, times, transfers, turns or range(schedule.num_groups)).run()
 
 
-def memory_over_time(timeline: Timeline, stage: int, memory: StageMemory) -> tuple[tuple[float, int], ...]:
-    """(seconds since the step began, bytes per device from then on), at every change on one stage.
+def memory_over_time(timeline: Timeline, stage: int, holds: StageHolds) -> tuple[Moment, ...]:
+    """What one stage holds beside its state and gradients, at every change.
 
-    A microbatch is in flight from the start of its forward to the end of its last program. Values that have arrived for
-    a program that has not begun are not counted.
+    Values that have arrived for a program that has not begun count from the start of the microbatch's forward pass.
     """
     events = [event for event in timeline.events if event.stage == stage]
-    ends = {event.microbatch: event.end for event in sorted(events, key=lambda event: event.end)}
-    changes: dict[float, int] = defaultdict(int)
+    start = {(event.microbatch, event.phase): event.start for event in events}
+    end = {(event.microbatch, event.phase): event.end for event in events}
+    loop = {event.microbatch for event in events if event.phase.in_loop}
+    last = {event.microbatch: event.end for event in sorted(events, key=lambda event: event.end)}
+    activations: dict[float, int] = defaultdict(int)
+    temporaries: dict[float, int] = defaultdict(int)
     for event in events:
-        changes[event.start] += memory.temp
-        changes[event.end] -= memory.temp
-        if event.phase is Phase.FORWARD:
-            changes[event.start] += memory.live
-            changes[ends[event.microbatch]] -= memory.live
-    held = memory.base
-    steps = []
-    for moment in sorted({0.0, *changes}):
-        held += changes[moment]
-        steps.append((moment, held))
-    return tuple(steps)
-
-
-def peak_memory(timeline: Timeline, memories: Sequence[StageMemory]) -> tuple[int, ...]:
-    """Most bytes per device at any time, by stage."""
-    return tuple(
-        max(held for _, held in memory_over_time(timeline, stage, memory)) for stage, memory in enumerate(memories)
-    )
+        temporaries[event.start] += holds.running.get(event.phase, 0)
+        temporaries[event.end] -= holds.running.get(event.phase, 0)
+    for (made, read), nbytes in holds.per_microbatch.items():
+        for microbatch in loop:
+            activations[start[microbatch, made]] += nbytes
+            activations[end.get((microbatch, read), last[microbatch])] -= nbytes
+    held, running = holds.throughout, 0
+    moments = []
+    for moment in sorted({0.0, *activations, *temporaries}):
+        held += activations[moment]
+        running += temporaries[moment]
+        moments.append(Moment(moment, held, running))
+    return tuple(moments)
 
 
 class _Simulation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -131,6 +132,30 @@ def test_plan_prints_a_plan_and_saves_it() -> None:
     assert "talks" in result.stderr
     again = answer("plan", "a_model.py:train", "--plan", "plan.json")
     assert autopar.Plan.from_json(json.dumps(again)) == saved
+
+
+def test_report_writes_a_page_and_a_trace(folder: pathlib.Path) -> None:
+    options = ("--cluster", "cpu:1x4", "--method", "megatron(1, 2, 2, 2)", "--explain", "1")
+    assert invoke("plan", "a_model:train", "--cluster", "cpu:1x4", "-o", "other.json").exit_code == 0
+    files = ("--html", "report.html", "--trace", "trace.json", "--against", "other.json")
+    content = answer("report", "a_model:train", *options, *files)
+    assert content["format"] == "autopar-report"
+    assert content["details"]["planning_seconds"] > 0
+    assert content["diff"]["other"] == "auto on cpu (4 devices)"
+    assert "</html>" in (folder / "report.html").read_text(encoding="utf-8")
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
+    result = invoke("report", "a_model:train", "--cluster", "cpu:1x2", "--verify", "--compare", "--all")
+    assert result.exit_code == 0, result.stderr
+    for words in ("Report on train_step", "compiled by jaxlib", "this plan: auto", "utilisation"):
+        assert words in result.stdout
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_page_that_cannot_be_drawn_is_said_before_planning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    message = mistake("report", "a_model:train", "--cluster", "cpu", "--html", "report.html")
+    assert "pip install 'autopar[report]'" in message
+    assert "a_model" not in sys.modules
 
 
 @pytest.mark.usefixtures("folder")
@@ -398,7 +423,7 @@ def test_help_as_a_module(tmp_path: pathlib.Path) -> None:
     process = run_module(tmp_path, "--help")
     assert process.returncode == 0, process.stderr
     assert process.stdout.startswith("Usage: python -m autopar")
-    for command in ("plan", "verify", "compare", "run"):
+    for command in ("plan", "report", "verify", "compare", "run"):
         assert f"\n  {command} " in process.stdout
 
 

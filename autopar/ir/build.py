@@ -48,6 +48,7 @@ SHARD_MAP = "shard_map"
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MAX_FRAMES = 1000  # as deep as Python goes
+_AGAIN = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
 _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 
 
@@ -78,10 +79,12 @@ class Builder:
         avals: Sequence[Any],
         phase: Phase,
         source: str,
+        again: bool = False,
     ) -> tuple[Value, ...]:
         outputs = tuple(self.value(aval) for aval in avals)
+        number = len(self.equations)
         self.equations.append(
-            Equation(len(self.equations), primitive, params, tuple(inputs), outputs, phase, source, self.origin)
+            Equation(number, primitive, params, tuple(inputs), outputs, phase, source, self.origin, again)
         )
         return outputs
 
@@ -145,7 +148,7 @@ class Builder:
             else:
                 avals = [var.aval for var in eqn.outvars]
                 params, inputs = _without_unread(eqn.params, inputs) if name == "while" else (eqn.params, inputs)
-                results = self.add(eqn.primitive, params, inputs, avals, phase or _phase(here), where)
+                results = self.add(eqn.primitive, params, inputs, avals, phase or _phase(here), where, _AGAIN in here)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 

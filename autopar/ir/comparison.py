@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from autopar.ir.mesh import Cluster
-    from autopar.ir.plan import Plan
+    from autopar.ir.plan_record import PlanRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Candidate:
 
     name: str
     cluster: Cluster
-    plan: Plan | None
+    plan: PlanRecord | None
     error: str = ""
 
     @property
@@ -51,7 +51,7 @@ class Comparison:
         return Comparison(function, tuple(sorted(candidates, key=_seconds)))
 
     @property
-    def best(self) -> Plan | None:
+    def best(self) -> PlanRecord | None:
         """The quickest plan, if there is any."""
         return self.candidates[0].plan if self.candidates else None
 
@@ -83,7 +83,7 @@ class Comparison:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from self._parts()
 
-    def _ratio(self, plan: Plan) -> float:
+    def _ratio(self, plan: PlanRecord) -> float:
         return plan.step_time / self.best.step_time if self.best is not None and self.best.step_time else 1.0
 
     def _parts(self) -> Sequence[RenderableType]:

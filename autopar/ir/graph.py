@@ -128,6 +128,7 @@ class Equation:
     phase: Phase  # what JAX's name stack says: FORWARD, BACKWARD, or UPDATE for neither
     source: str = ""  # file:line (function) of the user's code
     origin: tuple[int, int] = (-1, 0)  # the traced equation that it comes from, and the first round of its piece
+    again: bool = False  # of what the step's own `jax.checkpoint` computes once more
 
     @property
     def generates(self) -> bool:

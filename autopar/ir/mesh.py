@@ -9,6 +9,11 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.rendering import as_html
 from autopar.ir.units import bytes_text, count_text, metric_text, seconds_text
 
 
@@ -131,6 +136,11 @@ class Cluster:
             raise IndexError(f"device {device} of a cluster of {self.num_devices}")
         return bisect.bisect_right(self.host_bounds, device) - 1
 
+    def link_among(self, devices: Iterable[int]) -> Link:
+        """What these devices send over: their host's link, or the network if they are on several."""
+        hosts = set(map(self.host_of, devices))
+        return self.hosts[hosts.pop()].link if len(hosts) == 1 else self.network
+
     def kinds_of(self, devices: Iterable[int]) -> tuple[DeviceKind, ...]:
         """The distinct kinds of these devices."""
         hosts = dict.fromkeys(map(self.host_of, devices))
@@ -155,6 +165,23 @@ class Cluster:
                 f"  link     {host.link}",
             ]
         return "\n".join([*lines, f"network    {self.network}"])
+
+    def __rich__(self) -> Group:
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for header in ("hosts", "devices each", "kind", "memory", "kept free", "bandwidth", "peak", "link"):
+            table.add_column(header, overflow="fold")
+        for host, equal in itertools.groupby(self.hosts):
+            kind = host.kind
+            peaks = "\n".join(f"{dtype} {metric_text(peak, 'FLOP/s')}" for dtype, peak in kind.peak_flops.items())
+            table.add_row(
+                str(len(tuple(equal))), str(host.num_devices), Text(kind.name), bytes_text(kind.memory),
+                bytes_text(kind.memory_reserve), metric_text(kind.memory_bandwidth, "B/s"), peaks, Text(str(host.link)),
+            )  # fmt: skip
+        head = Text(f"Cluster {self.name} ({count_text(self.num_devices, 'device')})")
+        return Group(head, table, Text(f"network  {self.network}"))
+
+    def _repr_html_(self) -> str:
+        return as_html([self.__rich__()])
 
 
 @dataclasses.dataclass(frozen=True)

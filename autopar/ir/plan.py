@@ -6,11 +6,14 @@ import dataclasses
 import os
 from typing import TYPE_CHECKING, Any, Protocol
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, ReportError
 from autopar.ir.json_file import read_path, write_path
+from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.plan_json import parse_plan, plan_to_json
 from autopar.ir.plan_record import LeafPlan, PlanRecord, StageMemory, StagePlan
 from autopar.ir.plan_text import plan_parts, render
+from autopar.ir.rendering import as_html
+from autopar.ir.report import Report
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -25,6 +28,13 @@ class Origin(Protocol):
 
     def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
         """Hold the plan against XLA."""
+        ...
+
+    def report(
+        self, plan: Plan, compare: bool, verification: Verification | None, against: Plan | None, explain: int,
+        show_progress: bool,
+    ) -> Report:  # fmt: skip
+        """All that is known and predicted of the plan."""
         ...
 
 
@@ -60,6 +70,38 @@ class Plan(PlanRecord):
                 "step.plan(state, batch, method=plan), which is the same plan."
             )
         return self.origin.verify(self, target, show_progress, most_operations)
+
+    def report(
+        self, *, compare: bool = False, verification: Verification | None = None, against: Plan | None = None,
+        explain: int = 12, show_progress: bool = False,
+    ) -> Report:  # fmt: skip
+        """All that is known and predicted of the plan: `print` it, or `save("report.html")` one page of it.
+
+        Args:
+          compare: plan by every usual recipe, too, which takes about as long as planning did for each.
+          verification: XLA's verdict on this plan, to be shown beside what is only predicted.
+          against: another plan, to say what differs.
+          explain: of so many operators, those that take longest, say what other shardings would cost, and why.
+          show_progress: a progress bar on the terminal.
+
+        Of a plan that was read from a file there is only what the file holds; `step.plan(.., method=plan)` gives one
+        that knows its step.
+
+        Raises:
+          ReportError: `explain` is no whole number of 0 or more, or a plan from a file shall be compared.
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        if type(explain) is not int or explain < 0:
+            raise ReportError(f"report(explain={explain!r}): explain must be a whole number of 0 or more.")
+        if self.origin is not None:
+            return self.origin.report(self, compare, verification, against, explain, show_progress)
+        if compare:
+            raise ReportError(
+                f"report(compare=True): the plan for {self.function!r} was read from a file and has no step to plan: "
+                "report on step.plan(state, batch, method=plan), which is the same plan."
+            )
+        diff = None if against is None else PlanDiff.of(self, against)
+        return Report(self, None, None, verification, diff)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "origin": None}
@@ -108,3 +150,6 @@ class Plan(PlanRecord):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield from plan_parts(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(plan_parts(self))

@@ -179,6 +179,7 @@ class Kernel:
     sides: Sides | None  # of a product, in one round
     dtype: str
     times: float
+    again: bool = False  # see `Equation`
 
 
 @dataclasses.dataclass(frozen=True)

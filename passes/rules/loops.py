@@ -469,7 +469,7 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         sides = _outer_sides(rule.sides, splits)
         dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
         if moved or sides:
-            found.append(Kernel(flops, held, moved, sides, dtype, times * traffic[e.id].launches))
+            found.append(Kernel(flops, held, moved, sides, dtype, times * traffic[e.id].launches, e.again))
         else:
             fused[held, dtype] += flops
     return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
@@ -479,7 +479,10 @@ def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
     """A kernel of a body in a body, in the outer one's factors."""
     traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
     sides = _outer_sides(kernel.sides, splits)
-    return Kernel(times * kernel.flops, _outer(kernel.held, splits), traffic, sides, kernel.dtype, times * kernel.times)
+    return dataclasses.replace(
+        kernel, flops=times * kernel.flops, held=_outer(kernel.held, splits), traffic=traffic, sides=sides,
+        times=times * kernel.times,
+    )  # fmt: skip
 
 
 def _hints(body: Body, numbered: Sequence[tuple[int, Cut]]) -> tuple[Hinted, ...]:

@@ -14,11 +14,11 @@ from autopar.cost_model.timeline import (
     ONCE,
     Crossing,
     Event,
-    StageMemory,
+    Moment,
+    StageHolds,
     StageTimes,
     TransferEvent,
     memory_over_time,
-    peak_memory,
     simulate,
 )
 from autopar.errors import InternalError
@@ -330,28 +330,35 @@ def test_event_simulation_with_contended_links(seed: int) -> None:
 def test_peak_memory_is_that_of_the_schedule(name: ScheduleName, stages: int, microbatches: int) -> None:
     schedule = make_schedule(name, stages, microbatches)
     timeline = simulate(schedule, [StageTimes(1.0, 2.0)] * stages, _chain(stages, 0.1, 0.1))
-    memories = [StageMemory(base=1000 * (s + 1), live=10, temp=1) for s in range(stages)]
+    last = Phase.WEIGHTS if name == "zero-bubble" else BACKWARD
+    holds = StageHolds(0, 0, 100, {(FORWARD, last): 10}, dict.fromkeys(Phase, 1))
     # GPipe holds all m microbatches everywhere, 1F1B min(m, S - s), zero-bubble min(m, S).
     behind = [0 if name == "zero-bubble" else s for s in range(stages)]
     in_flight = [microbatches if name == "gpipe" else min(microbatches, stages - s) for s in behind]
     assert [schedule.in_flight(s) for s in range(stages)] == in_flight
-    assert peak_memory(timeline, memories) == tuple(1000 * (s + 1) + 10 * in_flight[s] + 1 for s in range(stages))
+    for s in range(stages):
+        moments = memory_over_time(timeline, s, holds)
+        assert max(moment.activations for moment in moments) == 100 + 10 * in_flight[s]
+        assert {moment.temporaries for moment in moments} <= {0, 1}
+        assert moments[-1] == Moment(moments[-1].seconds, 100, 0)
 
 
 def test_memory_over_time() -> None:
     # One stage: prologue 0-1, F0 1-2, B0 2-4, F1 4-5, B1 5-7.
     timeline = simulate(make_schedule("1f1b", 1, 2), [StageTimes(1.0, 2.0, prologue=1.0)], {})
-    memory = StageMemory(base=100, live=10, temp=1)
-    assert memory_over_time(timeline, 0, memory) == (
-        (0.0, 101), (1.0, 111), (2.0, 111), (4.0, 111), (5.0, 111), (7.0, 100),
-    )  # fmt: skip
+    running = {Phase.PROLOGUE: 1, FORWARD: 2, BACKWARD: 3}
+    holds = StageHolds(7, 5, 100, {(FORWARD, BACKWARD): 10}, running)
+    assert [(m.seconds, m.activations, m.temporaries) for m in memory_over_time(timeline, 0, holds)] == [
+        (0.0, 100, 1), (1.0, 110, 2), (2.0, 110, 3), (4.0, 110, 2), (5.0, 110, 3), (7.0, 100, 0),
+    ]  # fmt: skip
 
 
 def test_memory_of_a_schedule_without_backwards() -> None:
     row = tuple(Task(0, FORWARD, i) for i in range(3))
     timeline = simulate(Schedule("gpipe", 1, 3, (row,)), [StageTimes(1.0, 0.0)], {})
-    assert peak_memory(timeline, [StageMemory(base=100, live=10, temp=1)]) == (111,)
-    assert memory_over_time(timeline, 0, StageMemory(100, 10, 1))[-1] == (3.0, 100)
+    moments = memory_over_time(timeline, 0, StageHolds(0, 0, 100, {(FORWARD, BACKWARD): 10}, {FORWARD: 1}))
+    assert max(moment.activations for moment in moments) == 110
+    assert moments[-1] == Moment(3.0, 100, 0)
 
 
 # Our own mistakes

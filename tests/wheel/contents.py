@@ -8,7 +8,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-SUFFIXES = (".py", ".json", ".txtpb", ".typed")
+SUFFIXES = (".py", ".json", ".html", ".txtpb", ".typed")
 
 
 def expected_files(repository: Path) -> set[str]:

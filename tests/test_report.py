@@ -1,0 +1,435 @@
+"""Reports: their numbers against those of the plan, and their forms."""
+
+from __future__ import annotations
+
+import dataclasses
+import html.parser
+import importlib.util
+import io
+import itertools
+import json
+import math
+import pathlib
+import re
+from collections import defaultdict
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+
+import autopar
+from autopar.errors import ReportError
+from autopar.ir.plan_diff import PlanDiff
+from autopar.ir.report import Report
+from autopar.ir.report_record import Details
+from autopar.ir.why import Alternative
+from tests import models
+from tests.planned import cluster_of
+from tests.reports import LAYERS, METHODS, from_file, plan_of, step_and_args
+
+NAMES = list(METHODS)
+
+
+def details_of(report: Report) -> Details:
+    assert report.details is not None
+    return report.details
+
+
+# The numbers
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_parts_of_the_step_add_up(name: str) -> None:
+    plan = plan_of(name)
+    report = plan.report(explain=0)
+    details = details_of(report)
+    for split in details.splits:
+        assert math.fsum(split.parts.values()) == pytest.approx(plan.step_time, rel=1e-9)
+        assert all(part >= 0 for part in split.parts.values())
+        stages = [plan.stages[stage] for stage in split.stages]
+        assert split.compute == pytest.approx(sum(stage.compute for stage in stages))
+        assert split.collectives + split.resharding == pytest.approx(sum(stage.communication for stage in stages))
+    assert report.split is not None
+    assert report.split.waiting + report.split.bubble == pytest.approx(plan.bubble * plan.step_time, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_timeline_is_that_of_the_plan(name: str) -> None:
+    plan = plan_of(name)
+    details = details_of(plan.report(explain=0))
+    assert max(span.end for span in details.spans) == pytest.approx(plan.step_time)
+    busy: dict[int, float] = defaultdict(float)
+    for group, spans in itertools.groupby(sorted(details.spans, key=lambda s: (s.group, s.start)), lambda s: s.group):
+        for before, after in itertools.pairwise(mine := list(spans)):
+            assert after.start >= before.end - 1e-12
+        busy[group] = sum(span.end - span.start for span in mine)
+    for group, split in enumerate(details.splits):
+        parts = split.compute + split.collectives + split.resharding + split.launches
+        assert busy[group] == pytest.approx(parts)
+    met = {(span.stage, span.microbatch) for span in details.spans if span.phase == "forward"}
+    whole_step = plan.num_microbatches == 1
+    assert met == {
+        (stage, -1 if whole_step else k) for stage in range(len(plan.stages)) for k in range(plan.num_microbatches)
+    }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_memory_over_time_peaks_at_what_the_plan_counts(name: str) -> None:
+    plan = plan_of(name)
+    report = plan.report(explain=0)
+    for group, curve in zip(report.groups, details_of(report).memory, strict=True):
+        memories = [plan.stages[stage].memory for stage in group.stages]
+        assert sum(curve.state.values()) == sum(memory.state for memory in memories)
+        assert all(nbytes >= 0 for nbytes in curve.state.values())
+        assert curve.gradients == sum(memory.gradients for memory in memories)
+        assert max(curve.temporaries) == group.temporaries
+        most = sum(memory.activations for memory in memories)
+        # Interleaved stages, and what waits for the gradients of parameters, need not be at their most together.
+        if name in ("interleaved", "zero-bubble"):
+            assert max(curve.activations) <= most
+        else:
+            assert max(curve.activations) == most
+        assert curve.peak <= group.total
+        assert curve.activations[-1] <= curve.activations[0] or plan.num_microbatches == 1
+    assert max(group.total for group in report.groups) == plan.peak_memory
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators_take_what_the_programs_take(name: str) -> None:
+    plan = plan_of(name)
+    details = details_of(plan.report(explain=0))
+    if len(plan.stages) == 1:
+        listed = math.fsum(each.seconds for each in details.operators) + details.other_seconds
+        assert listed == pytest.approx(plan.stages[0].compute + plan.stages[0].communication)
+    times = [each.seconds for each in details.operators]
+    assert times == sorted(times, reverse=True)
+    for each in details.operators:
+        assert all(0 <= layer < len(details.layers) for layer in each.layers)
+    products = [each for each in details.operators if each.name == "dot_general"]
+    assert {each.phase for each in products} - {"weights"} == {"forward", "backward"}
+    assert any("deep_loss" in each.source for each in products)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_take_what_collectives_take(name: str) -> None:
+    plan = plan_of(name)
+    details = details_of(plan.report(explain=0))
+    seconds: dict[int, float] = defaultdict(float)
+    for use in details.links:
+        assert use.count > 0
+        assert use.nbytes > 0
+        if use.kind != "transfer":
+            seconds[use.stage] += use.seconds
+            assert use.link == "link"
+    for index, stage in enumerate(plan.stages):
+        # Cutting a piece out of an array is no collective.
+        assert seconds[index] <= stage.communication * (1 + 1e-9)
+    transfers = [use for use in details.links if use.kind == "transfer"]
+    assert bool(transfers) == (len(plan.stages) > 1)
+    if name == "pipeline":
+        assert {use.link for use in transfers} == {"network"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layers_are_those_of_the_model(name: str) -> None:
+    plan = plan_of(name)
+    details = details_of(plan.report(explain=0))
+    assert all("deep_loss" in layer.name for layer in details.layers)
+    assert [layer.stage for layer in details.layers] == sorted(layer.stage for layer in details.layers)
+    assert {layer.stage for layer in details.layers} == set(range(len(plan.stages)))
+    # Two products of (16·8 × 32) and (32 × 128) a block, and the scores, 64 wide.
+    forward = 2 * 16 * 8 * 32 * (LAYERS * 2 * 128 + 64)
+    assert sum(layer.flops * layer.count for layer in details.layers) == forward
+    assert any(shared for layer in details.layers for _, _, shared in layer.reads)  # the embedding
+    # The blocks' parameters, the embedding: 4 bytes each.
+    stored = sum(layer.parameters * layer.count for layer in details.layers)
+    assert stored == 4 * (LAYERS * 2 * 32 * 128 + 64 * 32)
+    # Backward: twice that, but no gradient of the looked-up tokens.
+    assert details.model_flops == 3 * forward
+
+
+def test_what_the_step_itself_computes_again_is_none_of_the_models_flops() -> None:
+    def loss(params: Any, batch: dict[str, Any]) -> Any:
+        block = jax.checkpoint(lambda x, w: jnp.tanh(x @ w))
+        x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), batch["x"], params["stack"])
+        return block(x, params["last"]).mean()
+
+    params = {"stack": jax.ShapeDtypeStruct((3, 16, 16), "float32"), "last": jax.ShapeDtypeStruct((16, 16), "float32")}
+    batch = {"x": jax.ShapeDtypeStruct((8, 16), "float32")}
+    step = autopar.parallelize(models.sgd(loss), cluster=cluster_of(1, 1), batch_axes=(None, 0))
+    plan = step.plan(models.sgd_state(params), batch)
+    report = plan.report(explain=0)
+    product = 2 * 8 * 16 * 16
+    # Four forward; the first block's operand needs no gradient, but a scan computes it all the same.
+    assert details_of(report).model_flops == 3 * 4 * product
+    assert plan.flops > (3 * 4 + 3) * product
+    peak = 1e8
+    assert report.utilisation == pytest.approx(3 * 4 * product / peak / plan.step_time)
+
+
+def test_parameters_are_what_the_forward_pass_reads() -> None:
+    plan = plan_of("one stage")
+    details = details_of(plan.report(explain=0))
+    read = {leaf.path for leaf, is_parameter in zip(plan.leaves, details.parameters, strict=True) if is_parameter}
+    assert read == {leaf.path for leaf in plan.leaves if leaf.path.startswith("state[0]")}
+
+
+def test_throughput() -> None:
+    report = plan_of("one stage").report(explain=0)
+    assert report.examples_per_second == pytest.approx(16 / report.plan.step_time)
+    assert report.tokens_per_second == pytest.approx(16 * 8 / report.plan.step_time)
+    widths = (32, 64, 16)
+    step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster_of(1, 2))
+    images = step.plan(models.sgd_state(models.mlp_params(widths)), models.mlp_batch(32, widths)).report(explain=0)
+    assert images.tokens_per_second is None
+    assert "tokens" not in str(images).partition("\n\n")[0]
+
+
+# Why
+
+
+@pytest.mark.parametrize("name", ["one stage", "pipeline"])
+def test_operators_say_why_and_what_others_would_break(name: str) -> None:
+    plan = plan_of(name)
+    details = details_of(plan.report(explain=4))
+    explained = [each for each in details.operators if each.whys]
+    assert len(explained) == 4
+    assert all(each.name == "dot_general" for each in explained)
+    for each in explained:
+        for why in each.whys:
+            assert each.operands == tuple(
+                f"{array.rpartition(' ')[0]} {sharding}"
+                for array, sharding in zip(each.operands, why.chosen.operands, strict=True)
+            )
+            more = [other.stage_seconds for other in why.others]
+            assert more == sorted(more)
+            for other in why.others:
+                if other.fits:
+                    assert other.stage_seconds == pytest.approx(other.operators_seconds + other.resharding_seconds)
+
+
+def test_what_an_alternative_would_do_to_its_stage() -> None:
+    slower = Alternative((), (), 0.1, 0.002)
+    assert (slower.verdict, slower.fits) == ("+2 ms", True)
+    assert dataclasses.replace(slower, stage_seconds=-0.002).verdict == "-2 ms"
+    refused = dataclasses.replace(slower, stage_seconds=math.inf, needed=3 * 2**30, limit=2**30)
+    assert (refused.verdict, refused.fits) == ("does not fit: needs 3.0 GiB of 1.0 GiB", False)
+    assert dataclasses.replace(refused, needed=None).verdict == "does not fit"
+
+
+# Plans from files, comparisons, differences, verdicts
+
+
+def test_a_plan_from_a_file_reports_what_the_file_holds() -> None:
+    plan = plan_of("pipeline")
+    loaded = from_file(plan)
+    report = loaded.report()
+    assert report.details is None
+    assert report.utilisation is None
+    assert report.groups == plan.report(explain=0).groups
+    assert "report on step.plan(state, batch, method=plan)" in str(report)
+    assert json.loads(report.to_json())["details"] is None
+    with pytest.raises(ReportError, match=r"has no step to draw the timeline of: report on step\.plan"):
+        report.to_trace()
+    with pytest.raises(ReportError, match=r"compare=True.*has no step to plan"):
+        loaded.report(compare=True)
+    step, args = step_and_args("pipeline")
+    again = step.plan(*args, method=loaded).report(explain=0)
+    assert details_of(again).planning_seconds is None
+    assert details_of(again).spans == details_of(plan.report(explain=0)).spans
+
+
+def test_the_comparison_has_every_usual_recipe() -> None:
+    report = plan_of("one stage").report(compare=True, explain=0)
+    assert report.comparison is not None
+    names = {each.name for each in report.comparison.candidates}
+    assert {"this plan: zero_2", "auto", "data_parallel", "zero_1", "zero_3", "intra_op_only"} <= names
+    assert "No plan by" not in str(report) or any(each.plan is None for each in report.comparison.candidates)
+    content = json.loads(report.to_json())
+    assert len(content["comparison"]["methods"]) == len(report.comparison.candidates)
+
+
+def test_what_differs_between_two_plans() -> None:
+    plan, other = plan_of("one stage"), plan_of("one program")
+    diff = plan.report(against=other, explain=0).diff
+    assert diff is not None
+    by_name = {change.what: change for change in diff.plan}
+    assert by_name["step time"].mine == plan.step_time
+    assert by_name["step time"].other == other.step_time
+    assert by_name["step time"].ratio == pytest.approx(plan.step_time / other.step_time)
+    assert by_name["microbatches"].mine_text == "2"
+    assert {change.what for change in diff.stages} >= {"stage 0: mesh"}
+    lie = [{leaf.path: str(leaf.sharding) for leaf in each.leaves} for each in (plan, other)]
+    assert {change.what for change in diff.leaves} == {path for path in lie[0] if lie[0][path] != lie[1][path]}
+    assert diff.same_leaves == len(plan.leaves) - len(diff.leaves)
+    same = PlanDiff.of(plan, plan)
+    assert (same.plan, same.stages, same.leaves) == ((), (), ())
+    pipelined = PlanDiff.of(plan_of("pipeline"), plan)
+    assert {change.other for change in pipelined.stages if change.what.startswith("stage 3")} == {None}
+
+
+def test_a_verdict_is_shown() -> None:
+    plan = plan_of("one program")
+    verdict = plan.verify_with_xla("cpu")
+    report = plan.report(verification=verdict, explain=0)
+    assert "compiled by jaxlib" in str(report)
+    assert "Nothing here was verified" not in str(report)
+    assert "Nothing here was verified" in str(plan.report(explain=0))
+    assert json.loads(report.to_json())["verification"]["fits"] is True
+
+
+def test_explain_is_a_number() -> None:
+    for wrong in (-1, True, 1.5):
+        with pytest.raises(ReportError, match="explain must be a whole number of 0 or more"):
+            plan_of("one stage").report(explain=wrong)  # type: ignore[arg-type]
+
+
+# Forms
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_text_and_json(name: str) -> None:
+    plan = plan_of(name)
+    report = plan.report(explain=2)
+    text = str(report)
+    assert text.startswith(f"Report on train_step by method {plan.method} on test")
+    for words in ("step time", "utilisation", "seconds of a step", "capacity", "operator", "link", "state"):
+        assert words in text
+    content = json.loads(report.to_json())
+    assert content["step_time"] == plan.step_time
+    assert content["split"]["compute"] == pytest.approx(report.split.compute if report.split else None)
+    assert len(content["leaves"]) == len(plan.leaves)
+    assert len(content["details"]["spans"]) == len(details_of(report).spans)
+    # On one device there is nothing to choose.
+    assert any(each["whys"] for each in content["details"]["operators"]) == (plan.stages[0].mesh.size > 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_trace_is_the_timeline(name: str) -> None:
+    report = plan_of(name).report(explain=0)
+    details = details_of(report)
+    trace = json.loads(report.to_trace())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert len(slices) == len(details.spans) + len(details.copies)
+    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(report.plan.step_time * 1e6)
+    # Slices of a thread follow one another, or Perfetto would put them elsewhere.
+    rows = defaultdict(list)
+    for event in slices:
+        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for row in rows.values():
+        assert all(after[0] >= before[1] - 1e-6 for before, after in itertools.pairwise(sorted(row)))
+    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
+    assert set(rows) <= named
+
+
+class _Page(html.parser.HTMLParser):
+    """What stands in a page, with its nesting checked."""
+
+    EMPTY = frozenset({"meta", "link", "input", "br", "img", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        named = dict(attributes)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        self.addresses += [value or "" for key, value in attributes if key in ("src", "href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in self.EMPTY:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "script" not in self.open and "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_page_is_well_formed_and_needs_no_network(name: str) -> None:
+    plan = plan_of(name)
+    other = plan_of("one program" if name == "one stage" else "one stage")
+    report = plan.report(explain=2, against=other)
+    text = report.to_html()
+    page = _Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    for part in ("answer", "time", "figure-timeline", "figure-memory", "graph", "operators", "links", "leaves", "diff"):
+        assert part in page.ids
+    for address in page.addresses:
+        assert address.startswith(("#", "data:"))
+    assert "default-src 'none'" in text  # what a browser would load is refused
+    assert len(text.encode()) < 3_000_000
+    assert "NaN" not in page.text
+    assert f"{report.utilisation or 0:.1%}".replace("%", " %") in page.text
+
+
+def test_names_cannot_break_the_page() -> None:
+    plan = plan_of("one stage")
+    bad = '</script><script>alert(1)</script><b title="\'&">'
+    leaves = (dataclasses.replace(plan.leaves[0], path=bad), *plan.leaves[1:])
+    report = dataclasses.replace(plan.report(explain=0), plan=dataclasses.replace(plan, leaves=leaves, function=bad))
+    text = report.to_html()
+    assert "<script>alert" not in text
+    assert bad in _Page(text).text
+
+
+def test_a_page_of_a_plan_from_a_file() -> None:
+    page = _Page(from_file(plan_of("pipeline")).report().to_html())
+    assert "figure-timeline" not in page.ids
+    assert "leaves" in page.ids
+    assert "report on step.plan(state, batch, method=plan)" in page.text
+
+
+def test_files_are_written_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
+    report = plan_of("one stage").report(explain=0)
+    report.save(tmp_path / "report.html")
+    report.save_trace(tmp_path / "trace.json")
+    assert "<h1>train_step on test" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(report.to_trace())
+    with pytest.raises(ReportError, match="nowhere"):
+        report.save(tmp_path / "nowhere" / "report.html")
+
+
+def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bokeh" else found(name))
+    report = plan_of("one stage").report(explain=0)
+    with pytest.raises(ReportError, match=r"needs bokeh, not installed: pip install 'autopar\[report\]'"):
+        report.to_html()
+    assert str(report)
+
+
+# Notebooks and terminals
+
+
+def test_plans_and_clusters_are_shown_in_notebooks_and_terminals() -> None:
+    plan = plan_of("pipeline")
+    for noun, words in ((plan, "of memory"), (plan.cluster, "kept free")):
+        html = noun._repr_html_()
+        page = _Page(html)
+        assert words in page.text
+        assert "script" not in html
+        console = Console(file=io.StringIO(), width=200)
+        console.print(noun)
+        assert words in console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(line in _Page(plan._repr_html_()).text for line in ("4 stages", "state[0]['embedding']"))
+    bad = dataclasses.replace(plan.cluster, name="[bold]<b>")
+    assert "[bold]<b>" in _Page(bad._repr_html_()).text
