@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.cost_model.compute import peak_flops
@@ -66,14 +66,12 @@ def gather_details(
     plan, lowered, layered = finisher.restore(plan)
     prices = finisher.stages.prices
     played = prices.play(lowered, plan.schedule)
-    programs = tuple(
-        _Priced(
-            local, played.rows.num_microbatches if local.program.in_loop else 1,
-            op_costs(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]),
-            prices.kind(local.mesh).dispatch_overhead,
-        )
-        for local in lowered.programs
-    )  # fmt: skip
+    programs = []
+    for local in lowered.programs:
+        alone, kind = prices.while_busy(local.mesh), prices.while_busy(local.mesh).kind(local.mesh)
+        costs = op_costs(local, kind, alone.resharder(local.mesh)[1])
+        runs = played.rows.num_microbatches if local.program.in_loop else 1
+        programs.append(_Priced(local, runs, costs, kind.dispatch_overhead))
     groups = ReportRecord(plan, None).groups
     parameters = _parameters(layered.analysis.graph, plan)
     layers, layer_of = _layers(layered, lowered, plan)
@@ -90,7 +88,7 @@ def gather_details(
     model_flops, ideal_seconds = _model_flops(finisher.graph, plan.cluster)
     return plan, Details(
         model_flops, ideal_seconds,
-        tuple(_split(group, programs, played.timeline) for group in groups),
+        tuple(_split(group, programs, played.timeline, _beside(group, groups, plan.cluster)) for group in groups),
         _spans(groups, programs, played.timeline),
         tuple(
             Copying(t.source, t.target, t.phase.value, t.microbatch, t.start, t.end) for t in played.timeline.transfers
@@ -143,7 +141,16 @@ _FUSED = (Phase.FORWARD, Phase.UPDATE)  # phases of programs that may have equat
 # Time
 
 
-def _split(group: Group, programs: Sequence[_Priced], timeline: Timeline) -> Split:
+def _beside(group: Group, groups: Sequence[Group], cluster: Cluster) -> frozenset[int]:
+    """The stages that this group takes turns with: of other virtual devices of its host."""
+    host = cluster.host_of(group.devices[0])
+    if not cluster.hosts[host].busy:
+        return frozenset()
+    there = (other.stages for other in groups if other is not group and cluster.host_of(other.devices[0]) == host)
+    return frozenset(stage for stages in there for stage in stages)
+
+
+def _split(group: Group, programs: Sequence[_Priced], timeline: Timeline, beside: Collection[int]) -> Split:
     compute = collectives = resharding = launches = 0.0
     for program in programs:
         if program.stage not in group.stages:
@@ -158,15 +165,16 @@ def _split(group: Group, programs: Sequence[_Priced], timeline: Timeline) -> Spl
     idle = timeline.makespan - compute - collectives - resharding - launches
     if idle < _ROUNDING * timeline.makespan:
         idle = 0.0
-    waiting = min(idle, _waiting(group, timeline))
+    waiting = min(idle, _waiting(group, timeline, beside))
     return Split(group.stages, group.devices, compute, collectives, resharding, launches, waiting, idle - waiting)
 
 
-def _waiting(group: Group, timeline: Timeline) -> float:
-    """Seconds in which a group runs nothing while something is sent to it."""
+def _waiting(group: Group, timeline: Timeline, beside: Collection[int]) -> float:
+    """Seconds in which a group runs nothing while something is sent to it, or while it is the turn of others."""
     busy = _union((e.start, e.end) for e in timeline.events if e.stage in group.stages)
-    sent = _union((t.start, t.end) for t in timeline.transfers if t.target in group.stages)
-    both = _union((*busy, *sent))
+    sent = ((t.start, t.end) for t in timeline.transfers if t.target in group.stages)
+    turns = ((e.start, e.end) for e in timeline.events if e.stage in beside)
+    both = _union((*busy, *sent, *turns))
     return sum(b - a for a, b in both) - sum(b - a for a, b in busy)
 
 

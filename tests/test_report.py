@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 import autopar
+from autopar import recipes
 from autopar.errors import ReportError
 from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.report import Report
@@ -174,6 +175,18 @@ def test_parameters_are_what_the_forward_pass_reads() -> None:
     details = details_of(plan.report(explain=0))
     read = {leaf.path for leaf, is_parameter in zip(plan.leaves, details.parameters, strict=True) if is_parameter}
     assert read == {leaf.path for leaf in plan.leaves if leaf.path.startswith("state[0]")}
+
+
+def test_virtual_devices_wait_for_their_turn() -> None:
+    widths = (64, 64, 64, 16)
+    cluster = autopar.load_preset("cpu", devices_per_host=4)
+    step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster, method=recipes.megatron(2, 1, 2, 2))
+    plan = step.plan(models.sgd_state(models.mlp_params(widths)), models.mlp_batch(64, widths))
+    report = plan.report(explain=0)
+    for split in details_of(report).splits:
+        assert math.fsum(split.parts.values()) == pytest.approx(plan.step_time)
+        assert split.bubble < 0.05 * plan.step_time
+        assert split.waiting > 0.2 * plan.step_time
 
 
 def test_throughput() -> None:

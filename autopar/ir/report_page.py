@@ -55,7 +55,7 @@ _PART_MEANINGS = {
     "collectives": "sums over devices, and what operators exchange by themselves",
     "resharding": "values gathered or moved from one sharding to another within a stage",
     "launches": "starting programs",
-    "waiting": "idle while another stage's transfer is under way",
+    "waiting": "idle while another stage's transfer is under way, or while other virtual devices have the cores",
     "bubble": "idle otherwise: the pipeline fills, drains, or waits for a slower stage",
 }
 

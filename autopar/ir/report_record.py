@@ -29,7 +29,8 @@ class Split:
     collectives: float  # sums over devices, and what operators exchange by themselves
     resharding: float  # gathering and moving values from one sharding to another, within the stage
     launches: float  # starting programs
-    waiting: float  # idle while a transfer from another stage is under way
+    # Idle while a transfer from another stage is under way, or while it is the turn of other virtual devices.
+    waiting: float
     bubble: float  # idle otherwise: filling and draining the pipeline, or a slower stage elsewhere
 
     @property
