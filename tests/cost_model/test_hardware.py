@@ -24,7 +24,7 @@ from tests.clusters import LINK, NETWORK, toy_kind
 
 
 def test_the_presets_are_those_promised() -> None:
-    assert preset_names() == ("cpu", "dgx-a100", "dgx-a100-40gb", "dgx-h100", "hgx-h200", "p3.16xlarge")
+    assert preset_names() == ("cpu", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "hgx-h200", "p3.16xlarge")
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -139,6 +139,7 @@ def test_the_virtual_devices_of_this_machine_share_its_cores() -> None:
     ("device_kind", "preset"),
     [
         ("NVIDIA H200", "hgx-h200"),
+        ("NVIDIA B200", "dgx-b200"),
         ("NVIDIA H100 80GB HBM3", "dgx-h100"),
         ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
         ("NVIDIA A100-SXM4-40GB", "dgx-a100-40gb"),
