@@ -13,7 +13,7 @@ import pytest
 from autopar.cost_model.hardware import load_preset
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
 from tests.clusters import LINK, NETWORK, toy_kind
 
 
@@ -33,6 +33,46 @@ def test_round_trip_of_a_mixed_cluster_with_awkward_numbers(tmp_path: Path) -> N
     path = tmp_path / "cluster.json"
     path.write_text(text, encoding="utf-8")
     assert cluster_from_json(path) == cluster_from_json(str(path)) == cluster
+
+
+def _measured() -> Cluster:
+    """Of virtual devices, as a calibration leaves it."""
+    products = (ProductSpeed("float32", 1, 64, 128.5, 256, 0, 1e9), ProductSpeed("bfloat16", 4, 9, 8, 7, 49, 3e10))
+    kind = dataclasses.replace(toy_kind(), products=products, bandwidths=((1e3, 8e9), (2.5e6, 1e9)))
+    faster = dataclasses.replace(kind, launch_overhead=1e-9)
+    busy = (Busy(1, faster, LINK), Busy(2, kind, dataclasses.replace(LINK, latency=1.0)))
+    return Cluster("measured", (Host(kind, 4, LINK, busy),) * 2, NETWORK)
+
+
+def test_round_trip_of_what_was_measured() -> None:
+    cluster = _measured()
+    assert cluster_from_json(cluster_to_json(cluster)) == cluster
+    assert cluster.while_busy(1).hosts[0].kind.launch_overhead == 1e-9
+    assert cluster.while_busy(2).hosts[1].link.latency == 1.0
+    assert cluster.while_busy(3) == cluster
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("device", "products", 0, "flops"), 0, r"hosts\[0\].device.products\[0\].flops is 0; it must be FLOP per sec"),
+        (("device", "products", 1, "taps"), -1, r"products\[1\].taps is -1; it must be a whole number, 0 or more"),
+        (("device", "products", 1, "rows"), 0.5, r"products\[1\].rows is 0.5; it must be a size of at least 1"),
+        (("device", "bandwidths"), [[2e3, 1e9], [1e3, 1e9]], "bandwidths is .* a list of pairs: bytes, ascending"),
+        (("device", "bandwidths", 0), [1e3], r"bandwidths\[0\] is .* a list of pairs"),
+        (("busy", 0, "num_devices"), 3, r"hosts\[0\].busy is .* ascending numbers of devices, fewer than the host has"),
+        (("busy", 1, "num_devices"), 4, r"hosts\[0\].busy is .* fewer than the host has"),
+        (("busy", 1, "device", "memory"), 0, r"hosts\[0\].busy\[1\].device.memory is 0"),
+    ],
+)
+def test_what_cannot_have_been_measured_is_refused(path: tuple[Any, ...], value: Any, message: str) -> None:
+    data = json.loads(cluster_to_json(_measured()))
+    place = data["hosts"][0]
+    for key in path[:-1]:
+        place = place[key]
+    place[path[-1]] = value
+    with pytest.raises(ClusterError, match=message):
+        cluster_from_json(json.dumps(data))
 
 
 def test_memory_reserve_and_num_hosts_may_be_left_out() -> None:
