@@ -121,12 +121,19 @@ def _found_text(
 ) -> str:  # fmt: skip
     """What was left out, and what there is instead."""
     if "memory_limit" in request.options and "memory_limit" not in relaxed.options:
+
+        def is_enough(limit: int) -> bool:
+            raised = dataclasses.replace(relaxed, options={**relaxed.options, "memory_limit": limit})
+            return raised.any_plan(analysis, cluster, method) is not None
+
+        # The search needs room beyond what its plan takes in the end.
         too_little, enough = request.options["memory_limit"], plan.peak_memory
+        while not is_enough(enough):
+            too_little, enough = enough, math.ceil(_CLOSE * enough)
         while enough > _CLOSE * too_little:
             middle = int(math.sqrt(too_little * enough))
-            raised = dataclasses.replace(relaxed, options={**relaxed.options, "memory_limit": middle})
-            if (other := raised.any_plan(analysis, cluster, method)) is not None:
-                enough = other.peak_memory
+            if is_enough(middle):
+                enough = middle
             else:
                 too_little = middle
         others = [name for name in names if not name.startswith("memory_limit=")]
