@@ -2,8 +2,7 @@
 
 Calibrates the devices at hand (8 virtual ones on a CPU), then plans and runs steps that the calibration has not seen:
 GPT, MoE and Wide-ResNet, each by data parallelism, ZeRO-3, data and tensor parallelism and a pipeline. Bars: the median
-error of the predicted step times, and Spearman's rank correlation of predicted and measured ones over all pairs. On one
-device: each model at sizes that fill it, with the peak memory besides.
+error of the predicted step times, and how far Spearman's rank correlation of predicted and measured ones is from 1.
 
 Nothing else should run on the machine meanwhile.
 """
