@@ -420,11 +420,13 @@ def _least(error: Callable[[Sequence[float]], float], count: int) -> tuple[float
 class _Factors:
     """How many times as long it takes in a step as alone.
 
-    A kernel finds less of what it reads in a cache, and devices come to a collective at different times.
+    A kernel finds less of what it reads in a cache, and devices come to a collective at different times, all the more
+    where more of them are virtual than there are cores.
     """
 
     memory: float = 1.0
-    links: float = 1.0
+    latency: float = 1.0
+    bandwidth: float = 1.0
 
     def kind(self, kind: DeviceKind) -> DeviceKind:
         return dataclasses.replace(
@@ -434,9 +436,9 @@ class _Factors:
         )
 
     def link(self, link: Link) -> Link:
-        pair = None if link.pair_bandwidth is None else link.pair_bandwidth / self.links
+        pair = None if link.pair_bandwidth is None else link.pair_bandwidth / self.bandwidth
         return dataclasses.replace(
-            link, latency=link.latency * self.links, bandwidth=link.bandwidth / self.links, pair_bandwidth=pair
+            link, latency=link.latency * self.latency, bandwidth=link.bandwidth / self.bandwidth, pair_bandwidth=pair
         )
 
     def host(self, host: Host) -> Host:
@@ -445,6 +447,9 @@ class _Factors:
 
 
 _NAMES = tuple(field.name for field in dataclasses.fields(_Factors))
+# What a factor's squared logarithm weighs beside those of the steps' errors. How long devices wait for one another
+# cannot be known from collectives alone.
+_DOUBTS = (1.0, 0.05, 1.0)
 _NOTHING = 1e-3  # a factor that makes it as good as free
 
 
@@ -464,9 +469,8 @@ class _TimedStep:
 
 def _fit_factors(steps: Sequence[_TimedStep]) -> tuple[float, ...]:
     def error(factors: Sequence[float]) -> float:
-        # A factor far from 1 is doubted as much as one step that is predicted as far from what it took.
-        off = [*factors, *(step.predicted(factors) / step.seconds for step in steps)]
-        return sum(math.log(each) ** 2 for each in off)
+        doubt = sum(math.log(factor) ** 2 * weight for factor, weight in zip(factors, _DOUBTS, strict=True))
+        return doubt + sum(math.log(step.predicted(factors) / step.seconds) ** 2 for step in steps)
 
     return _least(error, len(_NAMES))
 
@@ -475,7 +479,8 @@ def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
     yield recipes.data_parallel(1)
     if num_devices > 1:
         yield recipes.zero(3, 1)
-    if num_devices % 2 == 0:
+        yield recipes.megatron(1, num_devices, 1, 1)
+    if num_devices % 2 == 0 and num_devices > 2:
         yield recipes.megatron(num_devices // 2, 2, 1, 1)
     if num_devices % 4 == 0:
         yield recipes.megatron(num_devices // 4, 2, 2, 1 if couples else 4)

@@ -110,11 +110,11 @@ def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
 
 
 def test_the_fit_finds_what_steps_take_longer() -> None:
-    truth = (2.5, 1.4)
-    parts = [(1.0, 0.2), (0.1, 0.9), (0.5, 0.5), (2.0, 0.1), (0.3, 1.5)]
+    truth = (2.5, 6.0, 1.4)
+    parts = [(1.0, 0.2, 0.0), (0.1, 0.9, 0.3), (0.5, 0.5, 0.8), (2.0, 0.1, 0.1), (0.3, 1.5, 0.2), (0.1, 0.1, 2.0)]
     steps = [_TimedStep("", 1, 1.0 + sum(f * p for f, p in zip(truth, each, strict=True)), each, 1.0) for each in parts]
     assert _fit_factors(20 * steps) == pytest.approx(truth, rel=0.05)
-    assert _fit_factors([]) == (1.0, 1.0)
+    assert _fit_factors([]) == (1.0, 1.0, 1.0)
 
 
 def test_virtual_devices_take_turns() -> None:
