@@ -38,7 +38,7 @@ LEAST_SECONDS = 10.0
 _STEPS_SHARE = 0.4  # of the time, for steps as a whole
 _DOUBLINGS = 8  # of the sizes of steps, at most
 _EXAMPLES = 8  # of a step, on each device
-_RUN = 0.12  # seconds that a probe is run, compiling left out; more where there is time for more
+_RUN = 0.12  # seconds that a probe is run, compiling left out
 _TYPES = ("float32", "bfloat16")
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
 _WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
@@ -108,7 +108,6 @@ class _Calibrator:
         counts = [*busy_counts(len(devices))][::-1] if self._host.busy else []
         self._counts = (len(devices), *counts)
         self._found: dict[_Task, float] = {}
-        self._products: dict[_Task, Products] = {}
 
     def run(self) -> Calibration:
         tasks = _in_turn(self._tasks())
@@ -203,7 +202,7 @@ class _Calibrator:
         if len(self._devices) == 1:
             sources["the link between devices"] = "the preset's"
         cluster = Cluster(name, (host,), self._guess.network)
-        steps = self._steps(cluster)
+        steps, late = self._steps(cluster)
         if steps:
             host = _Factors(*_fit_factors(steps)).host(host)
             cluster = dataclasses.replace(cluster, hosts=(host,))
@@ -212,10 +211,10 @@ class _Calibrator:
             predicted = step.predicted(_fit_factors(others))
             measurements.append(Measurement("steps", step.name, step.num_devices, step.seconds, predicted))
         took = time.monotonic() - self._started
-        return Calibration(cluster, tuple(measurements), took, left_out, sources)
+        return Calibration(cluster, tuple(measurements), took, left_out + late, sources)
 
-    def _steps(self, cluster: Cluster) -> list[_TimedStep]:
-        """Of the sizes that take neither too little time nor too much."""
+    def _steps(self, cluster: Cluster) -> tuple[list[_TimedStep], int]:
+        """Of the sizes that take neither too little time nor too much, and how many there was no time for."""
         wanted = []
         for size in (2**i for i in range(_DOUBLINGS)):
             for probe in probe_steps(size, _EXAMPLES * len(self._devices)):
@@ -226,14 +225,15 @@ class _Calibrator:
                     wanted += [(probe, method) for method in _methods(len(self._devices), probe.couples)]
             if wanted and seconds > _LONG:
                 break
-        found = []
+        found, late = [], 0
         with ProgramBar("measuring steps", self._show_progress) as bar, warnings.catch_warnings(action="ignore"):
             for done, (probe, method) in enumerate(wanted):
                 bar(done, len(wanted))
-                if time.monotonic() < self._ends + self._for_steps:
-                    timed = _timed(probe, method, cluster, self._devices)
-                    found += [timed] if timed else []
-        return found
+                if time.monotonic() > self._ends + self._for_steps:
+                    late += 1
+                elif (timed := _timed(probe, method, cluster, self._devices)) is not None:
+                    found.append(timed)
+        return found, late
 
 
 _SIDES = (64, 256, 1024, 4096)
@@ -340,19 +340,13 @@ class _Machine:
 
         def made(factors: Sequence[float]) -> Link:
             latency, bandwidth = factors
-            return dataclasses.replace(
-                self._link, latency=self._link.latency * latency, bandwidth=self._link.bandwidth / bandwidth
-            )
+            return _Factors(latency=latency, bandwidth=bandwidth).link(self._link)
 
         def error(factors: Sequence[float]) -> float:
             link = made(factors)
             return sum(math.log(self._collective_seconds(task, kind, link) / s) ** 2 for task, s in found)
 
-        best = made(_least(error, 2))
-        if best.pair_bandwidth is not None:
-            pair = best.pair_bandwidth * best.bandwidth / self._link.bandwidth
-            best = dataclasses.replace(best, pair_bandwidth=pair)
-        return best
+        return made(_least(error, 2))
 
     def _collective_seconds(self, task: _Task, kind: DeviceKind, link: Link) -> float:
         cluster = make_cluster("", 1, self._busy, kind, link, link)
@@ -506,7 +500,6 @@ def _timed(probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence
 
 _RUNS = 5
 _SHORT, _LONG = 0.02, 0.3  # predicted seconds of the steps that are run
-_MOST_SIZES = 3
 
 
 def _faster(all_products: Sequence[ProductSpeed], some: Sequence[ProductSpeed]) -> tuple[ProductSpeed, ...]:

@@ -33,7 +33,7 @@ class Measurement:
     name: str
     num_devices: int  # on which it ran at once
     seconds: float
-    predicted: float  # seconds, by the cost model with what the others say about the machine
+    predicted: float  # seconds, by the calibrated cost model; of products and steps without this one's part in it
 
     @property
     def error(self) -> float:
@@ -94,7 +94,7 @@ class Calibration:
             farthest.add_row(f"{each.group}: {each.name}", str(each.num_devices), *times)
         kept = [Text(f"not measured: {what}, {source}") for what, source in self.sources.items()]
         return [
-            Text(str(self.cluster)), Text(), Text(f"{took}{late}. Each is predicted from the others:"), table, Text(),
+            Text(str(self.cluster)), Text(), Text(f"{took}{late}. Products and steps are predicted from the others, the rest by what was fitted to it:"), table, Text(),
             farthest, *([Text(), *kept] if kept else []),
         ]  # fmt: skip
 
