@@ -94,7 +94,8 @@ class Calibration:
             farthest.add_row(f"{each.group}: {each.name}", str(each.num_devices), *times)
         kept = [Text(f"not measured: {what}, {source}") for what, source in self.sources.items()]
         return [
-            Text(str(self.cluster)), Text(), Text(f"{took}{late}. Products and steps are predicted from the others, the rest by what was fitted to it:"), table, Text(),
+            Text(str(self.cluster)), Text(), Text(f"{took}{late}. Predicted from the others (products, steps), or as "
+            "fitted to it (the rest):"), table, Text(),
             farthest, *([Text(), *kept] if kept else []),
         ]  # fmt: skip
 
