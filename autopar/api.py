@@ -15,14 +15,13 @@ from typing import Any, overload
 
 import jax
 
-from autopar.baselines import plan_beside_recipes, usual_methods
+from autopar.baselines import plan_beside_recipes
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
-from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError, UserError
+from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError
 from autopar.executable import Executable
 from autopar.finisher import Finisher, LeafHome
 from autopar.ir.cluster_json import check_cluster
-from autopar.ir.comparison import Candidate, Comparison
 from autopar.ir.graph import Graph
 from autopar.ir.hint import Hint
 from autopar.ir.in_place import renew, returning_changed
@@ -31,25 +30,19 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
-from autopar.ir.plan_diff import PlanDiff
-from autopar.ir.report import Report
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
-from autopar.ir.verification import Verification
 from autopar.ir.why import Why
+from autopar.origin import StepOrigin, inputs_of
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
-from autopar.progress import ProgramBar
 from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
-from autopar.reporter import gather_details
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
 from autopar.trace import leaf_specs, trace
-from autopar.verifier import verify
-from autopar.why import explain
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,7 +146,7 @@ class Parallelized:
         else:
             found = self._planned_anew(analysis, cluster, chosen)
         plan, lowered = found
-        plan = self._with_origin(plan, call, analysis, chosen, self._since(started, chosen))
+        plan = dataclasses.replace(plan, origin=self._origin(call, analysis, chosen, self._since(started, chosen)))
         if verify and (led or isinstance(chosen, Plan)):
             plan = checked(plan, verify)
         if own:
@@ -170,7 +163,7 @@ class Parallelized:
         def priced(plan: Plan) -> tuple[Plan, LoweredStep]:
             finisher = Finisher(analysis, cluster, method)
             plan, lowered, _ = finisher.restore(dataclasses.replace(plan, cluster=cluster))
-            return self._with_origin(plan, call, analysis, method, None), lowered
+            return dataclasses.replace(plan, origin=self._origin(call, analysis, method, None)), lowered
 
         return plan_that_fits(cluster, method.memory_limit, search, priced, target)
 
@@ -186,9 +179,12 @@ class Parallelized:
         Raises:
           PlanError: there is no such operator, or `plan` is for something else.
         """
-        analysis = self._analyse(self._call(args, kwargs))
+        call = self._call(args, kwargs)
         plan = self.plan(*args, **kwargs) if plan is None else plan
-        return explain(Finisher(analysis, plan.cluster), plan, where, most)
+        origin = plan.origin
+        if not isinstance(origin, StepOrigin):  # it was read from a file
+            origin = self._origin(call, self._analyse(call), plan, None)
+        return origin.why(plan, where, most)
 
     def fewest_devices(
         self, *args: Any, step_time: float, clusters: Sequence[Cluster], method: str | Method | None = None,
@@ -426,9 +422,10 @@ class Parallelized:
         started = time.perf_counter()
         plan, lowered = shown[1] if shown is not None and shown[0] == call.key else self._planned(call, analysis)
         if plan.origin is None:
-            plan = self._with_origin(plan, call, analysis, self._method, self._since(started, self._method))
+            origin = self._origin(call, analysis, self._method, self._since(started, self._method))
+            plan = dataclasses.replace(plan, origin=origin)
         step = lowered.placed.step
-        donated = _inputs_of(self._donated(call, analysis.graph), step.graph)
+        donated = inputs_of(self._donated(call, analysis.graph), step.graph)
         runtime = build(lowered, plan.schedule, devices, donated)
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
@@ -437,11 +434,11 @@ class Parallelized:
     def _since(started: float, method: Method | Plan) -> float | None:
         return None if isinstance(method, Plan) else time.perf_counter() - started
 
-    def _with_origin(
-        self, plan: Plan, call: _Call, analysis: BatchAnalysis, method: Method | Plan, seconds: float | None
-    ) -> Plan:
+    def _origin(
+        self, call: _Call, analysis: BatchAnalysis, method: Method | Plan, seconds: float | None
+    ) -> StepOrigin:  # fmt: skip
         limit = method.memory_limit if isinstance(method, Method) else None
-        return dataclasses.replace(plan, origin=_Origin(analysis, self._donated(call, analysis.graph), limit, seconds))
+        return StepOrigin(analysis, self._donated(call, analysis.graph), limit, seconds)
 
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
         """Argument leaves that a step may overwrite: of the asked ones those that come out again."""
@@ -460,55 +457,6 @@ class Parallelized:
                 found.update(range(first, first + child.num_leaves))
             first += child.num_leaves
         return frozenset(found) & carried
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Origin:
-    """What a plan has been made for."""
-
-    analysis: BatchAnalysis
-    donated: frozenset[int]  # argument leaves
-    memory_limit: int | None  # bytes of each device
-    seconds: float | None  # that planning took; None: the plan was given
-
-    def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
-        finisher = Finisher(self.analysis, plan.cluster, dataclasses.replace(AUTO, memory_limit=self.memory_limit))
-        fresh, lowered, _ = finisher.restore(plan)
-        donated = _inputs_of(self.donated, lowered.placed.step.graph)
-        with ProgramBar(f"compiling {plan.function}", show_progress) as bar:
-            return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
-
-    def report(
-        self, plan: Plan, compare: bool, verification: Verification | None, against: Plan | None, explain: int,
-        show_progress: bool,
-    ) -> Report:  # fmt: skip
-        fresh, details = gather_details(Finisher(self.analysis, plan.cluster), plan, explain, self.seconds)
-        comparison = None
-        if compare:
-            methods = usual_methods(plan.cluster)
-            with ProgramBar(f"planning {plan.function}", show_progress) as bar:
-                comparison = self._compared(fresh, methods, bar)
-        return Report(
-            fresh, details, comparison, verification, None if against is None else PlanDiff.of(fresh, against)
-        )
-
-    def _compared(self, plan: Plan, methods: Sequence[Method], progress: Callable[[int, int], None]) -> Comparison:
-        """The plan beside those of other methods."""
-        found = [Candidate(f"this plan: {plan.method}", plan.cluster, plan)]
-        others = [method for method in methods if method.name != plan.method]
-        for number, method in enumerate(others):
-            progress(number, len(others))
-            try:
-                other, _ = plan_beside_recipes(self.analysis, plan.cluster, method, None)
-                found.append(Candidate(method.name, plan.cluster, other))
-            except UserError as error:
-                found.append(Candidate(method.name, plan.cluster, None, str(error)))
-        return Comparison.of(plan.function, found)
-
-
-def _inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:
-    """The inputs that argument leaves have become."""
-    return frozenset(k for i in leaves for k in graph.inputs_of[i])
 
 
 def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:

@@ -29,7 +29,7 @@ from autopar.calibrator import calibrate as measure
 from autopar.cost_model.hardware import preset_names
 from autopar.cost_model.targets import CPU, load_target, target_names, target_of
 from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
-from autopar.ir.comparison import Candidate, Comparison
+from autopar.ir.comparison import Comparison
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
@@ -452,16 +452,12 @@ def compare(
         *((method.name, cluster, method) for method in methods or (() if made else usual_methods(cluster))),
         *((f"plan {number}: {each.method}", each.cluster, each) for number, each in enumerate(made, 1)),
     ]
-    found = []
+    trials = [
+        (name, where, functools.partial(step.plan, *call.args, cluster=where, method=method, **call.kwargs))
+        for name, where, method in named
+    ]
     with ProgramBar(f"planning {graph.name}", sys.stderr.isatty()) as bar:
-        for number, (name, where, method) in enumerate(named):
-            bar(number, len(named))
-            try:
-                each = step.plan(*call.args, cluster=where, method=method, **call.kwargs)
-                found.append(Candidate(name, where, each))
-            except UserError as error:
-                found.append(Candidate(name, where, None, str(error)))
-    comparison = Comparison.of(graph.name, found)
+        comparison = Comparison.tried(graph.name, trials, bar)
     return comparison, comparison.best is not None
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import json
-import math
 import multiprocessing
 import os
 import pathlib
@@ -15,7 +14,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
-import numpy as np
+
+from autopar.ir.json_file import finite
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -97,17 +97,4 @@ def report(bars: Mapping[str, Bar], rows: Sequence[Mapping[str, Any]], path: pat
 def write_json(path: pathlib.Path, content: Mapping[str, Any]) -> None:
     """Write `content`, the folder made where it is missing; NaN and infinity become null."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_finite(content), indent=1) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN or infinity: they become null. NumPy's scalars become Python's."""
-    if isinstance(value, np.generic):
-        value = value.item()
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
+    path.write_text(json.dumps(finite(content), indent=1) + "\n")

@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
+from autopar.errors import UserError
 from autopar.ir.plan_text import render
 from autopar.ir.units import bytes_text, count_text, seconds_text
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 
     from autopar.ir.mesh import Cluster
     from autopar.ir.plan_record import PlanRecord
+
+    Trial = tuple[str, Cluster, Callable[[], PlanRecord]]  # its name, and what makes its plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,18 @@ class Comparison:
     def of(function: str, candidates: Sequence[Candidate]) -> Comparison:
         """In the order of their step times."""
         return Comparison(function, tuple(sorted(candidates, key=_seconds)))
+
+    @staticmethod
+    def tried(function: str, trials: Sequence[Trial], progress: Callable[[int, int], None]) -> Comparison:
+        """One plan after the other; `progress` is told how many were tried, of how many."""
+        found = []
+        for number, (name, cluster, planned) in enumerate(trials):
+            progress(number, len(trials))
+            try:
+                found.append(Candidate(name, cluster, planned()))
+            except UserError as error:
+                found.append(Candidate(name, cluster, None, str(error)))
+        return Comparison.of(function, found)
 
     @property
     def best(self) -> PlanRecord | None:

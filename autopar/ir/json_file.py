@@ -15,6 +15,8 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from autopar.errors import UserError
 
 Reader = Callable[[Any, str], Any]  # (value met, its path in the file) -> what it means
@@ -184,6 +186,19 @@ def _join(path: str, key: str) -> str:
 
 
 # Texts and files
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold: NaN and infinity, which it has not, become null, NumPy's scalars Python's."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def read_text(text: str, where: str, reader: Reader, error: type[UserError], remedy: str) -> Any:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from typing import Any
 
+from autopar.ir.json_file import finite
 from autopar.ir.report_record import Details, ReportRecord
 from autopar.ir.why import Alternative, Why
 
 
 def report_to_json(report: ReportRecord) -> str:
     """All of it but the search's choices, which are in the plan file."""
-    return json.dumps(_finite(_content(report)), indent=1)
+    return json.dumps(finite(_content(report)), indent=1)
 
 
 def _content(report: ReportRecord) -> dict[str, Any]:
@@ -90,14 +90,3 @@ def _alternative(one: Alternative) -> dict[str, Any]:
     sides = {"operands": [str(s) for s in one.operands], "results": [str(s) for s in one.results]}
     numbers = ("seconds", "stage_seconds", "operators_seconds", "resharding_seconds", "changed", "needed", "limit")
     return {**sides, **{name: getattr(one, name) for name in numbers}, "fits": one.fits}
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: it becomes null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -1,0 +1,81 @@
+"""What a plan has been made for: so it can be verified, reported on, and compared."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+from autopar.baselines import plan_beside_recipes, usual_methods
+from autopar.finisher import Finisher
+from autopar.ir.comparison import Comparison
+from autopar.ir.graph import Graph
+from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
+from autopar.ir.plan_diff import PlanDiff
+from autopar.ir.report import Report
+from autopar.ir.verification import Verification
+from autopar.ir.why import Why
+from autopar.passes.batch import BatchAnalysis
+from autopar.progress import ProgramBar
+from autopar.reporter import gather_details
+from autopar.verifier import verify
+from autopar.why import explain
+
+if TYPE_CHECKING:
+    from autopar.ir.comparison import Trial
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepOrigin:
+    """The traced step of a plan."""
+
+    analysis: BatchAnalysis
+    donated: frozenset[int]  # argument leaves
+    memory_limit: int | None  # bytes of each device
+    seconds: float | None  # that planning took; None: the plan was given
+
+    def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
+        """See `Plan.verify_with_xla`."""
+        finisher = self._finisher(plan)
+        fresh, lowered, _ = finisher.restore(plan)
+        donated = inputs_of(self.donated, lowered.placed.step.graph)
+        with ProgramBar(f"compiling {plan.function}", show_progress) as bar:
+            return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
+
+    def report(
+        self, plan: Plan, compare: bool, verification: Verification | None, against: Plan | None, most_explained: int,
+        show_progress: bool,
+    ) -> Report:  # fmt: skip
+        """See `Plan.report`."""
+        fresh, details = gather_details(self._finisher(plan), plan, most_explained, self.seconds)
+        comparison = self._compared(fresh, show_progress) if compare else None
+        diff = None if against is None else PlanDiff.of(fresh, against)
+        return Report(fresh, details, comparison, verification, diff)
+
+    def why(self, plan: Plan, where: str, most: int) -> tuple[Why, ...]:
+        """See `Parallelized.why`."""
+        return explain(self._finisher(plan), plan, where, most)
+
+    def _finisher(self, plan: Plan) -> Finisher:
+        return Finisher(self.analysis, plan.cluster, dataclasses.replace(AUTO, memory_limit=self.memory_limit))
+
+    def _compared(self, plan: Plan, show_progress: bool) -> Comparison:
+        """The plan beside those of other methods."""
+
+        def planned(method: Method) -> Plan:
+            limited = dataclasses.replace(method, memory_limit=self.memory_limit)
+            return plan_beside_recipes(self.analysis, plan.cluster, limited, None)[0]
+
+        others = [method for method in usual_methods(plan.cluster) if method.name != plan.method]
+        trials: list[Trial] = [
+            (f"this plan: {plan.method}", plan.cluster, lambda: plan),
+            *((method.name, plan.cluster, functools.partial(planned, method)) for method in others),
+        ]
+        with ProgramBar(f"planning {plan.function}", show_progress) as bar:
+            return Comparison.tried(plan.function, trials, bar)
+
+
+def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:
+    """The inputs that argument leaves have become."""
+    return frozenset(k for i in leaves for k in graph.inputs_of[i])
