@@ -33,7 +33,7 @@ from autopar.ir.local import (
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.sharding import Collective, Sharding
-from autopar.ir.strategy import Lane
+from autopar.ir.strategy import WHOLE, Lane
 from autopar.passes.collectives import Halos, all_gather, apply_steps, psum_at_once, psum_scatter, take_piece
 from autopar.passes.intra_op.strategies import (
     Kept,
@@ -55,6 +55,9 @@ from autopar.passes.rules.fusion import memory_traffic
 # The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
 _COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
 _COMBINE_BOOLEANS: Mapping[str, Callable[..., Any]] = {**_COMBINE, "and": jax.lax.pmin, "or": jax.lax.pmax}
+
+# Steps of a resharding that send each element as it is.
+_SENDING = frozenset({"all_gather", "all_to_all", "permute"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,6 +230,12 @@ def _operands(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Shardin
     )  # fmt: skip
 
 
+def _lane_that_cuts(rule: Rule, sharding: Sharding, mesh: Mesh) -> Lane:
+    """The lane with the operand in the pieces of a sharding, whatever the order of its axes."""
+    factor_of = {axis: dim[0] for along, dim in zip(sharding.dims, rule.inputs[0], strict=True) for axis in along}
+    return tuple(factor_of.get(axis, WHOLE) for axis in mesh.axes)
+
+
 class _Writer:
     """Writes one local program."""
 
@@ -243,6 +252,10 @@ class _Writer:
         self.outputs: dict[Port, None] = {}
         self.have: dict[Value, list[Sharding]] = {}
         self.written: dict[Value, int] = {}  # how many operations there were when it was made in memory
+        self.readers: dict[Value, list[Equation]] = defaultdict(list)
+        for eqn in program.equations:
+            for value in eqn.values:
+                self.readers[value].append(eqn)
         self.named: dict[tuple[Value, Phase], Value] = {}  # what stands for a value in a pass that gathers it
 
     def arrive(self, value: Value, sharding: Sharding) -> None:
@@ -274,8 +287,12 @@ class _Writer:
 
     def compute(self, eqn: Equation) -> None:
         rule = self.rules[eqn.id]
+        mesh = self.sharding.mesh
         strategy = self.sharding.strategies[self.program.index, eqn.id]
-        wanted = _operands(rule, strategy, self.sharding.mesh)
+        wanted, results = _operands(rule, strategy, mesh), _results(rule, strategy, mesh)
+        held = self._held_to_narrow(eqn, wanted[0]) if self._narrows(eqn) else None
+        if held is not None:
+            strategy, wanted, results = (_lane_that_cuts(rule, held, mesh),), (held,), (held,)
         operands = []
         if self.sharding.regathers and eqn.phase.in_loop:
             eqn = self._anew(eqn, wanted)
@@ -283,8 +300,6 @@ class _Writer:
             if isinstance(v, Value):
                 self.want(v, sharding)
             operands.append(sharding if isinstance(v, Value) else None)
-        mesh = self.sharding.mesh
-        results = _results(rule, strategy, mesh)
         cut = {} if rule.separable else pieces(rule, strategy[0], mesh)
         combined = () if rule.separable else tuple(
             _combination(operation, axes, v, s, mesh)
@@ -323,6 +338,32 @@ class _Writer:
             self.have[v] = [sharding]
             if written:
                 self.written[v] = len(self.ops)
+
+    def _narrows(self, eqn: Equation) -> bool:
+        """Whether each element of the result is made of one of the operand's, alone, and has fewer bytes."""
+        if len(eqn.inputs) != 1 or not isinstance(eqn.inputs[0], Value) or len(eqn.outputs) != 1:
+            return False
+        rule = self.rules[eqn.id]
+        alone = rule.inputs == rule.outputs and all(len(dim) == 1 for dim in rule.inputs[0]) and not rule.kernels
+        return alone and eqn.outputs[0].itemsize < eqn.inputs[0].itemsize
+
+    def _held_to_narrow(self, eqn: Equation, wanted: Sharding) -> Sharding | None:
+        """How the operand lies, if it would be sent for nothing else than to be narrowed: what is sent is less then.
+
+        XLA exchanges a collective and a conversion, too, but not on every backend.
+        """
+        value = eqn.inputs[0]
+        assert isinstance(value, Value)
+        held = self.have[value][0]
+        if held.partial or wanted.partial or wanted in self.have[value] or value in self.program.outputs:
+            return None
+        if not all(self._narrows(other) for other in self.readers[value]):
+            return None
+        rule = self.rules[eqn.id]
+        cut = {factor for along, dim in zip(held.dims, rule.inputs[0], strict=True) if along for factor in dim}
+        steps = self.resharder.plan(value.shape, value.itemsize, held, wanted)
+        sent = bool(steps) and all(step.kind in _SENDING for step in steps)
+        return held if sent and cut <= set(rule.splittable) else None
 
     def _anew(self, eqn: Equation, wanted: Sequence[Sharding]) -> Equation:
         """The equation, reading what does not depend on examples, and is gathered, under a name of its pass.
