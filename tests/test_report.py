@@ -200,6 +200,18 @@ def test_throughput() -> None:
     assert "tokens" not in str(images).partition("\n\n")[0]
 
 
+def test_a_report_and_its_comparison_keep_the_limit_of_memory() -> None:
+    step, args = step_and_args("one stage")
+    limit = 3 * plan_of("one stage").peak_memory // 2
+    plan = step.plan(*args, method=dataclasses.replace(METHODS["one stage"][0], memory_limit=limit))
+    report = plan.report(explain=0, compare=True)
+    assert {stage.memory.capacity for stage in report.plan.stages} == {limit}
+    assert {curve.capacity for curve in details_of(report).memory} == {limit}
+    assert report.comparison is not None
+    for each in report.comparison.candidates:
+        assert each.plan is None or {stage.memory.capacity for stage in each.plan.stages} == {limit}
+
+
 # Why
 
 
