@@ -7,37 +7,30 @@ import itertools
 import math
 import statistics
 import time
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
-from autopar import recipes
-from autopar.api import parallelize
 from autopar.cost_model.collective import collective_time
-from autopar.cost_model.compute import memory_seconds, peak_flops, product_share
+from autopar.cost_model.compute import allocation_seconds, memory_seconds, peak_flops, product_share
 from autopar.cost_model.hardware import busy_counts, cluster_from_devices, make_cluster
-from autopar.errors import ClusterError, InfeasiblePlanError
+from autopar.errors import ClusterError
 from autopar.ir.calibration import Calibration, Measurement
 from autopar.ir.local import ProductSizes
 from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
-from autopar.ir.method import Method
 from autopar.ir.sharding import StepKind
 from autopar.ir.units import bytes_text
 from autopar.passes.rules.base import product_sizes
 from autopar.passes.rules.table import rule_of
-from autopar.probe_steps import ProbeStep, probe_steps
 from autopar.progress import ProgramBar
 from autopar.runtime import probes
 from autopar.runtime.probes import Clock, Probe
-from autopar.timer import time_steps
+from autopar.slowdowns import Factors, least, run_steps, slowed
 from autopar.trace import trace
 
 LEAST_SECONDS = 10.0
 _STEPS_SHARE = 0.4  # of the time, for steps as a whole
-_DOUBLINGS = 8  # of the sizes of steps, at most
-_EXAMPLES = 8  # of a step, on each device
 _RUN = 0.12  # seconds that a probe is run, compiling left out
 _TYPES = ("float32", "bfloat16")
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
@@ -49,6 +42,8 @@ _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
 _PAYLOADS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
 _TIMES = 4  # collectives in a probe
 _CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
+_BUFFERS = (1 << 20, 1 << 23, 1 << 25, 1 << 26)  # bytes
+_SLOW = 0.1  # of a kernel's time: what setting aside the largest takes, if it is worth counting
 
 Products = tuple[tuple[ProductSizes, str, float], ...]  # what a probe computes: sizes, type, FLOPs
 
@@ -66,6 +61,7 @@ class _Task:
     kinds: tuple[StepKind, ...] = ()
     moved: int = 0  # bytes, of each kernel of a probe of memory
     times: int = 1  # kernels or collectives
+    fresh: tuple[int, ...] = ()  # bytes of the results that are set aside
 
 
 def calibrate(
@@ -132,11 +128,19 @@ class _Calibrator:
                 _Task("start of a program", "start", probes.launches(1), busy),
                 _Task("launches", "launches", probes.launches(1 + _LAUNCHES), busy, times=_LAUNCHES),
             ]
-            found += self._memory(busy) + self._collectives(busy)
+            found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
             every = busy == len(self._devices)
             for dtype in _TYPES:
                 found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
         return found
+
+    @staticmethod
+    def _buffers(busy: int) -> list[_Task]:
+        return [
+            _Task("buffers", f"{'old' if old else 'new'} one of {bytes_text(nbytes)}", probes.buffer(nbytes, old), busy,
+                  moved=nbytes)
+            for nbytes in _BUFFERS for old in (False, True)
+        ]  # fmt: skip
 
     def _memory(self, busy: int) -> list[_Task]:
         found = []
@@ -145,7 +149,7 @@ class _Calibrator:
             times = max(4, int(_WORK * self._host.kind.memory_bandwidth / (4 * nbytes)))
             probe, moved = probes.elementwise(kind, nbytes // (4 * width), width, times)
             name = f"{kind} of {bytes_text(nbytes)}"
-            found.append(_Task("memory", name, probe, busy, moved=moved, times=times))
+            found.append(_Task("memory", name, probe, busy, moved=moved, times=times, fresh=(nbytes,) * 3))
         return found
 
     def _collectives(self, busy: int) -> list[_Task]:
@@ -156,6 +160,7 @@ class _Calibrator:
             _Task(
                 "collectives", f"{' and '.join(kinds)} of {bytes_text(payload)} among {size}".replace("_", "-"),
                 probes.collective(kinds, payload, size, _TIMES), busy, size, payload, kinds, times=_TIMES,
+                fresh=(payload,),
             )
             for payload, size, kinds in itertools.product(_PAYLOADS, sizes, _COLLECTIVES)
         ]  # fmt: skip
@@ -202,38 +207,11 @@ class _Calibrator:
         if len(self._devices) == 1:
             sources["the link between devices"] = "the preset's"
         cluster = Cluster(name, (host,), self._guess.network)
-        steps, late = self._steps(cluster)
-        if steps:
-            host = _Factors(*_fit_factors(steps)).host(host)
-            cluster = dataclasses.replace(cluster, hosts=(host,))
-        for at, step in enumerate(steps):
-            others = [*steps[:at], *steps[at + 1 :]]
-            predicted = step.predicted(_fit_factors(others))
-            measurements.append(Measurement("steps", step.name, step.num_devices, step.seconds, predicted))
+        runs, late = run_steps(cluster, self._devices, self._ends + self._for_steps, self._show_progress)
+        cluster, steps = slowed(cluster, runs)
+        measurements += steps
         took = time.monotonic() - self._started
         return Calibration(cluster, tuple(measurements), took, left_out + late, sources)
-
-    def _steps(self, cluster: Cluster) -> tuple[list[_TimedStep], int]:
-        """Of the sizes that take neither too little time nor too much, and how many there was no time for."""
-        wanted = []
-        for size in (2**i for i in range(_DOUBLINGS)):
-            for probe in probe_steps(size, _EXAMPLES * len(self._devices)):
-                with warnings.catch_warnings(action="ignore"):
-                    step = parallelize(probe.step, cluster=cluster, method=recipes.data_parallel(1))
-                    seconds = step.plan(probe.state, probe.batch).step_time
-                if _SHORT < seconds < _LONG:
-                    wanted += [(probe, method) for method in _methods(len(self._devices), probe.couples)]
-            if wanted and seconds > _LONG:
-                break
-        found, late = [], 0
-        with ProgramBar("measuring steps", self._show_progress) as bar, warnings.catch_warnings(action="ignore"):
-            for done, (probe, method) in enumerate(wanted):
-                bar(done, len(wanted))
-                if time.monotonic() > self._ends + self._for_steps:
-                    late += 1
-                elif (timed := _timed(probe, method, cluster, self._devices)) is not None:
-                    found.append(timed)
-        return found, late
 
 
 _SIDES = (64, 256, 1024, 4096)
@@ -286,16 +264,31 @@ class _Machine:
         self._guess, self._link = guess.kind, guess.link
         self._start = self._one("start of a program")
         self._launch = max(0.0, self._one("launches") - self._start) / _LAUNCHES
+        self._guess = dataclasses.replace(self._guess, allocations=self._allocations())
         self._products = {task: products_of(task.probe) for task in found if task.group in _PRODUCTS}
 
     def _one(self, group: str) -> float:
         return next(seconds for task, seconds in self._found.items() if task.group == group)
 
+    def _allocations(self) -> tuple[tuple[float, float], ...]:
+        """By what a new result takes longer than one in place of an operand."""
+        found = {(task.moved, task.probe.in_place): seconds for task, seconds in self._found.items()
+                 if task.group == "buffers"}  # fmt: skip
+        both = {nbytes: (found[nbytes, False], found[nbytes, True]) for nbytes, old in found
+                if old and (nbytes, False) in found}  # fmt: skip
+        if not both or both[max(both)][0] < (1 + _SLOW) * both[max(both)][1]:
+            return ()
+        return tuple((float(n), n / max(new - old, new / 100)) for n, (new, old) in sorted(both.items()))
+
+    def _starting(self, task: _Task) -> float:
+        """Seconds before a probe's first kernel."""
+        return self._start + sum(allocation_seconds(self._guess, nbytes) for nbytes in task.fresh)
+
     def _of(self, group: str) -> Iterator[tuple[_Task, float]]:
         """The probes of a group, and their seconds once started."""
         for task, seconds in self._found.items():
             if task.group == group:
-                yield task, max(seconds - self._start, seconds / 100)
+                yield task, max(seconds - self._starting(task), seconds / 100)
 
     def fitted(self, all_products: tuple[ProductSpeed, ...]) -> tuple[DeviceKind, Link]:
         """`all_products`: measured with all devices busy; these are as much faster as the few that were measured."""
@@ -340,13 +333,13 @@ class _Machine:
 
         def made(factors: Sequence[float]) -> Link:
             latency, bandwidth = factors
-            return _Factors(latency=latency, bandwidth=bandwidth).link(self._link)
+            return Factors(latency=latency, bandwidth=bandwidth).link(self._link)
 
         def error(factors: Sequence[float]) -> float:
             link = made(factors)
             return sum(math.log(self._collective_seconds(task, kind, link) / s) ** 2 for task, s in found)
 
-        return made(_least(error, 2))
+        return made(least(error, 2))
 
     def _collective_seconds(self, task: _Task, kind: DeviceKind, link: Link) -> float:
         cluster = make_cluster("", 1, self._busy, kind, link, link)
@@ -361,7 +354,7 @@ class _Machine:
         for task, seconds in self._found.items():
             predicted = self._predicted(task, kind, link)
             if predicted is not None:
-                yield Measurement(task.group, task.name, task.busy, seconds, self._start + predicted)
+                yield Measurement(task.group, task.name, task.busy, seconds, self._starting(task) + predicted)
 
     def _predicted(self, task: _Task, kind: DeviceKind, link: Link) -> float | None:
         if task.group == "memory":
@@ -371,13 +364,13 @@ class _Machine:
         if task.group not in _PRODUCTS:
             return None
         own = {(sizes, dtype) for sizes, dtype, _ in self._products[task]}
-        others = tuple(
+        left = tuple(
             s for s in kind.products
             if (ProductSizes(s.batch, s.rows, s.columns, s.depth, s.taps), s.dtype) not in own
         )  # fmt: skip
-        if not any((s.dtype, s.taps > 0) == (dtype, z.taps > 0) for s in others for z, dtype in own):
+        if not any((s.dtype, s.taps > 0) == (dtype, z.taps > 0) for s in left for z, dtype in own):
             return None
-        without = dataclasses.replace(kind, products=others)
+        without = dataclasses.replace(kind, products=left)
         total = 0.0
         for sizes, dtype, flops in self._products[task]:
             speed = peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency
@@ -386,120 +379,6 @@ class _Machine:
 
 
 _PRODUCTS = ("products", "batched products", "convolutions")
-
-
-def _least(error: Callable[[Sequence[float]], float], count: int) -> tuple[float, ...]:
-    """The positive factors with the least error, by a search along one and two of them at a time, in finer steps."""
-    best, least = (1.0,) * count, error((1.0,) * count)
-    for step in (4.0, 2.0, 1.4, 1.1, 1.03):
-        better = True
-        while better:
-            better = False
-            for changed in itertools.chain(
-                itertools.combinations(range(count), 1), itertools.combinations(range(count), 2)
-            ):
-                for ways in itertools.product((step, 1 / step), repeat=len(changed)):
-                    tried = list(best)
-                    for i, way in zip(changed, ways, strict=True):
-                        tried[i] *= way
-                    if (found := error(tried)) < least * (1 - 1e-6):
-                        best, least, better = tuple(tried), found, True
-    return best
-
-
-# Steps
-
-
-@dataclasses.dataclass(frozen=True)
-class _Factors:
-    """How many times as long it takes in a step as alone.
-
-    A kernel finds less of what it reads in a cache, and devices come to a collective at different times, all the more
-    where more of them are virtual than there are cores.
-    """
-
-    memory: float = 1.0
-    latency: float = 1.0
-    bandwidth: float = 1.0
-
-    def kind(self, kind: DeviceKind) -> DeviceKind:
-        return dataclasses.replace(
-            kind,
-            bandwidths=tuple((nbytes, speed / self.memory) for nbytes, speed in kind.bandwidths),
-            memory_efficiency=min(1.0, kind.memory_efficiency / self.memory),
-        )
-
-    def link(self, link: Link) -> Link:
-        pair = None if link.pair_bandwidth is None else link.pair_bandwidth / self.bandwidth
-        return dataclasses.replace(
-            link, latency=link.latency * self.latency, bandwidth=link.bandwidth / self.bandwidth, pair_bandwidth=pair
-        )
-
-    def host(self, host: Host) -> Host:
-        busy = (Busy(each.num_devices, self.kind(each.kind), self.link(each.link)) for each in host.busy)
-        return Host(self.kind(host.kind), host.num_devices, self.link(host.link), tuple(busy))
-
-
-_NAMES = tuple(field.name for field in dataclasses.fields(_Factors))
-# What a factor's squared logarithm weighs beside those of the steps' errors. How long devices wait for one another
-# cannot be known from collectives alone.
-_DOUBTS = (1.0, 0.05, 1.0)
-_NOTHING = 1e-3  # a factor that makes it as good as free
-
-
-@dataclasses.dataclass(frozen=True)
-class _TimedStep:
-    """A step that was run, and what its predicted seconds are made of."""
-
-    name: str
-    num_devices: int
-    seconds: float
-    parts: tuple[float, ...]  # by factor
-    rest: float  # of the prediction
-
-    def predicted(self, factors: Sequence[float]) -> float:
-        return self.rest + sum(f * part for f, part in zip(factors, self.parts, strict=True))
-
-
-def _fit_factors(steps: Sequence[_TimedStep]) -> tuple[float, ...]:
-    def error(factors: Sequence[float]) -> float:
-        doubt = sum(math.log(factor) ** 2 * weight for factor, weight in zip(factors, _DOUBTS, strict=True))
-        return doubt + sum(math.log(step.predicted(factors) / step.seconds) ** 2 for step in steps)
-
-    return _least(error, len(_NAMES))
-
-
-def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
-    yield recipes.data_parallel(1)
-    if num_devices > 1:
-        yield recipes.zero(3, 1)
-        yield recipes.megatron(1, num_devices, 1, 1)
-    if num_devices % 2 == 0 and num_devices > 2:
-        yield recipes.megatron(num_devices // 2, 2, 1, 1)
-    if num_devices % 4 == 0:
-        yield recipes.megatron(num_devices // 4, 2, 2, 1 if couples else 4)
-
-
-def _timed(probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device]) -> _TimedStep | None:
-    step = parallelize(probe.step, cluster=cluster, devices=devices, method=method, donate_argnums=())
-    try:
-        timing = time_steps(step, (probe.state, probe.batch), {}, _RUNS)
-    except InfeasiblePlanError:
-        return None
-    plan = step.plan(probe.state, probe.batch)
-
-    def seconds(factors: _Factors) -> float:
-        slower = dataclasses.replace(cluster, hosts=tuple(map(factors.host, cluster.hosts)))
-        return step.plan(probe.state, probe.batch, method=dataclasses.replace(plan, cluster=slower)).step_time
-
-    parts = [plan.step_time - seconds(_Factors(**{name: _NOTHING})) for name in _NAMES]
-    parts = [max(0.0, part) / (1 - _NOTHING) for part in parts]
-    name = f"{probe.name}, {method.name}"
-    return _TimedStep(name, len(devices), timing.median, tuple(parts), max(0.0, plan.step_time - sum(parts)))
-
-
-_RUNS = 5
-_SHORT, _LONG = 0.02, 0.3  # predicted seconds of the steps that are run
 
 
 def _faster(all_products: Sequence[ProductSpeed], some: Sequence[ProductSpeed]) -> tuple[ProductSpeed, ...]:

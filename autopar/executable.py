@@ -48,6 +48,12 @@ class Executable:
         return found
 
     @property
+    def temporaries(self) -> dict[str, int]:
+        """Bytes of them that XLA has set aside per device for each program."""
+        pairs = zip(self._runtime.sources, self._runtime.programs, strict=True)
+        return {source.name: int(program.memory_analysis().temp_size_in_bytes) for source, program in pairs}
+
+    @property
     def instruction_count(self) -> int:
         """Programs and transfers that the worker issues per step."""
         return self._runtime.instruction_count

@@ -141,17 +141,16 @@ class Prices:
         """Every program and transfer priced, and the schedule played in simulated time."""
         placed = lowered.placed
         rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], placed.step.num_microbatches)
-        costs, overheads = [], []
+        costs = []
         for local in lowered.programs:
             prices = self.while_busy(local.mesh)
             costs.append(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]))
-            overheads.append(prices.kind(local.mesh).dispatch_overhead)
 
         def seconds(stage: int, *phases: Phase) -> float:
             found = 0.0
-            for local, cost, overhead in zip(lowered.programs, costs, overheads, strict=True):
+            for local, cost in zip(lowered.programs, costs, strict=True):
                 if local.program.stage == stage and local.program.phase in phases:
-                    found += cost.seconds + overhead
+                    found += cost.start + cost.seconds
             return found
 
         times = tuple(

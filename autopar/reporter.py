@@ -67,11 +67,11 @@ def gather_details(
     prices = finisher.stages.prices
     played = prices.play(lowered, plan.schedule)
     programs = []
-    for local in lowered.programs:
+    for local, cost in zip(lowered.programs, played.costs, strict=True):
         alone, kind = prices.while_busy(local.mesh), prices.while_busy(local.mesh).kind(local.mesh)
         costs = op_costs(local, kind, alone.resharder(local.mesh)[1])
         runs = played.rows.num_microbatches if local.program.in_loop else 1
-        programs.append(_Priced(local, runs, costs, kind.dispatch_overhead))
+        programs.append(_Priced(local, runs, costs, cost.start))
     groups = ReportRecord(plan, None).groups
     parameters = _parameters(layered.analysis.graph, plan)
     layers, layer_of = _layers(layered, lowered, plan)

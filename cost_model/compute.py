@@ -153,14 +153,24 @@ def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:
     """Seconds in which kernels go through so many bytes of memory each; a number or an array of them."""
     if not kind.bandwidths:
         return nbytes / (kind.memory_bandwidth * kind.memory_efficiency)
-    sizes, speeds = _curve(kind)
-    return nbytes / np.exp2(np.interp(np.log2(np.maximum(nbytes, 1.0)), sizes, speeds))
+    return nbytes / _between(kind.bandwidths, nbytes)
+
+
+def allocation_seconds(kind: DeviceKind, nbytes: float) -> float:
+    """Seconds in which a program sets aside a buffer of so many bytes; 0 where buffers are handed on."""
+    return float(nbytes / _between(kind.allocations, nbytes)) if kind.allocations and nbytes else 0.0
+
+
+def _between(curve: tuple[tuple[float, float], ...], at: Any) -> Any:
+    """Linear between the logarithms of a curve's points."""
+    places, values = _logarithms(curve)
+    return np.exp2(np.interp(np.log2(np.maximum(at, 1.0)), places, values))
 
 
 @functools.lru_cache(maxsize=64)
-def _curve(kind: DeviceKind) -> tuple[Any, Any]:
-    sizes, speeds = zip(*kind.bandwidths, strict=True)
-    return np.log2(sizes), np.log2(speeds)
+def _logarithms(curve: tuple[tuple[float, float], ...]) -> tuple[Any, Any]:
+    places, values = zip(*curve, strict=True)
+    return np.log2(places), np.log2(values)
 
 
 def accumulate_seconds(kind: DeviceKind, nbytes: Any) -> Any:

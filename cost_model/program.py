@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from typing import Any
 
-from autopar.cost_model.compute import accumulate_seconds, compute_time, product_share
+from autopar.cost_model.compute import accumulate_seconds, allocation_seconds, compute_time, product_share
 from autopar.cost_model.order import Combining, Kernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.cost_model.xla_memory import memory_factors, program_kind
@@ -27,9 +27,11 @@ class ProgramCost:
     flops: float  # on one device
     collectives: tuple[Collective, ...]
     temporaries: int  # bytes live at once beyond the inputs and outputs
+    start: float  # seconds before the first operation: to be issued, and to set memory aside
 
     @property
     def seconds(self) -> float:
+        """Of the operations."""
         return self.compute + self.communication
 
 
@@ -66,7 +68,27 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
     return ProgramCost(
         sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
         tuple(each for c in costs for each in c.collectives), needed,
+        kind.dispatch_overhead + _set_aside(local, kind, needed),
     )  # fmt: skip
+
+
+def _set_aside(local: LocalProgram, kind: DeviceKind, needed: int) -> float:
+    """Seconds for the buffer of all temporaries, and for each result that does not take an operand's place."""
+    if not kind.allocations:
+        return 0.0
+    taken = Counter(_looks(port) for port in local.inputs) if local.program.phase is Phase.UPDATE else Counter()
+    fresh = [needed]
+    for port in local.outputs:
+        if taken[_looks(port)]:
+            taken[_looks(port)] -= 1
+        elif port not in local.inputs:
+            fresh.append(port_bytes(port, local.mesh))
+    return sum(allocation_seconds(kind, nbytes) for nbytes in fresh)
+
+
+def _looks(port: Port) -> Hashable:
+    """The same for arrays of which one can take the place of the other."""
+    return port.value.shape, port.value.dtype, port.sharding
 
 
 def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ class Probe:
 
     function: Callable[..., Any]
     shapes: tuple[jax.ShapeDtypeStruct, ...]  # of one device's operands
+    in_place: bool = False  # whether its results, as many as its operands and like them, take their places
 
 
 def linear(dtype: str, rows: int, width: int, hidden: int, layers: int) -> Probe:
@@ -120,6 +122,11 @@ _ELEMENTWISE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
 ELEMENTWISE = tuple(_ELEMENTWISE)
 
 
+def buffer(nbytes: int, in_place: bool) -> Probe:
+    """A result of so many bytes, where its operand was or in memory that is set aside for it."""
+    return Probe(lambda x: (x + 1.0,), (jax.ShapeDtypeStruct((nbytes // 4,), jnp.float32),), in_place)
+
+
 def launches(times: int) -> Probe:
     """So many products too small to take time, each waiting for the one before."""
 
@@ -177,15 +184,20 @@ class Clock:
             jax.jit(functools.partial(_numbers, (busy, *s.shape), s.dtype), out_shardings=sharding)()
             for s in probe.shapes
         ]
-        program = jax.jit(mapped).lower(*operands).compile()
-        jax.block_until_ready(program(*operands))
+        donated = tuple(range(len(operands))) if probe.in_place else ()
+        program = jax.jit(mapped, donate_argnums=donated).lower(*operands).compile()
         found: list[float] = []
-        ends = time.perf_counter() + self._seconds
-        while len(found) < _LEAST_RUNS or time.perf_counter() < ends:
+        ends = math.inf  # the first run warms up
+        while len(found) <= _LEAST_RUNS or time.perf_counter() < ends:
             started = time.perf_counter()
-            jax.block_until_ready(program(*operands))
+            results = jax.block_until_ready(program(*operands))
             found.append(time.perf_counter() - started)
-        return statistics.median(found)
+            if len(found) == 1:
+                ends = time.perf_counter() + self._seconds
+            if probe.in_place:
+                operands = results
+            del results
+        return statistics.median(found[1:])
 
 
 def _numbers(shape: tuple[int, ...], dtype: Any) -> Any:

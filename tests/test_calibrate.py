@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 import autopar
 from autopar import calibrator, recipes
-from autopar.calibrator import _fit_factors, _Machine, _Task, _TimedStep, products_of
+from autopar.calibrator import _Machine, _Task, products_of
 from autopar.cli import main
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.hardware import load_preset, make_cluster
@@ -22,11 +22,12 @@ from autopar.errors import ClusterError
 from autopar.ir.mesh import Link
 from autopar.runtime import probes
 from autopar.runtime.probes import Clock
+from autopar.slowdowns import TimedStep, fit_factors
 
 
 @pytest.fixture(scope="module")
 def found() -> autopar.Calibration:
-    return autopar.calibrate(jax.devices()[:2], seconds=20)
+    return autopar.calibrate(jax.devices()[:2], seconds=30)
 
 
 def test_a_calibration_is_a_cluster_that_plans_are_made_with(
@@ -109,12 +110,42 @@ def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
     assert fitted.bandwidth == pytest.approx(link.bandwidth, rel=0.05)
 
 
+def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
+    clock = Clock(jax.devices()[:2], 0.01)
+    assert 0 < clock.seconds(probes.buffer(1 << 12, True), 2) < 1
+    assert 0 < clock.seconds(probes.buffer(1 << 12, False), 2) < 1
+
+
+def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
+    host = load_preset("cpu", devices_per_host=4).hosts[0]
+    alone = {
+        _Task("start of a program", "", probes.launches(1), 4): 1e-4,
+        _Task("launches", "", probes.launches(2), 4): 1e-4,
+    }
+
+    def allocations(slower: float) -> tuple[tuple[float, float], ...]:
+        tasks = {
+            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): nbytes * (1e-9 if old else slower)
+            for nbytes in (1 << 20, 1 << 24)
+            for old in (False, True)
+        }
+        return _Machine({**alone, **tasks}, host, 4).fitted(())[0].allocations
+
+    assert allocations(1.05e-9) == ()
+    sizes, speeds = zip(*allocations(3e-9), strict=True)
+    assert sizes == (1 << 20, 1 << 24)
+    assert speeds == pytest.approx((5e8, 5e8))
+
+
 def test_the_fit_finds_what_steps_take_longer() -> None:
-    truth = (2.5, 6.0, 1.4)
-    parts = [(1.0, 0.2, 0.0), (0.1, 0.9, 0.3), (0.5, 0.5, 0.8), (2.0, 0.1, 0.1), (0.3, 1.5, 0.2), (0.1, 0.1, 2.0)]
-    steps = [_TimedStep("", 1, 1.0 + sum(f * p for f, p in zip(truth, each, strict=True)), each, 1.0) for each in parts]
-    assert _fit_factors(20 * steps) == pytest.approx(truth, rel=0.05)
-    assert _fit_factors([]) == (1.0, 1.0, 1.0)
+    truth = (2.5, 1.2, 6.0, 1.4)
+    parts = [
+        (1.0, 0.1, 0.2, 0.0), (0.1, 1.0, 0.9, 0.3), (0.5, 0.2, 0.5, 0.8), (2.0, 0.4, 0.1, 0.1), (0.3, 2.0, 1.5, 0.2),
+        (0.1, 0.3, 0.1, 2.0), (0.2, 3.0, 0.1, 0.1),
+    ]  # fmt: skip
+    steps = [TimedStep("", 1.0 + sum(f * p for f, p in zip(truth, each, strict=True)), each, 1.0) for each in parts]
+    assert fit_factors(400 * steps) == pytest.approx(truth, rel=0.05)
+    assert fit_factors([]) == (1.0, 1.0, 1.0, 1.0)
 
 
 def test_virtual_devices_take_turns() -> None:

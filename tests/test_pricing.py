@@ -1,4 +1,4 @@
-"""Which groups of devices look alike to the planner."""
+"""Which groups of devices look alike to the planner, and what starting a program costs."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ from collections.abc import Hashable
 
 import pytest
 
+import autopar
+from autopar import recipes
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
 from autopar.passes.submeshes import candidate_shapes, mesh_at
 from autopar.pricing import Prices
+from tests import models
+from tests.planned import cluster_of
 
 FAST = DeviceKind("fast", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0)
 SLOW = dataclasses.replace(FAST, name="slow")
@@ -47,3 +51,20 @@ def test_meshes_out_of_order_are_like_no_others() -> None:
     prices = Prices(Cluster("test", (F4, F4), NETWORK))
     assert prices.surroundings(mesh_at(0, (4,))) == prices.surroundings(mesh_at(4, (4,)))
     assert prices.surroundings(Mesh((0, 2, 1, 3), (4,), ("x",))) != prices.surroundings(mesh_at(0, (4,)))
+
+
+def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that_it_replaces() -> None:
+    cluster = cluster_of(1, 2)
+    kind = dataclasses.replace(cluster.hosts[0].kind, allocations=((1.0, 1e6),))
+    slow = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
+    step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster, method=recipes.data_parallel(1))
+    args = models.sgd_state(models.mlp_params((32, 64, 16))), models.mlp_batch(32, (32, 64, 16))
+    plan = step.plan(*args)
+    slower = step.plan(*args, method=dataclasses.replace(plan, cluster=slow))
+    loss = 4  # bytes
+    expected = (plan.stages[0].memory.temporaries + loss) / 1e6
+    assert slower.step_time - plan.step_time == pytest.approx(expected)
+    split = slower.report(explain=0).split
+    assert split is not None
+    assert split.launches == pytest.approx(kind.dispatch_overhead + expected)
+    assert sum(split.parts.values()) == pytest.approx(slower.step_time)

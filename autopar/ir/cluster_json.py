@@ -96,8 +96,9 @@ def _speeds(of: Host | Busy) -> dict[str, Any]:
     device = {field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind)}
     device["peak_flops"] = dict(of.kind.peak_flops)
     device["products"] = [dataclasses.asdict(each) for each in of.kind.products]
-    device["bandwidths"] = [list(each) for each in of.kind.bandwidths]
-    for name in ("products", "bandwidths"):
+    for name in ("bandwidths", "allocations"):
+        device[name] = [list(each) for each in device[name]]
+    for name in ("products", "bandwidths", "allocations"):
         if not device[name]:
             del device[name]
     return {"device": device, "link": dataclasses.asdict(of.link)}
@@ -171,6 +172,7 @@ _DEVICE: Mapping[str, Reader] = {
     "multiprocessors": whole("a whole number, 0 or more", least=0),
     "products": _read_products,
     "bandwidths": _read_curve,
+    "allocations": _read_curve,
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
@@ -182,7 +184,7 @@ _MEASURED = {
 }  # fmt: skip
 _UNSAID = {
     "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0, "multiprocessors": 0,
-    "products": (), "bandwidths": (),
+    "products": (), "bandwidths": (), "allocations": (),
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 

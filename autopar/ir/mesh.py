@@ -80,6 +80,8 @@ class DeviceKind:
     # Measured, where there are any, and then instead of the shares and efficiencies above:
     products: tuple[ProductSpeed, ...] = ()
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
+    # Bytes of a buffer, ascending, and bytes per second in which a program sets one aside; none: in no time.
+    allocations: tuple[tuple[float, float], ...] = ()
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory))

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from autopar.cost_model.compute import compute_time, memory_seconds, peak_flops, product_share
+from autopar.cost_model.compute import allocation_seconds, compute_time, memory_seconds, peak_flops, product_share
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.local import ProductSizes
 from autopar.ir.mesh import DeviceKind, ProductSpeed
@@ -150,3 +150,10 @@ def test_measured_bandwidths_are_of_kernels_sizes() -> None:
     found = memory_seconds(kind, np.array([1e3, 1e4, 1e5, 1e6, 1e7]))
     assert found == pytest.approx([1e3 / 8e9, 1e4 / 8e9, 1e5 / 4e9, 1e6 / 2e9, 1e7 / 2e9])
     assert compute_time(kind, flops=0.0, bytes_moved=1e5, dtype="float32", matmul=False) == pytest.approx(1e5 / 4e9)
+
+
+def test_buffers_are_set_aside_as_fast_as_was_measured() -> None:
+    assert allocation_seconds(TOY, 1e9) == 0.0  # buffers are handed on
+    kind = dataclasses.replace(TOY, allocations=((1e4, 8e9), (1e6, 2e9)))
+    assert allocation_seconds(kind, 0) == 0.0
+    assert [allocation_seconds(kind, n) for n in (1e4, 1e5, 1e7)] == pytest.approx([1e4 / 8e9, 1e5 / 4e9, 1e7 / 2e9])

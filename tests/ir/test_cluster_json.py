@@ -38,7 +38,9 @@ def test_round_trip_of_a_mixed_cluster_with_awkward_numbers(tmp_path: Path) -> N
 def _measured() -> Cluster:
     """Of virtual devices, as a calibration leaves it."""
     products = (ProductSpeed("float32", 1, 64, 128.5, 256, 0, 1e9), ProductSpeed("bfloat16", 4, 9, 8, 7, 49, 3e10))
-    kind = dataclasses.replace(toy_kind(), products=products, bandwidths=((1e3, 8e9), (2.5e6, 1e9)))
+    kind = dataclasses.replace(
+        toy_kind(), products=products, bandwidths=((1e3, 8e9), (2.5e6, 1e9)), allocations=((1e6, 5e9),)
+    )
     faster = dataclasses.replace(kind, launch_overhead=1e-9)
     busy = (Busy(1, faster, LINK), Busy(2, kind, dataclasses.replace(LINK, latency=1.0)))
     return Cluster("measured", (Host(kind, 4, LINK, busy),) * 2, NETWORK)
@@ -60,6 +62,7 @@ def test_round_trip_of_what_was_measured() -> None:
         (("device", "products", 1, "rows"), 0.5, r"products\[1\].rows is 0.5; it must be a size of at least 1"),
         (("device", "bandwidths"), [[2e3, 1e9], [1e3, 1e9]], "bandwidths is .* a list of pairs: bytes, ascending"),
         (("device", "bandwidths", 0), [1e3], r"bandwidths\[0\] is .* a list of pairs"),
+        (("device", "allocations", 0, 1), 0, r"allocations\[0\]\[1\] is 0"),
         (("busy", 0, "num_devices"), 3, r"hosts\[0\].busy is .* ascending numbers of devices, fewer than the host has"),
         (("busy", 1, "num_devices"), 4, r"hosts\[0\].busy is .* fewer than the host has"),
         (("busy", 1, "device", "memory"), 0, r"hosts\[0\].busy\[1\].device.memory is 0"),
