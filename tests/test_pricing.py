@@ -61,8 +61,7 @@ def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that
     args = models.sgd_state(models.mlp_params((32, 64, 16))), models.mlp_batch(32, (32, 64, 16))
     plan = step.plan(*args)
     slower = step.plan(*args, method=dataclasses.replace(plan, cluster=slow))
-    loss = 4  # bytes
-    expected = (plan.stages[0].memory.temporaries + loss) / 1e6
+    expected = plan.stages[0].memory.temporaries / 1e6  # the loss, a new result, is one of them in a plan
     assert slower.step_time - plan.step_time == pytest.approx(expected)
     split = slower.report(explain=0).split
     assert split is not None
