@@ -40,18 +40,20 @@ class Executable:
     @property
     def memory(self) -> dict[str, int]:
         """Bytes that XLA has set aside per device for each program: arguments, results and temporaries."""
-        found = {}
-        for source, program in zip(self._runtime.sources, self._runtime.programs, strict=True):
-            use = program.memory_analysis()
-            borders = use.argument_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
-            found[source.name] = int(borders + use.temp_size_in_bytes)
-        return found
+        return {name: arguments + besides for name, (arguments, besides) in self._bytes().items()}
 
     @property
     def temporaries(self) -> dict[str, int]:
-        """Bytes of them that XLA has set aside per device for each program."""
-        pairs = zip(self._runtime.sources, self._runtime.programs, strict=True)
-        return {source.name: int(program.memory_analysis().temp_size_in_bytes) for source, program in pairs}
+        """Of these what is not there before: temporaries, and results that take the place of no argument."""
+        return {name: besides for name, (_, besides) in self._bytes().items()}
+
+    def _bytes(self) -> dict[str, tuple[int, int]]:
+        found = {}
+        for source, program in zip(self._runtime.sources, self._runtime.programs, strict=True):
+            use = program.memory_analysis()
+            besides = use.temp_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
+            found[source.name] = int(use.argument_size_in_bytes), int(besides)
+        return found
 
     @property
     def instruction_count(self) -> int:

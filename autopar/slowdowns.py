@@ -66,8 +66,8 @@ class Factors:
         return dataclasses.replace(cluster, hosts=tuple(map(self.host, cluster.hosts)))
 
 
-# The fitted ones, and what a factor's squared logarithm weighs beside those of the steps' errors. How long devices
-# wait for one another depends most on what they do otherwise.
+# The fitted ones, and what a factor's squared logarithm weighs beside those of the steps' errors: chosen by the ranking
+# of the plans of `benchmarks.calibration` in a few runs. How long devices wait for one another is known least.
 _DOUBTS = {"memory": 3.0, "products": 3.0, "latency": 0.3, "bandwidth": 1.0}
 _NOTHING = 1e-3  # a factor that makes it as good as free
 _DOUBLINGS = 8  # of the sizes of steps, at most

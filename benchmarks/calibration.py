@@ -27,6 +27,7 @@ from autopar.ir.method import Method
 from autopar.timer import time_steps
 from benchmarks import common
 from benchmarks.models import gpt, moe, wide_resnet
+from benchmarks.verify import COUPLED
 
 DEVICES = 8
 STEPS = 7
@@ -45,8 +46,6 @@ METHODS: Mapping[str, Method] = {
     "data and tensor parallel": recipes.megatron(4, 2, 1, 1),
     "pipeline": recipes.megatron(2, 2, 2, 4),
 }
-# Batch norm couples the examples of a batch, so that it runs in one microbatch.
-_COUPLED = {"wresnet"}
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -58,7 +57,7 @@ def measured(model: str, method: str, cluster: autopar.Cluster) -> dict[str, Any
     """Predicted and measured seconds of a step."""
     module, config, optimizer, examples = MODELS[model]
     how = METHODS[method]
-    if model in _COUPLED:
+    if model in COUPLED:
         how = dataclasses.replace(how, num_microbatches=1)
     step = autopar.parallelize(module.make_train_step(config, optimizer()), cluster=cluster, method=how)
     state = jax.eval_shape(module.make_init(config, optimizer()), jax.random.key(0))

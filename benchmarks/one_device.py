@@ -27,12 +27,10 @@ from autopar import recipes
 from autopar.errors import InfeasiblePlanError, UserError
 from autopar.timer import time_steps
 from benchmarks import common
-from benchmarks.verify import MODELS
+from benchmarks.verify import COUPLED, MODELS
 
 STEPS = 10
 _MICROBATCHES = (1, 4)
-# Batch norm couples the examples of a batch, so that it runs in one microbatch.
-_COUPLED = {"wresnet"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +49,7 @@ def cases() -> list[Case]:
         for model in MODELS
         for m in _MICROBATCHES
         for remat in (False, True)
-        if m == 1 or model not in _COUPLED
+        if m == 1 or model not in COUPLED
     ]
 
 

@@ -55,7 +55,7 @@ METHODS: Mapping[str, tuple[int, Method]] = {
 }
 _PER_DEVICE = {"gpt": 4, "gpt scanned": 4, "moe": 8, "wresnet": 16}  # examples
 # Batch norm couples the examples of a batch, so that it runs in one microbatch.
-_COUPLED = {"wresnet"}
+COUPLED = {"wresnet"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ def cases() -> list[Case]:
         for model in MODELS
         for method, (_, how) in METHODS.items()
         for remat in (False, True)
-        if model not in _COUPLED or how.num_microbatches == 1
+        if model not in COUPLED or how.num_microbatches == 1
     ]
 
 
