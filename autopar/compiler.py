@@ -22,8 +22,9 @@ from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding, TileCopies
+from autopar.passes.emit import emit, partition_spec, port_dtype, port_shape
 from autopar.passes.instructions import write_instructions
-from autopar.passes.lower import Crossing, LoweredStep, emit, partition_spec, port_dtype, port_shape
+from autopar.passes.lower import Crossing, LoweredStep
 from autopar.runtime.executable import Array, Executable, Source, Wiring, copied
 from autopar.runtime.transfer import TileTransfer
 

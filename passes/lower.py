@@ -1,7 +1,7 @@
-"""From strategies to programs in local sizes, and from those to functions for a fully manual `shard_map`.
+"""From strategies to programs in local sizes.
 
-`local_program` writes down, in order, each equation on local pieces and each resharding between them: what is
-priced, what is counted, and what runs. `assemble` does it for all stages and plans what crosses between them.
+`_Writer` writes down, in order, each equation on local pieces and each resharding between them: what is priced, what is
+counted, and what runs (`emit.py`). `assemble` does it for all stages and plans what crosses between them.
 """
 
 from __future__ import annotations
@@ -10,14 +10,8 @@ import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
-
-import jax
-import jax.numpy as jnp
-import numpy as np
 
 from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer, step_result
-from autopar.errors import InternalError
 from autopar.ir.graph import Equation, Literal, Phase, Value
 from autopar.ir.local import (
     Accumulate,
@@ -32,29 +26,21 @@ from autopar.ir.local import (
 )
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
-from autopar.ir.sharding import Collective, Sharding
+from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, Lane
-from autopar.passes.collectives import Halos, all_gather, apply_steps, psum_at_once, psum_scatter, take_piece
+from autopar.passes.emit import combination
 from autopar.passes.intra_op.strategies import (
-    Kept,
     combined_axes,
     exchanges,
     inner_collectives,
-    kept_operands,
-    kept_results,
     operand_shardings,
     pieces,
     result_shardings,
-    splitting_axes,
     temporaries,
 )
 from autopar.passes.merge import merge_equal_ops
-from autopar.passes.rules.base import Local, Rule, emit_piece, product_sizes
+from autopar.passes.rules.base import Rule, product_sizes
 from autopar.passes.rules.fusion import memory_traffic
-
-# The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
-_COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
-_COMBINE_BOOLEANS: Mapping[str, Callable[..., Any]] = {**_COMBINE, "and": jax.lax.pmin, "or": jax.lax.pmax}
 
 # Steps of a resharding that send each element as it is.
 _SENDING = frozenset({"all_gather", "all_to_all", "permute"})
@@ -302,7 +288,7 @@ class _Writer:
             operands.append(sharding if isinstance(v, Value) else None)
         cut = {} if rule.separable else pieces(rule, strategy[0], mesh)
         combined = () if rule.separable else tuple(
-            _combination(operation, axes, v, s, mesh)
+            combination(operation, axes, v, s, mesh)
             for operation, axes in combined_axes(rule, strategy[0], mesh).items()
             for v, s in zip(eqn.outputs, results, strict=True)
         ) + tuple(
@@ -468,167 +454,3 @@ def _bridge(
     for _, port in pairs:
         writer.leave(port.value, port.sharding)
     return writer.finish({})
-
-
-# Emission.
-
-
-@dataclasses.dataclass
-class SpaceLocal(Local):
-    """The piece of one device, for `emit`."""
-
-    rule: Rule
-    cut: Mapping[int, int]
-    axes: Mapping[int, tuple[str, ...]]  # factor -> mesh axes that split it, major first
-    mesh: Mesh
-    halos: Halos
-    kept_operands: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
-    kept_results: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
-
-    @staticmethod
-    def of(rule: Rule, lane: Lane, mesh: Mesh, halos: Halos) -> SpaceLocal:
-        cut = pieces(rule, lane, mesh)
-        axes = {f: splitting_axes(rule, f, lane, mesh) for f in cut}
-        kept = kept_operands(rule, lane, mesh), kept_results(rule, lane, mesh)
-        return SpaceLocal(rule, cut, axes, mesh, halos, *kept)
-
-    def size(self, factor: int) -> int:
-        return self.rule.factors[factor] // self.cut.get(factor, 1)
-
-    def is_split(self, factor: int) -> bool:
-        return self.cut.get(factor, 1) > 1
-
-    def start(self, factor: int) -> Any:
-        if not self.is_split(factor):
-            return 0
-        index = jnp.int32(0)
-        for axis in self.axes[factor]:
-            index = index * self.mesh.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.int32)
-        return index * self.size(factor)
-
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
-        return psum_at_once(x, self.axes[factor], dtype, narrow) if self.is_split(factor) else x
-
-    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
-        if not self.is_split(factor) or not (before or after):
-            return x
-        return self.halos.borrow(x, dim, before, after, fill, self.axes[factor])
-
-    def gather(self, operand: int, x: Any) -> Any:
-        kept = self.kept_operands.get(operand)
-        return x if kept is None else all_gather(x, kept.axes, x.ndim + kept.dim)
-
-    def scatter(self, result: int, x: Any) -> Any:
-        kept = self.kept_results.get(result)
-        if kept is None:
-            return x
-        scatter = take_piece if kept.collective is None else psum_scatter
-        return scatter(x, kept.axes, x.ndim + kept.dim)
-
-
-def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[Any, ...]]:
-    """The program as a function of local pieces, to be run under `jax.shard_map` over all axes of its mesh.
-
-    Takes the input ports' pieces and returns the output ports'. A partial port's piece has a leading axis of size 1.
-    What it does carries the names of `scope_of`, which compilers hand on.
-    """
-    mesh = local.mesh
-
-    def run(*pieces_in: Any) -> tuple[Any, ...]:
-        env: dict[tuple[Value, Sharding], Any] = {}
-        halos = Halos(mesh)
-        for port, piece in zip(local.inputs, pieces_in, strict=True):
-            env[port.value, port.sharding] = piece[0] if port.sharding.partial else piece
-        for op in local.ops:
-            with jax.named_scope(scope_of(op)):
-                _emit_op(op, env, rules, mesh, halos)
-        return tuple(
-            env[p.value, p.sharding][None] if p.sharding.partial else env[p.value, p.sharding] for p in local.outputs
-        )
-
-    return run
-
-
-def scope_of(op: LocalOp) -> str:
-    """The name scope of an operation in the emitted program: "e7" of equation 7, "v7" of what is done to value 7."""
-    if isinstance(op, Compute):
-        return f"e{op.equation.id}"
-    return f"v{op.addend.id if isinstance(op, Accumulate) else op.value.id}"
-
-
-def _emit_op(
-    op: LocalOp, env: dict[tuple[Value, Sharding], Any], rules: Mapping[int, Rule], mesh: Mesh, halos: Halos
-) -> None:
-    if isinstance(op, Reshard):
-        env[op.value, op.target] = apply_steps(
-            env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
-        )
-    elif isinstance(op, Reread):
-        first = [env[op.value, op.sharding], *([env[op.after]] if op.after else [])]
-        env[op.copy, op.sharding] = jax.lax.optimization_barrier(first)[0]
-    elif isinstance(op, Accumulate):
-        key = (op.total, op.sharding)
-        env[key] = env[key] + env[op.addend, op.sharding]
-    else:
-        operands = [
-            v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
-            for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
-        ]
-        results = _emit_equation(op, rules[op.equation.id], operands, mesh, halos)
-        for v, sharding, result in zip(op.equation.outputs, op.results, results, strict=True):
-            env[v, sharding] = result
-
-
-def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh, halos: Halos) -> Sequence[Any]:
-    addends = [bool(sharding.partial) for sharding in op.results]
-    if rule.separable:
-        return emit_piece(rule, SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands, addends)
-    lane = op.strategy[0]
-    results = emit_piece(rule, SpaceLocal.of(rule, lane, mesh, halos), op.equation, operands, addends)
-    for kind, over in combined_axes(rule, lane, mesh).items():
-        results = [_combine(kind, x, over) for x in results]
-    found = [(tuple(np.shape(x)), x.dtype) for x in results]
-    expected = [
-        (s.local_shape(v.shape, mesh), v.held_dtype(bool(s.partial)))
-        for v, s in zip(op.equation.outputs, op.results, strict=True)
-    ]
-    if found != expected:
-        raise InternalError(f"{op.equation!r} with strategy {lane} gives {found}, not {expected}")
-    return results
-
-
-def _combination(operation: str, axes: tuple[str, ...], value: Value, sharding: Sharding, mesh: Mesh) -> Collective:
-    """The collective that `_combine` needs for one result."""
-    payload = value.nbytes // math.prod(sharding.tiles(mesh))
-    if operation in (_COMBINE_BOOLEANS if value.dtype == jnp.bool_ else _COMBINE):
-        return Collective("all_reduce", axes, payload)
-    return Collective("all_gather", axes, payload * math.prod(mesh.axis_size(axis) for axis in axes))
-
-
-def _combine(operation: str, x: Any, axes: tuple[str, ...]) -> Any:
-    if x.dtype == jnp.bool_ and operation in _COMBINE_BOOLEANS:
-        return _COMBINE_BOOLEANS[operation](x.astype(jnp.uint8), axes).astype(jnp.bool_)
-    if operation in _COMBINE:
-        return _COMBINE[operation](x, axes)
-    reduce = {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce}[operation]
-    return reduce(jax.lax.all_gather(x, axes), axis=0)
-
-
-def partition_spec(sharding: Sharding) -> jax.sharding.PartitionSpec:
-    """The spec of a port's global array; a partial value is stacked along a leading axis over its partial axes."""
-    dims = tuple((dim if len(dim) > 1 else dim[0]) if dim else None for dim in sharding.dims)
-    if sharding.partial:
-        dims = (sharding.partial if len(sharding.partial) > 1 else sharding.partial[0], *dims)
-    return jax.sharding.PartitionSpec(*dims)
-
-
-def port_dtype(port: Port) -> Any:
-    """Type of a port's global array."""
-    return port.value.held_dtype(bool(port.sharding.partial))
-
-
-def port_shape(port: Port, mesh: Mesh) -> tuple[int, ...]:
-    """Shape of a port's global array."""
-    if not port.sharding.partial:
-        return port.value.shape
-    return (math.prod(mesh.axis_size(a) for a in port.sharding.partial), *port.value.shape)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from autopar.cost_model.reshard import shardings, tile_copies
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
-from autopar.passes.lower import partition_spec
+from autopar.passes.emit import partition_spec
 from autopar.runtime.transfer import TileTransfer, send
 
 SHAPE = (8, 4)
