@@ -11,22 +11,27 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
+import scipy.optimize
 
 from autopar.cost_model.collective import collective_time
-from autopar.cost_model.compute import allocation_seconds, memory_seconds, peak_flops, product_share
+from autopar.cost_model.compute import (
+    memory_seconds,
+    peak_flops,
+    product_family,
+    product_share,
+)
 from autopar.cost_model.hardware import busy_counts, cluster_from_devices, make_cluster
 from autopar.errors import ClusterError
 from autopar.ir.calibration import Calibration, Measurement
-from autopar.ir.local import ProductSizes
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSizes, ProductSpeed
 from autopar.ir.sharding import StepKind
 from autopar.ir.units import bytes_text
 from autopar.passes.rules.base import product_sizes
 from autopar.passes.rules.table import rule_of
 from autopar.progress import ProgramBar
 from autopar.runtime import probes
-from autopar.runtime.probes import Clock, Probe
-from autopar.slowdowns import Factors, least, run_steps, slowed
+from autopar.runtime.probes import Clock, Probe, Timed
+from autopar.slowdowns import run_steps, slowed, slower_link
 from autopar.trace import trace
 
 LEAST_SECONDS = 10.0
@@ -40,7 +45,7 @@ _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
     ("all_reduce",), ("reduce_scatter", "all_gather"), ("all_to_all",), ("permute",),
 )  # fmt: skip
 _PAYLOADS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
-_TIMES = 4  # collectives in a probe
+_TIMES = 8  # collectives in a probe
 _CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
 _BUFFERS = (1 << 20, 1 << 23, 1 << 25, 1 << 26)  # bytes
 _SLOW = 0.1  # of a kernel's time: what setting aside the largest takes, if it is worth counting
@@ -61,7 +66,6 @@ class _Task:
     kinds: tuple[StepKind, ...] = ()
     moved: int = 0  # bytes, of each kernel of a probe of memory
     times: int = 1  # kernels or collectives
-    fresh: tuple[int, ...] = ()  # bytes of the results that are set aside
 
 
 def calibrate(
@@ -103,7 +107,7 @@ class _Calibrator:
         self._ends = self._started + seconds - self._for_steps
         counts = [*busy_counts(len(devices))][::-1] if self._host.busy else []
         self._counts = (len(devices), *counts)
-        self._found: dict[_Task, float] = {}
+        self._found: dict[_Task, Timed] = {}
 
     def run(self) -> Calibration:
         tasks = _in_turn(self._tasks())
@@ -115,7 +119,7 @@ class _Calibrator:
                 if time.monotonic() > self._ends and task.group not in _FIRST:
                     left_out += 1
                     continue
-                self._found[task] = clock.seconds(task.probe, task.busy, task.size)
+                self._found[task] = clock.time(task.probe, task.busy, task.size)
         return self._calibration(left_out)
 
     # What is measured
@@ -149,7 +153,7 @@ class _Calibrator:
             times = max(4, int(_WORK * self._host.kind.memory_bandwidth / (4 * nbytes)))
             probe, moved = probes.elementwise(kind, nbytes // (4 * width), width, times)
             name = f"{kind} of {bytes_text(nbytes)}"
-            found.append(_Task("memory", name, probe, busy, moved=moved, times=times, fresh=(nbytes,) * 3))
+            found.append(_Task("memory", name, probe, busy, moved=moved, times=times))
         return found
 
     def _collectives(self, busy: int) -> list[_Task]:
@@ -160,7 +164,6 @@ class _Calibrator:
             _Task(
                 "collectives", f"{' and '.join(kinds)} of {bytes_text(payload)} among {size}".replace("_", "-"),
                 probes.collective(kinds, payload, size, _TIMES), busy, size, payload, kinds, times=_TIMES,
-                fresh=(payload,),
             )
             for payload, size, kinds in itertools.product(_PAYLOADS, sizes, _COLLECTIVES)
         ]  # fmt: skip
@@ -181,6 +184,8 @@ class _Calibrator:
         if dtype == _TYPES[0]:
             for sizes, of in itertools.product(_CONVOLUTIONS if every else _CONVOLUTIONS[:1], _OF):
                 size, channels, filters, window, stride = sizes
+                if channels == _COLOURS and of == "image":  # what nobody wants
+                    continue
                 each = 2.0 * (size // stride) ** 2 * channels * filters * window**2
                 examples = max(1, min(32, int(_WORK * peak / each)))
                 probe = probes.convolution(dtype, examples, size, channels, filters, window, stride, of)
@@ -228,9 +233,11 @@ _CONVOLUTIONS = (
     (32, 64, 128, 3, 2), (14, 256, 512, 3, 2), (56, 64, 256, 1, 1), (14, 512, 256, 1, 1), (28, 256, 512, 1, 2),
     (112, 3, 64, 7, 2), (56, 32, 32, 1, 1), (56, 64, 32, 1, 1), (28, 128, 128, 3, 1), (28, 128, 64, 1, 1),
     (28, 64, 256, 1, 1), (56, 64, 128, 3, 2), (28, 128, 256, 3, 2), (56, 128, 256, 1, 2), (14, 256, 256, 3, 1),
-    (14, 128, 512, 1, 1), (7, 512, 1024, 1, 1), (7, 1024, 512, 1, 1), (28, 64, 64, 3, 1),
+    (14, 128, 512, 1, 1), (7, 512, 1024, 1, 1), (7, 1024, 512, 1, 1), (28, 64, 64, 3, 1), (112, 3, 32, 3, 2),
+    (112, 3, 32, 7, 2), (32, 3, 16, 3, 1), (224, 3, 384, 16, 16),
 )  # fmt: skip
 _OF = ("result", "image", "kernel")
+_COLOURS = 3
 _FIRST = ("start of a program", "launches")
 
 
@@ -258,37 +265,47 @@ def products_of(probe: Probe) -> Products:
 class _Machine:
     """What the probes say that ran on so many devices at once."""
 
-    def __init__(self, found: Mapping[_Task, float], host: Host, busy: int) -> None:
+    def __init__(self, found: Mapping[_Task, Timed], host: Host, busy: int) -> None:
         self._found, self._busy = found, busy
         guess = host.while_busy(busy)
         self._guess, self._link = guess.kind, guess.link
         self._start = self._one("start of a program")
         self._launch = max(0.0, self._one("launches") - self._start) / _LAUNCHES
         self._guess = dataclasses.replace(self._guess, allocations=self._allocations())
+        self._fault = self._seconds_of_a_fault() if self._guess.allocations else 0.0
         self._products = {task: products_of(task.probe) for task in found if task.group in _PRODUCTS}
 
     def _one(self, group: str) -> float:
-        return next(seconds for task, seconds in self._found.items() if task.group == group)
+        return next(timed.seconds for task, timed in self._found.items() if task.group == group)
+
+    def _buffers(self) -> dict[int, tuple[Timed, Timed]]:
+        """By bytes: a new result, and one in place of an operand."""
+        found = {(task.moved, task.probe.in_place): timed for task, timed in self._found.items()
+                 if task.group == "buffers"}  # fmt: skip
+        return {nbytes: (found[nbytes, False], found[nbytes, True]) for nbytes, old in sorted(found)
+                if old and (nbytes, False) in found}  # fmt: skip
 
     def _allocations(self) -> tuple[tuple[float, float], ...]:
         """By what a new result takes longer than one in place of an operand."""
-        found = {(task.moved, task.probe.in_place): seconds for task, seconds in self._found.items()
-                 if task.group == "buffers"}  # fmt: skip
-        both = {nbytes: (found[nbytes, False], found[nbytes, True]) for nbytes, old in found
-                if old and (nbytes, False) in found}  # fmt: skip
+        both = {nbytes: (new.seconds, old.seconds) for nbytes, (new, old) in self._buffers().items()}
         if not both or both[max(both)][0] < (1 + _SLOW) * both[max(both)][1]:
             return ()
-        return tuple((float(n), n / max(new - old, new / 100)) for n, (new, old) in sorted(both.items()))
+        return tuple((float(n), n / max(new - old, new / 100)) for n, (new, old) in both.items())
+
+    def _seconds_of_a_fault(self) -> float:
+        """By the largest buffer: what a new one takes longer, for each page more that was not there."""
+        *_, (new, old) = self._buffers().values()
+        return max(0.0, new.seconds - old.seconds) / max(1.0, new.faults - old.faults)
 
     def _starting(self, task: _Task) -> float:
         """Seconds before a probe's first kernel."""
-        return self._start + sum(allocation_seconds(self._guess, nbytes) for nbytes in task.fresh)
+        return self._start + self._found[task].faults * self._fault
 
     def _of(self, group: str) -> Iterator[tuple[_Task, float]]:
         """The probes of a group, and their seconds once started."""
-        for task, seconds in self._found.items():
+        for task, timed in self._found.items():
             if task.group == group:
-                yield task, max(seconds - self._starting(task), seconds / 100)
+                yield task, max(timed.seconds - self._starting(task), timed.seconds / 100)
 
     def fitted(self, all_products: tuple[ProductSpeed, ...]) -> tuple[DeviceKind, Link]:
         """`all_products`: measured with all devices busy; these are as much faster as the few that were measured."""
@@ -296,7 +313,7 @@ class _Machine:
         largest = curve[-1][1] if curve else self._guess.memory_bandwidth * self._guess.memory_efficiency
         kind = dataclasses.replace(
             self._guess, dispatch_overhead=self._start, launch_overhead=self._launch, bandwidths=curve,
-            memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(self._products),
+            memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(),
         )  # fmt: skip
         kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth))
         if all_products:
@@ -311,19 +328,17 @@ class _Machine:
         curve = [tuple(map(statistics.geometric_mean, zip(*some, strict=True))) for _, some in sorted(groups.items())]
         return tuple((nbytes, speed) for nbytes, speed in curve)
 
-    def _speeds(self, products: Mapping[_Task, Products]) -> tuple[ProductSpeed, ...]:
+    def _speeds(self) -> tuple[ProductSpeed, ...]:
         speeds: dict[tuple[ProductSizes, str], list[float]] = defaultdict(list)
-        for task, some in products.items():
-            seconds = max(self._found[task] - self._start, self._found[task] / 100) - self._launch * len(some)
-            speed = sum(flops for *_, flops in some) / max(seconds, self._found[task] / 100)
+        for task, seconds in itertools.chain.from_iterable(map(self._of, _PRODUCTS)):
+            some = self._products[task]
+            speed = sum(flops for *_, flops in some) / max(seconds - self._launch * len(some), seconds / 10)
             for sizes, dtype in {(sizes, dtype) for sizes, dtype, _ in some}:
                 speeds[sizes, dtype].append(speed)
-        found = []
-        for (sizes, dtype), measured in speeds.items():
-            batch, rows, columns, depth = (max(1.0, side) for side in sizes[:4])
-            flops = statistics.geometric_mean(measured)
-            found.append(ProductSpeed(dtype, batch, rows, columns, depth, sizes.taps, flops))
-        return tuple(found)
+        return tuple(
+            ProductSpeed(dtype, sizes, statistics.geometric_mean(measured))
+            for (sizes, dtype), measured in speeds.items()
+        )
 
     def _fit_link(self, kind: DeviceKind) -> Link:
         """Latency and bandwidth with the least squares of the logarithms' errors."""
@@ -331,15 +346,15 @@ class _Machine:
         if not found:
             return self._link
 
-        def made(factors: Sequence[float]) -> Link:
-            latency, bandwidth = factors
-            return Factors(latency=latency, bandwidth=bandwidth).link(self._link)
+        def made(logarithms: Sequence[float]) -> Link:
+            latency, bandwidth = map(math.exp, logarithms)
+            return slower_link(self._link, latency, bandwidth)
 
-        def error(factors: Sequence[float]) -> float:
-            link = made(factors)
-            return sum(math.log(self._collective_seconds(task, kind, link) / s) ** 2 for task, s in found)
+        def errors(logarithms: Sequence[float]) -> list[float]:
+            link = made(logarithms)
+            return [math.log(self._collective_seconds(task, kind, link) / s) for task, s in found]
 
-        return made(least(error, 2))
+        return made(scipy.optimize.least_squares(errors, (0.0, 0.0)).x)
 
     def _collective_seconds(self, task: _Task, kind: DeviceKind, link: Link) -> float:
         cluster = make_cluster("", 1, self._busy, kind, link, link)
@@ -351,10 +366,10 @@ class _Machine:
 
     def measurements(self, kind: DeviceKind, link: Link) -> Iterator[Measurement]:
         """All probes but those that the start of a program is from."""
-        for task, seconds in self._found.items():
+        for task, timed in self._found.items():
             predicted = self._predicted(task, kind, link)
             if predicted is not None:
-                yield Measurement(task.group, task.name, task.busy, seconds, self._starting(task) + predicted)
+                yield Measurement(task.group, task.name, task.busy, timed.seconds, self._starting(task) + predicted)
 
     def _predicted(self, task: _Task, kind: DeviceKind, link: Link) -> float | None:
         if task.group == "memory":
@@ -364,11 +379,8 @@ class _Machine:
         if task.group not in _PRODUCTS:
             return None
         own = {(sizes, dtype) for sizes, dtype, _ in self._products[task]}
-        left = tuple(
-            s for s in kind.products
-            if (ProductSizes(s.batch, s.rows, s.columns, s.depth, s.taps), s.dtype) not in own
-        )  # fmt: skip
-        if not any((s.dtype, s.taps > 0) == (dtype, z.taps > 0) for s in left for z, dtype in own):
+        left = tuple(each for each in kind.products if (each.sizes, each.dtype) not in own)
+        if not {product_family(s.sizes, s.dtype) for s in left} & {product_family(*each) for each in own}:
             return None
         without = dataclasses.replace(kind, products=left)
         total = 0.0
@@ -384,20 +396,17 @@ _PRODUCTS = ("products", "batched products", "convolutions")
 def _faster(all_products: Sequence[ProductSpeed], some: Sequence[ProductSpeed]) -> tuple[ProductSpeed, ...]:
     """Speeds measured with all devices busy, as much higher as some of them are with fewer; those where there are."""
 
-    def sort(s: ProductSpeed) -> tuple[str, bool, bool]:
-        return s.dtype, s.taps > 0, s.batch > 1
+    def sort(s: ProductSpeed) -> tuple[tuple[str, bool], bool]:
+        return product_family(s.sizes, s.dtype), s.sizes.batch > 1
 
-    def sizes(s: ProductSpeed) -> ProductSpeed:
-        return dataclasses.replace(s, flops=1.0)
-
-    slow = {sizes(each): each.flops for each in all_products}
-    ratios: dict[tuple[str, bool, bool], list[float]] = defaultdict(list)
+    slow = {(each.sizes, each.dtype): each.flops for each in all_products}
+    ratios: dict[tuple[tuple[str, bool], bool], list[float]] = defaultdict(list)
     for each in some:
-        if sizes(each) in slow:
-            ratios[sort(each)].append(each.flops / slow[sizes(each)])
+        if (each.sizes, each.dtype) in slow:
+            ratios[sort(each)].append(each.flops / slow[each.sizes, each.dtype])
     every = [ratio for found in ratios.values() for ratio in found] or [1.0]
-    measured = {sizes(each) for each in some}
-    others = (each for each in all_products if sizes(each) not in measured)
+    measured = {(each.sizes, each.dtype) for each in some}
+    others = (each for each in all_products if (each.sizes, each.dtype) not in measured)
     scaled = (
         dataclasses.replace(each, flops=each.flops * statistics.geometric_mean(ratios.get(sort(each), every)))
         for each in others

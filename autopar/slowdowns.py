@@ -1,10 +1,13 @@
-"""What is slower in a train step than alone: a few steps are run as a whole, and factors fitted to their seconds."""
+"""What takes longer in a train step than alone: a few steps are run as a whole.
+
+A kernel finds less of what it reads in a cache, devices come to a collective at different times, and XLA copies what
+the cost model takes for free. One factor for all says more of steps of another kind than factors for kernels, products
+and collectives apart: these change places with one another from one kind of step to the next.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import statistics
 import time
 import warnings
@@ -19,85 +22,15 @@ from autopar.ir.calibration import Measurement
 from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
+from autopar.passes.rules.table import rule_of
 from autopar.probe_steps import ProbeStep, probe_steps
 from autopar.progress import ProgramBar
 from autopar.timer import time_steps
 
-
-@dataclasses.dataclass(frozen=True)
-class Factors:
-    """How many times as long it takes in a step as alone.
-
-    A kernel finds less of what it reads in a cache, and devices come to a collective at different times, all the more
-    where more of them are virtual than there are cores. `allocation`: how many times as large the temporaries are that
-    the compiler sets aside as those of the cost model.
-    """
-
-    memory: float = 1.0
-    products: float = 1.0
-    latency: float = 1.0
-    bandwidth: float = 1.0
-    allocation: float = 1.0
-
-    def kind(self, kind: DeviceKind) -> DeviceKind:
-        """A device so much slower."""
-        return dataclasses.replace(
-            kind,
-            bandwidths=tuple((nbytes, speed / self.memory) for nbytes, speed in kind.bandwidths),
-            memory_efficiency=min(1.0, kind.memory_efficiency / self.memory),
-            products=tuple(dataclasses.replace(each, flops=each.flops / self.products) for each in kind.products),
-            allocations=tuple((nbytes, speed / self.allocation) for nbytes, speed in kind.allocations),
-        )
-
-    def link(self, link: Link) -> Link:
-        """A link so much slower."""
-        pair = None if link.pair_bandwidth is None else link.pair_bandwidth / self.bandwidth
-        return dataclasses.replace(
-            link, latency=link.latency * self.latency, bandwidth=link.bandwidth / self.bandwidth, pair_bandwidth=pair
-        )
-
-    def host(self, host: Host) -> Host:
-        """A host so much slower, whatever of it is busy."""
-        busy = (Busy(each.num_devices, self.kind(each.kind), self.link(each.link)) for each in host.busy)
-        return Host(self.kind(host.kind), host.num_devices, self.link(host.link), tuple(busy))
-
-    def cluster(self, cluster: Cluster) -> Cluster:
-        """All of a cluster but its network so much slower."""
-        return dataclasses.replace(cluster, hosts=tuple(map(self.host, cluster.hosts)))
-
-
-# The fitted ones, and what a factor's squared logarithm weighs beside those of the steps' errors: chosen by the ranking
-# of the plans of `benchmarks.calibration` in a few runs. How long devices wait for one another is known least.
-_DOUBTS = {"memory": 3.0, "products": 3.0, "latency": 0.3, "bandwidth": 1.0}
-_NOTHING = 1e-3  # a factor that makes it as good as free
 _DOUBLINGS = 8  # of the sizes of steps, at most
 _EXAMPLES = 8  # of a step, on each device
 _RUNS = 5
 _SHORT, _LONG = 0.02, 0.3  # predicted seconds of the steps that are run
-
-
-@dataclasses.dataclass(frozen=True)
-class TimedStep:
-    """A step that was run, and what its predicted seconds are made of."""
-
-    name: str
-    seconds: float
-    parts: tuple[float, ...]  # by fitted factor
-    rest: float  # of the prediction
-
-    def predicted(self, factors: Sequence[float]) -> float:
-        """Seconds, with all factors that are fitted."""
-        return self.rest + sum(f * part for f, part in zip(factors, self.parts, strict=True))
-
-
-def fit_factors(steps: Sequence[TimedStep]) -> tuple[float, ...]:
-    """Those with the least squares of the logarithms' errors, unlikely ones counted as errors, too."""
-
-    def error(factors: Sequence[float]) -> float:
-        doubt = sum(math.log(factor) ** 2 * w for factor, w in zip(factors, _DOUBTS.values(), strict=True))
-        return doubt + sum(math.log(step.predicted(factors) / step.seconds) ** 2 for step in steps)
-
-    return least(error, len(_DOUBTS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,19 +42,12 @@ class StepRun:
     plan: Plan
     seconds: float
     temporaries: float  # how many times as large as predicted they are
+    convolves: bool
 
-    def timed(self, cluster: Cluster) -> TimedStep:
-        """With the parts that its prediction has on this cluster."""
-
-        def seconds(factors: Factors) -> float:
-            plan = dataclasses.replace(self.plan, cluster=factors.cluster(cluster))
-            return self.step.plan(self.probe.state, self.probe.batch, method=plan).step_time
-
-        total = seconds(Factors())
-        parts = [total - seconds(Factors(**{name: _NOTHING})) for name in _DOUBTS]
-        parts = [max(0.0, part) / (1 - _NOTHING) for part in parts]
-        name = f"{self.probe.name}, {self.plan.method}"
-        return TimedStep(name, self.seconds, tuple(parts), max(0.0, total - sum(parts)))
+    def predicted(self, cluster: Cluster) -> float:
+        """Seconds on this cluster."""
+        plan = dataclasses.replace(self.plan, cluster=cluster)
+        return self.step.plan(self.probe.state, self.probe.batch, method=plan).step_time
 
 
 def run_steps(
@@ -150,16 +76,65 @@ def run_steps(
 
 
 def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Measurement]]:
-    """A cluster that is as slow as steps say, and each of these beside what the others predict."""
+    """A cluster on which all takes as much longer as in the steps, and each of these beside what the others predict."""
     if not runs:
         return cluster, []
-    cluster = Factors(allocation=statistics.median(run.temporaries for run in runs)).cluster(cluster)
-    steps = [run.timed(cluster) for run in runs]
+    cluster = _with_temporaries(cluster, runs)
+    alone = [run.predicted(cluster) for run in runs]
+    ratios = [run.seconds / seconds for run, seconds in zip(runs, alone, strict=True)]
     found = []
-    for at, step in enumerate(steps):
-        predicted = step.predicted(fit_factors([*steps[:at], *steps[at + 1 :]]))
-        found.append(Measurement("steps", step.name, cluster.num_devices, step.seconds, predicted))
-    return Factors(*fit_factors(steps)).cluster(cluster), found
+    for at, (run, seconds) in enumerate(zip(runs, alone, strict=True)):
+        others = [*ratios[:at], *ratios[at + 1 :]] or [1.0]
+        predicted = seconds * statistics.geometric_mean(others)
+        name = f"{run.probe.name}, {run.plan.method}"
+        found.append(Measurement("steps", name, cluster.num_devices, run.seconds, predicted))
+    factor = statistics.geometric_mean(ratios)
+    slower = _changed(cluster, lambda kind: _slower_kind(kind, factor), lambda link: slower_link(link, factor, factor))
+    return slower, found
+
+
+def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
+    """Whose programs set aside as much as those of steps did, where that takes time."""
+    found: dict[str, list[float]] = {"convolutions": [], "others": []}
+    for run in runs:
+        found["convolutions" if run.convolves else "others"].append(run.temporaries)
+    factors = {name: statistics.median(some) if some else 1.0 for name, some in found.items()}
+
+    def kind(of: DeviceKind) -> DeviceKind:
+        return dataclasses.replace(of, temporaries=factors) if of.allocations else of
+
+    return _changed(cluster, kind, lambda link: link)
+
+
+def _changed(cluster: Cluster, kind: Callable[[DeviceKind], DeviceKind], link: Callable[[Link], Link]) -> Cluster:
+    """All of a cluster but its network, whatever of it is busy."""
+
+    def host(of: Host) -> Host:
+        busy = (Busy(each.num_devices, kind(each.kind), link(each.link)) for each in of.busy)
+        return Host(kind(of.kind), of.num_devices, link(of.link), tuple(busy))
+
+    return dataclasses.replace(cluster, hosts=tuple(map(host, cluster.hosts)))
+
+
+def _slower_kind(kind: DeviceKind, factor: float) -> DeviceKind:
+    return dataclasses.replace(
+        kind,
+        launch_overhead=kind.launch_overhead * factor,
+        dispatch_overhead=kind.dispatch_overhead * factor,
+        matmul_efficiency=min(1.0, kind.matmul_efficiency / factor),
+        memory_efficiency=min(1.0, kind.memory_efficiency / factor),
+        products=tuple(dataclasses.replace(each, flops=each.flops / factor) for each in kind.products),
+        bandwidths=tuple((nbytes, speed / factor) for nbytes, speed in kind.bandwidths),
+        allocations=tuple((nbytes, speed / factor) for nbytes, speed in kind.allocations),
+    )
+
+
+def slower_link(link: Link, latency: float, bandwidth: float) -> Link:
+    """A link with so many times the latency, on which a byte takes so many times as long."""
+    pair = None if link.pair_bandwidth is None else link.pair_bandwidth / bandwidth
+    return dataclasses.replace(
+        link, latency=link.latency * latency, bandwidth=link.bandwidth / bandwidth, pair_bandwidth=pair
+    )
 
 
 def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
@@ -182,23 +157,6 @@ def _run(probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[j
     executable = step.compile(probe.state, probe.batch)
     found = max(executable.temporaries.values())
     predicted = max(stage.memory.temporaries for stage in executable.plan.stages)
-    return StepRun(probe, step, executable.plan, timing.median, found / max(predicted, 1))
-
-
-def least(error: Callable[[Sequence[float]], float], count: int) -> tuple[float, ...]:
-    """The positive factors with the least error, by a search along one and two of them at a time, in finer steps."""
-    best, least = (1.0,) * count, error((1.0,) * count)
-    for step in (4.0, 2.0, 1.4, 1.1, 1.03):
-        better = True
-        while better:
-            better = False
-            for changed in itertools.chain(
-                itertools.combinations(range(count), 1), itertools.combinations(range(count), 2)
-            ):
-                for ways in itertools.product((step, 1 / step), repeat=len(changed)):
-                    tried = list(best)
-                    for i, way in zip(changed, ways, strict=True):
-                        tried[i] *= way
-                    if (found := error(tried)) < least * (1 - 1e-6):
-                        best, least, better = tuple(tried), found, True
-    return best
+    rules = map(rule_of, step.trace(probe.state, probe.batch).equations)
+    convolves = any(rule.patches is not None for rule in rules)
+    return StepRun(probe, step, executable.plan, timing.median, found / max(predicted, 1), convolves)

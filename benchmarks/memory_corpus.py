@@ -120,10 +120,10 @@ def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
     rows = []
     for check in verdict.programs:
         local = programs[check.names[0]]
-        most = finisher.stages.prices.kind(local.mesh).combined_sums
+        kind = finisher.stages.prices.kind(local.mesh)
         if not check.names[0].startswith("bridge"):
             rest, found = check.found.total - check.found.temporaries, check.found.temporaries
-            rows.append(Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, most), found))
+            rows.append(Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, kind), found))
     return rows, name
 
 

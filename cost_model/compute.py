@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.local import ProductSizes
-from autopar.ir.mesh import DeviceKind, ProductSpeed
+from autopar.ir.mesh import DeviceKind, Patches, ProductSizes, ProductSpeed
 
 # Which peak a matrix product runs at: the first name that the device kind has, times the factor. float32 products
 # run in TF32 where the hardware has it: that is what jax.lax.Precision.DEFAULT means on GPUs. A 16-bit or 8-bit type
@@ -56,7 +55,7 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> f
         measured = _measured(kind)
         if found := measured.flops(sizes, dtype):
             return found / (peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency)
-    share = kind.convolution_share if sizes.taps else kind.batched_share if sizes.batch > 1 else 1.0
+    share = kind.convolution_share if sizes.patches else kind.batched_share if sizes.batch > 1 else 1.0
     return share * _share_of(kind.multiprocessors, sizes) if kind.multiprocessors else share
 
 
@@ -91,28 +90,29 @@ class _Measured:
     A product takes the seconds of its arithmetic at the best speed that was measured, and those of its operands' and
     result's way through memory, times a factor between those of the sizes that were measured: the mean of the nearest
     ones' logarithms, weighted by the inverse square of the distance (Shepard 1968, "A two-dimensional interpolation
-    function for irregularly-spaced data"). Rows and columns may change places.
+    function for irregularly-spaced data"). Rows and columns may change places, but for those of a convolution, whose
+    windows' places, reuse and gaps count as sides, too.
     """
 
     def __init__(self, kind: DeviceKind) -> None:
-        self._kind = kind
+        self._bandwidth = kind.memory_bandwidth
         groups: dict[tuple[str, bool], list[ProductSpeed]] = defaultdict(list)
         for each in kind.products:
-            groups[each.dtype, each.taps > 0].append(each)
+            groups[product_family(each.sizes, each.dtype)].append(each)
         self._best = {key: max(each.flops for each in some) for key, some in groups.items()}
         self._points = {}
         for key, some in groups.items():
-            sides = np.array([[s.batch, s.rows, s.columns, s.depth, max(s.taps, 1)] for s in some])
-            speeds = np.array([s.flops for s in some])
-            self._points[key] = np.log2(sides), np.log2(speeds / self._plain(key, sides))
+            plain = np.array([self._plain(key, s.sizes) for s in some])
+            factors = np.log2([s.flops for s in some]) - np.log2(plain)
+            self._points[key] = np.array([_place(s.sizes) for s in some]), factors
         self._found: dict[tuple[ProductSizes, str], float] = {}
 
-    def _plain(self, key: tuple[str, bool], sides: Any) -> Any:
+    def _plain(self, key: tuple[str, bool], sizes: ProductSizes) -> float:
         """FLOP per second without the factor."""
-        batch, rows, columns, depth, _ = np.moveaxis(sides, -1, 0)
+        batch, rows, columns, depth = (max(side, 1.0) for side in sizes[:4])
         flops = 2.0 * batch * rows * columns * depth
         moved = _itemsize(key[0]) * batch * (rows * depth + depth * columns + rows * columns)
-        return flops / (flops / self._best[key] + memory_seconds(self._kind, moved))
+        return flops / (flops / self._best[key] + moved / self._bandwidth)
 
     def flops(self, sizes: ProductSizes, dtype: str) -> float:
         """FLOP per second; 0 where nothing like it was measured."""
@@ -122,17 +122,28 @@ class _Measured:
         return self._found[key]
 
     def _between(self, sizes: ProductSizes, dtype: str) -> float:
-        key = dtype, sizes.taps > 0
+        key = product_family(sizes, dtype)
         if key not in self._points or not all(sizes[:4]):
             return 0.0
         where, factors = self._points[key]
-        sides = np.maximum(sizes, 1.0)
-        batch, rows, columns, depth, taps = np.log2(sides)
-        ways = (batch, rows, columns, depth, taps), (batch, columns, rows, depth, taps)
-        distance = np.minimum(*(((where - at) ** 2).sum(axis=1) for at in ways))
+        ways = [sizes]
+        if sizes.patches is None:
+            ways.append(sizes._replace(rows=sizes.columns, columns=sizes.rows))
+        distance = np.min([((where - _place(way)) ** 2).sum(axis=1) for way in ways], axis=0)
         nearest = np.argsort(distance, kind="stable")[:_NEIGHBOURS]
         weights = 1.0 / (distance[nearest] + _SAME)
-        return float(self._plain(key, sides) * 2.0 ** (weights @ factors[nearest] / weights.sum()))
+        return float(self._plain(key, sizes) * 2.0 ** (weights @ factors[nearest] / weights.sum()))
+
+
+def product_family(sizes: ProductSizes, dtype: str) -> tuple[str, bool]:
+    """Of products between which there are others."""
+    return dtype, sizes.patches is not None
+
+
+def _place(sizes: ProductSizes) -> Any:
+    """Logarithms of what the speed depends on."""
+    patches = sizes.patches or Patches(1, 1.0)
+    return np.log2([*(max(side, 1.0) for side in sizes[:4]), patches.taps, patches.reuse, patches.gaps])
 
 
 def _itemsize(dtype: str) -> int:

@@ -119,10 +119,13 @@ class Live:
     ranges: dict[int, tuple[int, int]]  # buffer -> positions in the order between which it is live
 
 
-def live(told: Kernels, combined: int = 0) -> Live:
+def live(told: Kernels, *, combined: int = 0, late: bool = False) -> Live:
     """The order of the kernels; see the module.
 
-    `combined`: bytes of results up to which collectives become one, and run beside other kernels; 0: none do.
+    Args:
+      told: the program.
+      combined: bytes of results up to which collectives become one; 0: none do.
+      late: whether collectives run beside other kernels, so that what only sums over devices need waits for them.
     """
     kernels, leaving = list(told.kernels), set(told.leaving)
     if combined:
@@ -130,7 +133,7 @@ def live(told: Kernels, combined: int = 0) -> Live:
     graph = _Graph(kernels, told.sizes, told.leaving)
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
     order = min(orders, key=lambda order: _most(graph, _ranges(graph, order), order))
-    if combined and any(kernel.combining for kernel in kernels):
+    if late and any(kernel.combining for kernel in kernels):
         order = _late(graph, order)
     ranges = _ranges(graph, order)
     count = len(order)

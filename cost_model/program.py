@@ -11,7 +11,7 @@ from typing import Any
 from autopar.cost_model.compute import accumulate_seconds, allocation_seconds, compute_time, product_share
 from autopar.cost_model.order import Combining, Kernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
-from autopar.cost_model.xla_memory import memory_factors, program_kind
+from autopar.cost_model.xla_memory import temporaries_factor
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
@@ -62,9 +62,7 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
     costs = op_costs(local, kind, price)
-    needed = temporaries(local, kind.combined_sums)
-    if kind.combined_sums:  # XLA for GPUs
-        needed = math.ceil(memory_factors().get(program_kind(local), 1.0) * needed)
+    needed = math.ceil(temporaries_factor(local, kind) * temporaries(local, kind))
     return ProgramCost(
         sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
         tuple(each for c in costs for each in c.collectives), needed,
@@ -219,20 +217,19 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels) -> None:
     found.fuse((value, op.target), found.buffers([here]))
 
 
-def temporaries(local: LocalProgram, combined: int = 0) -> int:
-    """Bytes that XLA sets aside beside inputs and outputs.
+def temporaries(local: LocalProgram, kind: DeviceKind) -> int:
+    """Bytes that XLA sets aside beside inputs and outputs, on its own account.
 
-    Until a result is made, other values lie in its place. `combined`: as `DeviceKind.combined_sums`.
+    Until a result is made, other values lie in its place.
     """
     told = _kernels(local)
-    found = live(told, combined)
-    given = Counter((port.value.shape, port.value.dtype, port.sharding) for port in local.inputs)
+    found = live(told, combined=kind.combined_sums, late=kind.hides_latency)
+    given = Counter(_looks(port) for port in local.inputs)
     renewed: set[int] = set()  # results that lie where an argument does
     if local.program.phase is Phase.UPDATE:
         for port in local.outputs:
-            kind = (port.value.shape, port.value.dtype, port.sharding)
-            if given[kind]:
-                given[kind] -= 1
+            if given[_looks(port)]:
+                given[_looks(port)] -= 1
                 renewed.update(told.buffers([port]))
     ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
     places = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))

@@ -11,13 +11,26 @@ import json
 from collections.abc import Mapping
 
 from autopar.ir.local import Compute, LocalProgram, Reread, Reshard
+from autopar.ir.mesh import DeviceKind
+
+
+def temporaries_factor(local: LocalProgram, kind: DeviceKind) -> float:
+    """How many times as large as `program.temporaries` says the buffer is."""
+    if kind.hides_latency:  # XLA for GPUs
+        return memory_factors().get(program_kind(local), 1.0)
+    return kind.temporaries.get("convolutions" if _convolves(local) else "others", 1.0)
+
+
+def _convolves(local: LocalProgram) -> bool:
+    products = (op.product for op in local.ops if isinstance(op, Compute))
+    return any(product is not None and product.patches is not None for product in products)
 
 
 def program_kind(local: LocalProgram) -> str:
     """What makes XLA's figure differ: convolutions, sums over devices, what is computed or gathered again, loops."""
     computed = [op for op in local.ops if isinstance(op, Compute)]
     traits = {
-        "convolutions": any(op.product is not None and op.product.taps for op in computed),
+        "convolutions": _convolves(local),
         "collectives": any(isinstance(op, Reshard) for op in local.ops),
         "again": any(op.fence for op in computed) or any(isinstance(op, Reread) for op in local.ops),
         "loops": any(op.kernels for op in computed),

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,6 +20,9 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.ir.sharding import StepKind
+
+if sys.platform != "win32":
+    import resource
 
 AXES = ("groups", "group")
 _LEAST_RUNS = 3
@@ -94,7 +98,7 @@ def elementwise(kind: str, rows: int, width: int, times: int) -> tuple[Probe, in
         return jax.lax.fori_loop(0, times, lambda _, carry: _ELEMENTWISE[kind][0](*carry), (x, y, z))
 
     array = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    return Probe(function, (array,) * 3), 4 * rows * width * _ELEMENTWISE[kind][1]
+    return Probe(function, (array,) * 3, in_place=True), 4 * rows * width * _ELEMENTWISE[kind][1]
 
 
 def _adam(x: Any, mean: Any, square: Any) -> Any:
@@ -158,9 +162,17 @@ def collective(kinds: Sequence[StepKind], payload: int, size: int, times: int) -
         for _ in range(times):
             for kind in kinds:
                 x = jax.lax.optimization_barrier(once(kind, x))
-        return x
+        return (x,)
 
-    return Probe(function, (jax.ShapeDtypeStruct((elements,), jnp.float32),))
+    return Probe(function, (jax.ShapeDtypeStruct((elements,), jnp.float32),), in_place=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """What one run of a probe took."""
+
+    seconds: float  # median
+    faults: float = 0.0  # pages of the host's memory that were not there (getrusage(2)), mean
 
 
 class Clock:
@@ -170,8 +182,8 @@ class Clock:
         """`seconds`: how long each probe is run."""
         self._devices, self._seconds = tuple(devices), seconds
 
-    def seconds(self, probe: Probe, busy: int, group: int = 1) -> float:
-        """Median seconds of one run on so many devices, in groups of `group` each."""
+    def time(self, probe: Probe, busy: int, group: int = 1) -> Timed:
+        """On so many devices, in groups of `group` each."""
         devices = np.array(self._devices[:busy]).reshape(busy // group, group)
         mesh = jax.sharding.Mesh(devices, AXES)
         spec = PartitionSpec(AXES)
@@ -187,17 +199,25 @@ class Clock:
         donated = tuple(range(len(operands))) if probe.in_place else ()
         program = jax.jit(mapped, donate_argnums=donated).lower(*operands).compile()
         found: list[float] = []
+        faults = 0
         ends = math.inf  # the first run warms up
         while len(found) <= _LEAST_RUNS or time.perf_counter() < ends:
             started = time.perf_counter()
             results = jax.block_until_ready(program(*operands))
             found.append(time.perf_counter() - started)
             if len(found) == 1:
-                ends = time.perf_counter() + self._seconds
+                ends, faults = time.perf_counter() + self._seconds, _faults()
             if probe.in_place:
                 operands = results
             del results
-        return statistics.median(found[1:])
+        return Timed(statistics.median(found[1:]), (_faults() - faults) / (len(found) - 1))
+
+
+def _faults() -> int:
+    """Pages that this process had to wait for so far, those that no disk has; 0 where the system does not say."""
+    if sys.platform == "win32":
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def _numbers(shape: tuple[int, ...], dtype: Any) -> Any:

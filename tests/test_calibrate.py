@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +18,14 @@ from autopar import calibrator, recipes
 from autopar.calibrator import _Machine, _Task, products_of
 from autopar.cli import main
 from autopar.cost_model.collective import collective_time
+from autopar.cost_model.compute import product_family
 from autopar.cost_model.hardware import load_preset, make_cluster
 from autopar.errors import ClusterError
-from autopar.ir.mesh import Link
+from autopar.ir.mesh import Cluster, Link
+from autopar.probe_steps import probe_steps
 from autopar.runtime import probes
-from autopar.runtime.probes import Clock
-from autopar.slowdowns import TimedStep, fit_factors
+from autopar.runtime.probes import Clock, Timed
+from autopar.slowdowns import StepRun, slowed
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,7 @@ def test_everything_is_measured(found: autopar.Calibration) -> None:
     host = found.cluster.hosts[0]
     assert [each.num_devices for each in host.busy] == [1]
     for kind in (host.kind, host.busy[0].kind):
-        assert {(s.dtype, s.taps > 0) for s in kind.products} >= {("float32", False), ("float32", True)}
+        assert {product_family(s.sizes, s.dtype) for s in kind.products} >= {("float32", False), ("float32", True)}
         assert kind.dispatch_overhead > kind.launch_overhead > 0
         assert [nbytes for nbytes, _ in kind.bandwidths] == sorted({nbytes for nbytes, _ in kind.bandwidths})
     assert {"memory", "collectives", "products"} <= set(found.errors())
@@ -81,7 +84,7 @@ def test_probes_compute_what_they_are_named_for() -> None:
     assert {sizes.batch for sizes, *_ in batched} == {4}
     for of in ("result", "image", "kernel"):
         ((sizes, _, flops),) = products_of(probes.convolution("float32", 2, 16, 8, 32, 3, 2, of))
-        assert sizes.taps > 0
+        assert sizes.patches is not None
         assert 0.5 < flops / (2 * 2 * 8 * 8 * 8 * 32 * 9) <= 1.0  # windows at the border reach over it
 
 
@@ -100,7 +103,7 @@ class _Known(_Machine):
         launch = _Task("launches", "", probes.launches(2), 4)
         cluster = make_cluster("", 1, 4, host.kind, link, link)
         seconds = {t: 3 * collective_time(cluster, range(t.size), t.kinds[0], t.payload) + 1e-4 for t in tasks}
-        super().__init__({start: 1e-4, launch: 1e-4, **seconds}, host, 4)
+        super().__init__({t: Timed(s) for t, s in {start: 1e-4, launch: 1e-4, **seconds}.items()}, host, 4)
 
 
 def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
@@ -112,20 +115,24 @@ def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
 
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
     clock = Clock(jax.devices()[:2], 0.01)
-    assert 0 < clock.seconds(probes.buffer(1 << 12, True), 2) < 1
-    assert 0 < clock.seconds(probes.buffer(1 << 12, False), 2) < 1
+    old, new = (clock.time(probes.buffer(1 << 26, in_place), 2) for in_place in (True, False))
+    assert 0 < old.seconds < 1
+    assert 0 < new.seconds < 1
+    pages = 2 * (1 << 26) / resource.getpagesize()
+    assert old.faults < 0.1 * pages
+    assert new.faults > 0.5 * pages or new.faults < 0.1 * pages  # those of huge pages are few
 
 
 def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     alone = {
-        _Task("start of a program", "", probes.launches(1), 4): 1e-4,
-        _Task("launches", "", probes.launches(2), 4): 1e-4,
+        _Task("start of a program", "", probes.launches(1), 4): Timed(1e-4),
+        _Task("launches", "", probes.launches(2), 4): Timed(1e-4),
     }
 
     def allocations(slower: float) -> tuple[tuple[float, float], ...]:
         tasks = {
-            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): nbytes * (1e-9 if old else slower)
+            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed(nbytes * (1e-9 if old else slower))
             for nbytes in (1 << 20, 1 << 24)
             for old in (False, True)
         }
@@ -137,15 +144,24 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
     assert speeds == pytest.approx((5e8, 5e8))
 
 
-def test_the_fit_finds_what_steps_take_longer() -> None:
-    truth = (2.5, 1.2, 6.0, 1.4)
-    parts = [
-        (1.0, 0.1, 0.2, 0.0), (0.1, 1.0, 0.9, 0.3), (0.5, 0.2, 0.5, 0.8), (2.0, 0.4, 0.1, 0.1), (0.3, 2.0, 1.5, 0.2),
-        (0.1, 0.3, 0.1, 2.0), (0.2, 3.0, 0.1, 0.1),
-    ]  # fmt: skip
-    steps = [TimedStep("", 1.0 + sum(f * p for f, p in zip(truth, each, strict=True)), each, 1.0) for each in parts]
-    assert fit_factors(400 * steps) == pytest.approx(truth, rel=0.05)
-    assert fit_factors([]) == (1.0, 1.0, 1.0, 1.0)
+def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
+    """Steps that took three times as long as predicted, in buffers of twice the size."""
+    host = load_preset("cpu", devices_per_host=4).hosts[0]
+    kind = dataclasses.replace(host.kind, allocations=((1e3, 1e9), (1e7, 5e8)), bandwidths=((1e3, 9e9), (1e7, 4e9)))
+    cluster = Cluster("test", (dataclasses.replace(host, kind=kind, busy=()),), host.link)
+    runs, truth = [], []
+    for probe in probe_steps(1, 8):
+        step = autopar.parallelize(probe.step, cluster=cluster, method=recipes.data_parallel(1))
+        plan = step.plan(probe.state, probe.batch)
+        larger = dataclasses.replace(kind, temporaries={"convolutions": 2.0, "others": 2.0})
+        with_larger = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=larger),))
+        run = StepRun(probe, step, plan, 1.0, 2.0, probe.name == "convolutions")
+        truth.append(3 * run.predicted(with_larger))
+        runs.append(dataclasses.replace(run, seconds=truth[-1]))
+    found, measurements = slowed(cluster, runs)
+    assert [run.predicted(found) for run in runs] == pytest.approx(truth, rel=0.01)
+    assert [each.predicted for each in measurements] == pytest.approx(truth)
+    assert slowed(cluster, []) == (cluster, [])
 
 
 def test_virtual_devices_take_turns() -> None:
@@ -183,15 +199,15 @@ def test_virtual_devices_take_turns() -> None:
 def interrupted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Ctrl-C in the middle of the third probe."""
     seen: list[int] = []
-    seconds = Clock.seconds
+    time = Clock.time
 
-    def third(self: Clock, *arguments: object) -> float:
+    def third(self: Clock, *arguments: object) -> Timed:
         seen.append(1)
         if len(seen) == 3:
             raise KeyboardInterrupt
-        return seconds(self, *arguments)  # type: ignore[arg-type]
+        return time(self, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Clock, "seconds", third)
+    monkeypatch.setattr(Clock, "time", third)
     return seen
 
 

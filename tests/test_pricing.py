@@ -53,16 +53,24 @@ def test_meshes_out_of_order_are_like_no_others() -> None:
     assert prices.surroundings(Mesh((0, 2, 1, 3), (4,), ("x",))) != prices.surroundings(mesh_at(0, (4,)))
 
 
+def kind_of(cluster: Cluster, kind: DeviceKind) -> Cluster:
+    return dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
+
+
 def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that_it_replaces() -> None:
     cluster = cluster_of(1, 2)
     kind = dataclasses.replace(cluster.hosts[0].kind, allocations=((1.0, 1e6),))
-    slow = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
+    slow = kind_of(cluster, kind)
     step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster, method=recipes.data_parallel(1))
     args = models.sgd_state(models.mlp_params((32, 64, 16))), models.mlp_batch(32, (32, 64, 16))
     plan = step.plan(*args)
     slower = step.plan(*args, method=dataclasses.replace(plan, cluster=slow))
     expected = plan.stages[0].memory.temporaries / 1e6  # the loss, a new result, is one of them in a plan
     assert slower.step_time - plan.step_time == pytest.approx(expected)
+    more = kind_of(slow, dataclasses.replace(kind, temporaries={"convolutions": 9.0, "others": 3.0}))
+    slowest = step.plan(*args, method=dataclasses.replace(plan, cluster=more))
+    assert slowest.stages[0].memory.temporaries == pytest.approx(3 * plan.stages[0].memory.temporaries, abs=12)
+    assert slowest.step_time - plan.step_time == pytest.approx(3 * expected, abs=1.2e-5)
     split = slower.report(explain=0).split
     assert split is not None
     assert split.launches == pytest.approx(kind.dispatch_overhead + expected)

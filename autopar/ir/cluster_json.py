@@ -26,6 +26,7 @@ from autopar.ir.json_file import (
     bad,
     number,
     optional,
+    read_boolean,
     read_path,
     read_string,
     read_text,
@@ -34,7 +35,7 @@ from autopar.ir.json_file import (
     versioned,
     whole,
 )
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed
 
 FORMAT = "autopar-cluster"
 VERSION = 1
@@ -95,13 +96,20 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 def _speeds(of: Host | Busy) -> dict[str, Any]:
     device = {field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind)}
     device["peak_flops"] = dict(of.kind.peak_flops)
-    device["products"] = [dataclasses.asdict(each) for each in of.kind.products]
+    device["products"] = [_product_data(each) for each in of.kind.products]
     for name in ("bandwidths", "allocations"):
         device[name] = [list(each) for each in device[name]]
-    for name in ("products", "bandwidths", "allocations"):
+    device["temporaries"] = dict(of.kind.temporaries)
+    for name in ("products", "bandwidths", "allocations", "temporaries"):
         if not device[name]:
             del device[name]
     return {"device": device, "link": dataclasses.asdict(of.link)}
+
+
+def _product_data(measured: ProductSpeed) -> dict[str, Any]:
+    patches = measured.sizes.patches
+    sizes = measured.sizes._asdict() | {"patches": None if patches is None else patches._asdict()}
+    return {"dtype": measured.dtype, "sizes": sizes, "flops": measured.flops}
 
 
 def read_cluster(value: Any, path: str) -> Cluster:
@@ -126,7 +134,8 @@ def _peak_flops(value: Any, path: str) -> dict[str, float]:
 
 
 _read_rate = number("bytes per second above 0", above=0)
-_read_side = number("a size of at least 1", least=1)
+_read_factor = number("a factor above 0", above=0)
+_read_side = number("a size above 0", above=0)
 
 
 def _read_curve(value: Any, path: str) -> tuple[tuple[float, float], ...]:
@@ -140,15 +149,28 @@ def _read_curve(value: Any, path: str) -> tuple[tuple[float, float], ...]:
 
 def _read_products(value: Any, path: str) -> tuple[ProductSpeed, ...]:
     items = sequence(_read_product, "a list of measured products")(value, path)
-    return tuple(ProductSpeed(**item) for item in items)
+    return tuple(ProductSpeed(item["dtype"], ProductSizes(**item["sizes"]), item["flops"]) for item in items)
 
 
-_read_product = record(
+def _read_patches(value: Any, path: str) -> Patches:
+    return Patches(**_read_patch_sizes(value, path))
+
+
+_read_patch_sizes = record(
     {
-        "dtype": read_string, "batch": _read_side, "rows": _read_side, "columns": _read_side, "depth": _read_side,
-        "taps": whole("a whole number, 0 or more", least=0), "flops": number("FLOP per second above 0", above=0),
+        "taps": whole("a whole number above 0", least=1), "reuse": number("a number above 0", above=0),
+        "gaps": whole("a whole number above 0", least=1),
     }
 )  # fmt: skip
+_read_sizes = record(
+    {
+        "batch": _read_side, "rows": _read_side, "columns": _read_side, "depth": _read_side,
+        "patches": optional(_read_patches),
+    }
+)  # fmt: skip
+_read_product = record(
+    {"dtype": read_string, "sizes": _read_sizes, "flops": number("FLOP per second above 0", above=0)}
+)
 _LINK: Mapping[str, Reader] = {
     "name": read_string,
     "latency": number("seconds, 0 or more", least=0),
@@ -169,10 +191,12 @@ _DEVICE: Mapping[str, Reader] = {
     "convolution_share": number("a share above 0 and at most 1", above=0, most=1),
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
     "combined_sums": whole("a whole number of bytes, 0 or more", least=0),
+    "hides_latency": read_boolean,
     "multiprocessors": whole("a whole number, 0 or more", least=0),
     "products": _read_products,
     "bandwidths": _read_curve,
     "allocations": _read_curve,
+    "temporaries": record({"convolutions": _read_factor, "others": _read_factor}, {"convolutions": 1.0, "others": 1.0}),
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
@@ -183,8 +207,9 @@ _MEASURED = {
     "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
 }  # fmt: skip
 _UNSAID = {
-    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0, "multiprocessors": 0,
-    "products": (), "bandwidths": (), "allocations": (),
+    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0,
+    "hides_latency": False, "multiprocessors": 0,
+    "products": (), "bandwidths": (), "allocations": (), "temporaries": {},
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from autopar.ir.graph import Equation, Value
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, ProductSizes
 from autopar.ir.program import Program
 from autopar.ir.sharding import Collective, ReshardStep, Sharding
 from autopar.ir.strategy import Strategy
@@ -21,16 +21,6 @@ class Port:
 
     value: Value
     sharding: Sharding
-
-
-class ProductSizes(NamedTuple):
-    """`batch` products of (rows x depth) and (depth x columns) matrices."""
-
-    batch: float
-    rows: float
-    columns: float
-    depth: float
-    taps: int = 0  # where the rows are windows of an array, elements in each; else 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -45,16 +46,30 @@ class Link:
         return f"{self.name}, {metric_text(self.bandwidth, 'B/s')}, {seconds_text(self.latency)}"
 
 
-@dataclasses.dataclass(frozen=True)
-class ProductSpeed:
-    """What products of one size were measured to reach: `batch` of (rows x depth) by (depth x columns) matrices."""
+class Patches(NamedTuple):
+    """How the rows of a product lie in an array that they are the windows of (im2col), as in a convolution."""
 
-    dtype: str
+    taps: int  # places in a window
+    reuse: float  # windows that an element of the array is in
+    gaps: int = 1  # places in which there is one element, where the array is dilated
+
+
+class ProductSizes(NamedTuple):
+    """`batch` products of (rows x depth) and (depth x columns) matrices."""
+
     batch: float
     rows: float
     columns: float
     depth: float
-    taps: int  # where the rows are windows of an array, elements in each; else 0
+    patches: Patches | None = None  # where the rows are windows of an array
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSpeed:
+    """What products of one size were measured to reach."""
+
+    dtype: str
+    sizes: ProductSizes
     flops: float  # FLOP per second
 
 
@@ -73,15 +88,17 @@ class DeviceKind:
     memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
     convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
     batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
-    # Bytes of results up to which the compiler makes independent collectives one, run beside other kernels, so
-    # that what only they need waits for them; 0: neither.
-    combined_sums: int = 0
+    combined_sums: int = 0  # bytes of results up to which the compiler makes independent collectives one
+    hides_latency: bool = False  # whether it runs collectives beside other kernels, as XLA for GPUs does today
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
     # Measured, where there are any, and then instead of the shares and efficiencies above:
     products: tuple[ProductSpeed, ...] = ()
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
     # Bytes of a buffer, ascending, and bytes per second in which a program sets one aside; none: in no time.
     allocations: tuple[tuple[float, float], ...] = ()
+    # How many times as large as the cost model's a program's temporaries are, of programs with "convolutions" and of
+    # "others"; not in it: once.
+    temporaries: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash((self.name, self.memory))

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.hint import Hint
-from autopar.ir.local import ProductSizes
+from autopar.ir.mesh import Patches, ProductSizes
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
 Unit = Literal["matmul", "vector", "none"]
@@ -154,7 +154,7 @@ class Sides(NamedTuple):
     rows: Side
     columns: Side
     depth: Side
-    taps: int
+    patches: Patches | None
 
     @property
     def each(self) -> tuple[Side, Side, Side, Side]:
@@ -166,7 +166,7 @@ def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes
     if sides is None:
         return None
     batch, rows, columns, depth = (size / math.prod(split.get(f, 1) for f in held) for size, held in sides.each)
-    return ProductSizes(batch, rows, columns, depth, sides.taps)
+    return ProductSizes(batch, rows, columns, depth, sides.patches)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Rule:
     emit: Emit = emit_same
     flops: float = 1.0  # per point of the iteration space (the product of all factors)
     unit: Unit = "vector"  # "none": moves or renames data at most
-    taps: int = 0  # of a product of windows, elements in each; 0: of matrices
+    patches: Patches | None = None  # of a product of windows
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).
@@ -333,7 +333,7 @@ class Rule:
         size = batch[0] * rows[0] * wide[0]
         depth = self.work({}) / (2 * size) if size else 0.0
         summed = frozenset(range(len(self.factors))) - result
-        return Sides(batch, rows, wide, (depth, summed), self.taps)
+        return Sides(batch, rows, wide, (depth, summed), self.patches)
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""

@@ -446,7 +446,7 @@ def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None
     if sides is None:
         return None
     batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides.each)
-    return Sides(batch, rows, columns, depth, sides.taps)
+    return Sides(batch, rows, columns, depth, sides.patches)
 
 
 def _unit(kernels: Sequence[Kernel]) -> Unit:

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopar.ir.graph import Equation, Value
+from autopar.ir.mesh import Patches
 from autopar.passes.rules.base import DimMap, Halo, Local, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
@@ -173,16 +174,17 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
 
     # Padding and the holes of dilated arrays are no work: forward and both gradients do the same.
     points = math.prod(factors.sizes[f] for f in (*batch, *in_features, *out_features))
-    work = 2.0 * points * math.prod(w.reads() for w in each)
+    reads = [w.reads() for w in each]
+    reuse = math.prod(reads) / max(1, math.prod(w.size for w in each))
     return factors.rule(
         [_in_order(of_left), _in_order(of_right)],
         [_in_order(of_out)],
         reduced=dict.fromkeys(summed, "sum"),
         linear=linear_if_wide(eqn, {0}, {1}),
         emit=emit,
-        flops=work_per_point(work, factors),
+        flops=work_per_point(2.0 * points * math.prod(reads), factors),
         unit="matmul",
-        taps=math.prod(w.taps for w in each),
+        patches=Patches(math.prod(w.taps for w in each), reuse, math.prod(w.base for w in each)),
         halos=_halos(eqn, 0, reaches, None),
         windows=frozenset(reach.factor for reach in reaches.values()),
     )

@@ -1,15 +1,13 @@
 """The roofline, by hand."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
 
 from autopar.cost_model.compute import allocation_seconds, compute_time, memory_seconds, peak_flops, product_share
 from autopar.cost_model.hardware import load_preset
-from autopar.ir.local import ProductSizes
-from autopar.ir.mesh import DeviceKind, ProductSpeed
+from autopar.ir.mesh import DeviceKind, Patches, ProductSizes, ProductSpeed
 
 TOY = DeviceKind(
     name="toy",
@@ -108,18 +106,18 @@ def test_large_convolutions_reach_a_share_of_what_products_do() -> None:
         kind = dataclasses.replace(kind, multiprocessors=multiprocessors)
         product = ProductSizes(1, 2560, 1024, 64)
         assert product_share(kind, product, "float32") == 1.0
-        assert product_share(kind, product._replace(taps=9), "float32") == 0.8
+        assert product_share(kind, product._replace(patches=Patches(9, 9.0)), "float32") == 0.8
 
 
 def test_large_batched_products_reach_a_share_of_what_single_ones_do() -> None:
     kind = dataclasses.replace(TOY, batched_share=0.5)
     assert product_share(kind, ProductSizes(1, 2560, 1024, 64), "float32") == 1.0
     assert product_share(kind, ProductSizes(8, 2560, 1024, 64), "float32") == 0.5
-    assert product_share(kind, ProductSizes(8, 2560, 1024, 64, taps=9), "float32") == 1.0
+    assert product_share(kind, ProductSizes(8, 2560, 1024, 64, Patches(9, 9.0)), "float32") == 1.0
 
 
 def _measured(*speeds: tuple[float, float, float, float, float]) -> DeviceKind:
-    products = tuple(ProductSpeed("float32", b, m, n, k, 0, flops) for b, m, n, k, flops in speeds)
+    products = tuple(ProductSpeed("float32", ProductSizes(b, m, n, k), flops) for b, m, n, k, flops in speeds)
     return dataclasses.replace(TOY, products=products)
 
 
@@ -132,10 +130,10 @@ def _seconds(kind: DeviceKind, batch: float, rows: float, columns: float, depth:
 def test_a_measured_product_takes_what_was_measured() -> None:
     kind = _measured((1, 64, 64, 64, 1e9), (1, 1024, 1024, 1024, 8e10), (16, 256, 256, 64, 2e10))
     for each in kind.products:
-        sizes = each.batch, each.rows, each.columns, each.depth
-        assert _seconds(kind, *sizes) == pytest.approx(2 * math.prod(sizes) / each.flops, rel=0.02)
-        swapped = each.batch, each.columns, each.rows, each.depth
-        assert _seconds(kind, *swapped) == _seconds(kind, *sizes)
+        batch, rows, columns, depth, _ = each.sizes
+        took = _seconds(kind, batch, rows, columns, depth)
+        assert took == pytest.approx(2 * batch * rows * columns * depth / each.flops, rel=0.02)
+        assert _seconds(kind, batch, columns, rows, depth) == took
 
 
 def test_between_measured_products_the_speed_is_between() -> None:
@@ -143,6 +141,18 @@ def test_between_measured_products_the_speed_is_between() -> None:
     speeds = [2 * n**3 / _seconds(kind, 1, n, n, n) for n in (64, 128, 256, 512, 1024)]
     assert speeds == sorted(speeds)
     assert product_share(kind, ProductSizes(1, 64, 64, 64), "float64") == 1.0  # of which nothing was measured
+
+
+def test_convolutions_are_as_fast_as_those_that_lie_like_them() -> None:
+    """Of one size, the gradient of a kernel of one place is slow, of one of nine fast; rows are not columns."""
+    sizes = {reuse: ProductSizes(1, 256, 128, 3136, Patches(784, reuse)) for reuse in (1.0, 9.0)}
+    products = tuple(ProductSpeed("float32", each, 1e10 * reuse) for reuse, each in sizes.items())
+    kind = dataclasses.replace(TOY, products=products, bandwidths=())
+    shares = {reuse: product_share(kind, each, "float32") for reuse, each in sizes.items()}
+    assert shares[9.0] == pytest.approx(9 * shares[1.0], rel=0.05)
+    assert shares[1.0] < product_share(kind, sizes[1.0]._replace(patches=Patches(784, 3.0)), "float32") < shares[9.0]
+    swapped = sizes[1.0]._replace(rows=128, columns=256)
+    assert product_share(kind, swapped, "float32") != shares[1.0]
 
 
 def test_measured_bandwidths_are_of_kernels_sizes() -> None:

@@ -115,14 +115,15 @@ def test_gradients_that_are_no_part_of_a_sum_wait_for_their_own() -> None:
         first = next(p for p, kernel in enumerate(found.order) if len(kernel.makes) == 2)
         return found.ranges[residual][0] < first < found.ranges[residual][1]
 
-    assert held_at_the_first_sum(live(told, 100))
-    assert most(told, live(told, 100)) > most(told, live(told))
+    late = live(told, combined=100, late=True)
+    assert held_at_the_first_sum(late)
+    assert most(told, late) > most(told, live(told))
 
 
 def test_sums_of_more_than_the_threshold_are_several() -> None:
     told = gradients(4)
-    assert sum(kernel.combining is not None for kernel in live(told, 8).order) == 2
-    assert sum(kernel.combining is not None for kernel in live(told, 3).order) == 4
+    assert sum(kernel.combining is not None for kernel in live(told, combined=8).order) == 2
+    assert sum(kernel.combining is not None for kernel in live(told, combined=3).order) == 4
 
 
 def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
@@ -132,4 +133,4 @@ def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
     told.run(["first"], [("y", 1)])
     told.run(["y"], [("second", 1)], combining=SUM)
     told.leave("second")
-    assert len(live(told, 100).order) == 4
+    assert len(live(told, combined=100).order) == 4

@@ -13,7 +13,7 @@ import pytest
 from autopar.cost_model.hardware import load_preset
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSpeed
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed
 from tests.clusters import LINK, NETWORK, toy_kind
 
 
@@ -37,9 +37,16 @@ def test_round_trip_of_a_mixed_cluster_with_awkward_numbers(tmp_path: Path) -> N
 
 def _measured() -> Cluster:
     """Of virtual devices, as a calibration leaves it."""
-    products = (ProductSpeed("float32", 1, 64, 128.5, 256, 0, 1e9), ProductSpeed("bfloat16", 4, 9, 8, 7, 49, 3e10))
+    products = (
+        ProductSpeed("float32", ProductSizes(1, 64, 128.5, 256), 1e9),
+        ProductSpeed("bfloat16", ProductSizes(4, 9, 8, 7, Patches(49, 0.25, 4)), 3e10),
+    )
     kind = dataclasses.replace(
-        toy_kind(), products=products, bandwidths=((1e3, 8e9), (2.5e6, 1e9)), allocations=((1e6, 5e9),)
+        toy_kind(),
+        products=products,
+        bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
+        allocations=((1e6, 5e9),),
+        temporaries={"convolutions": 2.5, "others": 0.5},
     )
     faster = dataclasses.replace(kind, launch_overhead=1e-9)
     busy = (Busy(1, faster, LINK), Busy(2, kind, dataclasses.replace(LINK, latency=1.0)))
@@ -58,10 +65,12 @@ def test_round_trip_of_what_was_measured() -> None:
     ("path", "value", "message"),
     [
         (("device", "products", 0, "flops"), 0, r"hosts\[0\].device.products\[0\].flops is 0; it must be FLOP per sec"),
-        (("device", "products", 1, "taps"), -1, r"products\[1\].taps is -1; it must be a whole number, 0 or more"),
-        (("device", "products", 1, "rows"), 0.5, r"products\[1\].rows is 0.5; it must be a size of at least 1"),
+        (("device", "products", 1, "sizes", "patches", "taps"), 0, r"patches.taps is 0; it must be a whole number"),
+        (("device", "products", 1, "sizes", "patches", "reuse"), 0, r"patches.reuse is 0; it must be a number above 0"),
+        (("device", "products", 1, "sizes", "rows"), 0, r"products\[1\].sizes.rows is 0; it must be a size above 0"),
         (("device", "bandwidths"), [[2e3, 1e9], [1e3, 1e9]], "bandwidths is .* a list of pairs: bytes, ascending"),
         (("device", "bandwidths", 0), [1e3], r"bandwidths\[0\] is .* a list of pairs"),
+        (("device", "temporaries", "others"), 0, r"temporaries.others is 0; it must be a factor above 0"),
         (("device", "allocations", 0, 1), 0, r"allocations\[0\]\[1\] is 0"),
         (("busy", 0, "num_devices"), 3, r"hosts\[0\].busy is .* ascending numbers of devices, fewer than the host has"),
         (("busy", 1, "num_devices"), 4, r"hosts\[0\].busy is .* fewer than the host has"),
@@ -159,7 +168,7 @@ def test_every_number_of_a_file_is_checked() -> None:
             yield from numbers(item, (*path, key))
 
     paths = list(numbers(data))
-    assert len(paths) == 19  # version, 2 counts, 11 of the device, 2 of each link
+    assert len(paths) == 20  # version, 2 counts, 12 of the device, 2 of each link
     for path in paths:
         for bad in (-1, "1", math.inf):
             broken = copy.deepcopy(data)

@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 
 from autopar.ir.graph import Equation, Literal
+from autopar.ir.mesh import Patches
 from autopar.passes.rules.table import rule_of
 from tests.passes.rules.cases import floats
 from tests.passes.rules.harness import apply, check_linear, check_pieces, equations_of
@@ -89,10 +90,17 @@ def test_convolutions_are_told_from_products_of_matrices() -> None:
     [convolution] = equations_of(lambda x, w: lax.conv_general_dilated(x, w, (1, 1), "SAME",
                                  dimension_numbers=("NHWC", "HWIO", "NHWC")), x, w)  # fmt: skip
     [product] = equations_of(jnp.dot, floats(4, 3), floats(3, 5))
-    for equation, expected in ((convolution, 9), (product, 0)):
+    # 22 of the 24 pairs of a window and one of its places along a side of 8 meet an element.
+    for equation, expected in ((convolution, Patches(9, (22 / 8) ** 2)), (product, None)):
         sides = rule_of(equation).sides
         assert sides is not None
-        assert sides.taps == expected
+        assert sides.patches == expected
+
+
+def test_how_the_windows_of_gradients_lie() -> None:
+    """Of 2 x 2 patches of an 8 x 8 image: 4 x 4 results, dilated for the image's, the windows of the kernel's."""
+    found = [rule_of(each).sides for each in forward_and_gradients("patches")]
+    assert [sides and sides.patches for sides in found] == [Patches(4, 1.0), Patches(4, 4.0, 4), Patches(16, 1.0)]
 
 
 def test_padding_and_holes_are_no_work() -> None:
