@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 import jax
-import scipy.optimize
 
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import (
@@ -342,6 +341,8 @@ class _Machine:
 
     def _fit_link(self, kind: DeviceKind) -> Link:
         """Latency and bandwidth with the least squares of the logarithms' errors."""
+        import scipy.optimize  # slow to import, and changes the filters of warnings
+
         found = [*self._of("collectives")]
         if not found:
             return self._link

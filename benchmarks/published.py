@@ -118,10 +118,13 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
 def _cluster(hosts: int, row: Mapping[str, Any]) -> autopar.Cluster:
     cluster = autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts)
     # Alpa makes all sums over devices one; those of several microbatches are of running sums, which are there anyway.
-    # Neither its XLA nor PyTorch ran sums beside other kernels.
     all_one = row["method"].startswith("alpa") and row["num_micro_batches"] == 1
-    kind = cluster.hosts[0].kind
-    kind = dataclasses.replace(kind, combined_sums=kind.memory if all_one else 0, hides_latency=False)
+    return _in_turn(cluster, cluster.hosts[0].kind.memory if all_one else 0)
+
+
+def _in_turn(cluster: autopar.Cluster, combined: int) -> autopar.Cluster:
+    """Whose compiler makes sums of so many bytes one: neither PyTorch nor XLA then held what today's XLA does."""
+    kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=combined, hides_latency=False)
     return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(host, kind=kind) for host in cluster.hosts))
 
 
@@ -204,7 +207,7 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         ablation=False,
         spec=megatron_spec(row),
         batch_size=batch_size,
-        cluster=autopar.load_preset("dgx-a100", num_hosts=gpus // 8),
+        cluster=_in_turn(autopar.load_preset("dgx-a100", num_hosts=gpus // 8), 0),
         ways=(Way(recipes.megatron(dp, tp, pp, m, chunks), m),),
         seconds=flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus),
         memory=None,
