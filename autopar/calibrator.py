@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import resource
 import statistics
 import time
 from collections import defaultdict
@@ -43,10 +44,11 @@ _LAUNCHES = 64
 _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
     ("all_reduce",), ("reduce_scatter", "all_gather"), ("all_to_all",), ("permute",),
 )  # fmt: skip
-_PAYLOADS = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
+_PAYLOADS = (1 << 12, 1 << 23, 1 << 16, 1 << 20)  # a short calibration knows of both ends
 _TIMES = 8  # collectives in a probe
 _CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
-_BUFFERS = (1 << 20, 1 << 23, 1 << 25, 1 << 26)  # bytes
+_BUFFERS = (1 << 26, 1 << 25, 1 << 23, 1 << 20)  # bytes
+_FARTHEST = math.log(1e3)  # of a link's latency and bandwidth from those of the preset
 _SLOW = 0.1  # of a kernel's time: what setting aside the largest takes, if it is worth counting
 
 Products = tuple[tuple[ProductSizes, str, float], ...]  # what a probe computes: sizes, type, FLOPs
@@ -292,13 +294,18 @@ class _Machine:
         return tuple((float(n), n / max(new - old, new / 100)) for n, (new, old) in both.items())
 
     def _seconds_of_a_fault(self) -> float:
-        """By the largest buffer: what a new one takes longer, for each page more that was not there."""
-        *_, (new, old) = self._buffers().values()
-        return max(0.0, new.seconds - old.seconds) / max(1.0, new.faults - old.faults)
+        """What a new buffer takes longer than an old one, for each page more that was not there; 0 if few were not."""
+        found = []
+        for nbytes, (new, old) in self._buffers().items():
+            more, pages = new.faults - old.faults, self._busy * nbytes / resource.getpagesize()
+            if more > pages / 2:
+                found.append(max(0.0, new.seconds - old.seconds) / more)
+        return statistics.median(found) if found else 0.0
 
     def _starting(self, task: _Task) -> float:
         """Seconds before a probe's first kernel."""
-        return self._start + self._found[task].faults * self._fault
+        timed = self._found[task]
+        return self._start + min(timed.faults * self._fault, timed.seconds / 2)
 
     def _of(self, group: str) -> Iterator[tuple[_Task, float]]:
         """The probes of a group, and their seconds once started."""
@@ -355,7 +362,7 @@ class _Machine:
             link = made(logarithms)
             return [math.log(self._collective_seconds(task, kind, link) / s) for task, s in found]
 
-        return made(scipy.optimize.least_squares(errors, (0.0, 0.0)).x)
+        return made(scipy.optimize.least_squares(errors, (0.0, 0.0), bounds=(-_FARTHEST, _FARTHEST)).x)
 
     def _collective_seconds(self, task: _Task, kind: DeviceKind, link: Link) -> float:
         cluster = make_cluster("", 1, self._busy, kind, link, link)

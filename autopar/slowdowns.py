@@ -94,14 +94,14 @@ def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Mea
 
 
 def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
-    """Whose programs set aside as much as those of steps did, where that takes time."""
-    found: dict[str, list[float]] = {"convolutions": [], "others": []}
-    for run in runs:
-        found["convolutions" if run.convolves else "others"].append(run.temporaries)
-    factors = {name: statistics.median(some) if some else 1.0 for name, some in found.items()}
+    """Whose programs set aside as much as those of steps did, where nothing else says how much that is."""
+    factors = {}
+    for name, convolves in (("convolutions", True), ("others", False)):
+        found = [run.temporaries for run in runs if run.convolves is convolves] or [run.temporaries for run in runs]
+        factors[name] = statistics.median(found)
 
     def kind(of: DeviceKind) -> DeviceKind:
-        return dataclasses.replace(of, temporaries=factors) if of.allocations else of
+        return of if of.hides_latency else dataclasses.replace(of, temporaries=factors)
 
     return _changed(cluster, kind, lambda link: link)
 
@@ -159,4 +159,5 @@ def _run(probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[j
     predicted = max(stage.memory.temporaries for stage in executable.plan.stages)
     rules = map(rule_of, step.trace(probe.state, probe.batch).equations)
     convolves = any(rule.patches is not None for rule in rules)
-    return StepRun(probe, step, executable.plan, timing.median, found / max(predicted, 1), convolves)
+    more = found / predicted if found and predicted else 1.0
+    return StepRun(probe, step, executable.plan, timing.median, more, convolves)

@@ -95,7 +95,7 @@ class _Measured:
     """
 
     def __init__(self, kind: DeviceKind) -> None:
-        self._bandwidth = kind.memory_bandwidth
+        self._bandwidth = kind.memory_bandwidth * kind.memory_efficiency
         groups: dict[tuple[str, bool], list[ProductSpeed]] = defaultdict(list)
         for each in kind.products:
             groups[product_family(each.sizes, each.dtype)].append(each)

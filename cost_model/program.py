@@ -218,7 +218,7 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels) -> None:
 
 
 def temporaries(local: LocalProgram, kind: DeviceKind) -> int:
-    """Bytes that XLA sets aside beside inputs and outputs, on its own account.
+    """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without `temporaries_factor`).
 
     Until a result is made, other values lie in its place.
     """

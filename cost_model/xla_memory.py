@@ -1,6 +1,7 @@
 """What XLA sets aside for temporaries beside what its schedule, as `order` knows it, needs: learned from programs.
 
-A factor for each kind of program, in a file for the compiler's backend that `python -m benchmarks.memory_corpus` makes.
+A factor for each kind of program: for GPUs in a file that `python -m benchmarks.memory_corpus` makes, else what a
+calibration found (`DeviceKind.temporaries`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ def temporaries_factor(local: LocalProgram, kind: DeviceKind) -> float:
 
 
 def _convolves(local: LocalProgram) -> bool:
-    products = (op.product for op in local.ops if isinstance(op, Compute))
+    computed = [op for op in local.ops if isinstance(op, Compute)]
+    products = [op.product for op in computed] + [each.product for op in computed for each in op.kernels]
     return any(product is not None and product.patches is not None for product in products)
 
 

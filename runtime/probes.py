@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,9 +20,6 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.ir.sharding import StepKind
-
-if sys.platform != "win32":
-    import resource
 
 AXES = ("groups", "group")
 _LEAST_RUNS = 3
@@ -214,9 +211,7 @@ class Clock:
 
 
 def _faults() -> int:
-    """Pages that this process had to wait for so far, those that no disk has; 0 where the system does not say."""
-    if sys.platform == "win32":
-        return 0
+    """Pages that this process had to wait for so far, those that no disk has."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 

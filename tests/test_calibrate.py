@@ -21,7 +21,7 @@ from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import product_family
 from autopar.cost_model.hardware import load_preset, make_cluster
 from autopar.errors import ClusterError
-from autopar.ir.mesh import Cluster, Link
+from autopar.ir.mesh import Busy, Cluster, Host, Link, Patches, ProductSizes, ProductSpeed
 from autopar.probe_steps import probe_steps
 from autopar.runtime import probes
 from autopar.runtime.probes import Clock, Timed
@@ -118,9 +118,7 @@ def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> No
     old, new = (clock.time(probes.buffer(1 << 26, in_place), 2) for in_place in (True, False))
     assert 0 < old.seconds < 1
     assert 0 < new.seconds < 1
-    pages = 2 * (1 << 26) / resource.getpagesize()
-    assert old.faults < 0.1 * pages
-    assert new.faults > 0.5 * pages or new.faults < 0.1 * pages  # those of huge pages are few
+    assert new.faults > old.faults + 10  # there are many times as many, or they are of huge pages
 
 
 def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
@@ -144,22 +142,57 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
     assert speeds == pytest.approx((5e8, 5e8))
 
 
-def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
-    """Steps that took three times as long as predicted, in buffers of twice the size."""
+def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:
+    """Of 64 MiB on each of 4 devices, a microsecond each; a small buffer, which is handed on, says nothing of them."""
     host = load_preset("cpu", devices_per_host=4).hosts[0]
-    kind = dataclasses.replace(host.kind, allocations=((1e3, 1e9), (1e7, 5e8)), bandwidths=((1e3, 9e9), (1e7, 4e9)))
-    cluster = Cluster("test", (dataclasses.replace(host, kind=kind, busy=()),), host.link)
+    pages = 4 * (1 << 26) // resource.getpagesize()
+    x = probes.linear("float32", 64, 64, 64, 1)
+
+    def speed(buffers: dict[int, tuple[Timed, Timed]], linear: Timed) -> float:
+        tasks = {
+            _Task("start of a program", "", probes.launches(1), 4): Timed(1e-4),
+            _Task("launches", "", probes.launches(2), 4): Timed(1e-4),
+            _Task("products", "", x, 4): linear,
+        }
+        for nbytes, (new, old) in buffers.items():
+            tasks[_Task("buffers", "", probes.buffer(nbytes, False), 4, moved=nbytes)] = new
+            tasks[_Task("buffers", "", probes.buffer(nbytes, True), 4, moved=nbytes)] = old
+        kind, _ = _Machine(tasks, host, 4).fitted(())
+        return max(each.flops for each in kind.products)
+
+    small = {1 << 20: (Timed(5e-4, 2.0), Timed(1e-4, 1.0))}
+    large = {**small, 1 << 26: (Timed(pages * 1e-6 + 1e-3, pages), Timed(1e-3, 0.0))}
+    plain = speed(large, Timed(1.1e-3))
+    assert speed(large, Timed(1.6e-3, 500)) == pytest.approx(plain, rel=1e-3)
+    assert speed(small, Timed(1.6e-3, 500)) == pytest.approx(plain * 1.0 / 1.5, rel=1e-3)
+    assert speed(large, Timed(1.1e-3, 1e9)) == pytest.approx(plain * 1.0 / 0.45, rel=1e-3)  # no more than half
+
+
+def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
+    """Steps that took three times as long as predicted, in buffers of twice and four times the size."""
+    host = load_preset("cpu", devices_per_host=4).hosts[0]
+    products = (
+        ProductSpeed("float32", ProductSizes(1, 64, 64, 64), 4e9),
+        ProductSpeed("float32", ProductSizes(1, 4096, 512, 256), 3e10),
+        ProductSpeed("float32", ProductSizes(1, 4096, 64, 512, Patches(9, 9.0)), 2e10),
+    )
+    kind = dataclasses.replace(
+        host.kind, allocations=((1e3, 1e9), (1e7, 5e8)), bandwidths=((1e3, 9e9), (1e7, 4e9)), products=products
+    )
+    cluster = Cluster("test", (Host(kind, 4, host.link, (Busy(2, kind, host.link),)),), host.link)
     runs, truth = [], []
     for probe in probe_steps(1, 8):
         step = autopar.parallelize(probe.step, cluster=cluster, method=recipes.data_parallel(1))
         plan = step.plan(probe.state, probe.batch)
-        larger = dataclasses.replace(kind, temporaries={"convolutions": 2.0, "others": 2.0})
+        larger = dataclasses.replace(kind, temporaries={"convolutions": 4.0, "others": 2.0})
         with_larger = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=larger),))
-        run = StepRun(probe, step, plan, 1.0, 2.0, probe.name == "convolutions")
+        convolves = probe.name == "convolutions"
+        run = StepRun(probe, step, plan, 1.0, 4.0 if convolves else 2.0, convolves)
         truth.append(3 * run.predicted(with_larger))
         runs.append(dataclasses.replace(run, seconds=truth[-1]))
     found, measurements = slowed(cluster, runs)
     assert [run.predicted(found) for run in runs] == pytest.approx(truth, rel=0.01)
+    assert found.while_busy(2).hosts[0].kind == found.hosts[0].kind
     assert [each.predicted for each in measurements] == pytest.approx(truth)
     assert slowed(cluster, []) == (cluster, [])
 

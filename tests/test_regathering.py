@@ -14,6 +14,7 @@ import pytest
 import autopar
 from autopar import compiler, recipes
 from autopar.cost_model.program import temporaries
+from autopar.cost_model.xla_memory import memory_factors
 from autopar.ir.local import Reread
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
@@ -136,8 +137,8 @@ def test_what_a_gather_waits_for_may_be_what_another_equation_made() -> None:
         assert np.asarray(found) == pytest.approx(np.asarray(expected), abs=1e-6)
 
 
-def combining(cluster: Cluster, nbytes: int) -> Cluster:
-    kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=nbytes)
+def combining(cluster: Cluster, nbytes: int, *, hides_latency: bool = False) -> Cluster:
+    kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=nbytes, hides_latency=hides_latency)
     return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(h, kind=kind) for h in cluster.hosts))
 
 
@@ -153,3 +154,17 @@ def test_sums_that_the_compiler_makes_one_are_all_there_at_once() -> None:
     assert each < four < every
     assert every >= 2 * LAYERS * WEIGHT
     assert four < 2 * LAYERS * WEIGHT
+
+
+def test_what_leads_to_sums_alone_waits_where_latency_is_hidden() -> None:
+    """In turn, a layer's gradient is summed before that of the next is made; else what all of them need is held."""
+
+    def most(name: str, hides_latency: bool) -> int:
+        cluster = combining(cluster_of(1, 4), 0, hides_latency=hides_latency)
+        plan = plan_step(STEPS[name], arguments(), cluster, recipes.data_parallel(), 1).plan
+        return plan.stages[0].memory.temporaries
+
+    assert most("plain", False) < LAYERS / 2 * WEIGHT
+    assert most("plain", True) > 2 * LAYERS * WEIGHT
+    learned = memory_factors()["collectives again"]
+    assert most("rematerialized", True) == pytest.approx(learned * most("plain", True), rel=1e-4)

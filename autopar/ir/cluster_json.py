@@ -196,7 +196,7 @@ _DEVICE: Mapping[str, Reader] = {
     "products": _read_products,
     "bandwidths": _read_curve,
     "allocations": _read_curve,
-    "temporaries": record({"convolutions": _read_factor, "others": _read_factor}, {"convolutions": 1.0, "others": 1.0}),
+    "temporaries": record({"convolutions": _read_factor, "others": _read_factor}),
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)

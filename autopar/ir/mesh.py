@@ -89,15 +89,17 @@ class DeviceKind:
     convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
     batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
     combined_sums: int = 0  # bytes of results up to which the compiler makes independent collectives one
-    hides_latency: bool = False  # whether it runs collectives beside other kernels, as XLA for GPUs does today
+    # Whether it runs them beside other kernels, as XLA for GPUs does today. That takes memory; the time that it saves
+    # is not predicted.
+    hides_latency: bool = False
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
     # Measured, where there are any, and then instead of the shares and efficiencies above:
     products: tuple[ProductSpeed, ...] = ()
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
     # Bytes of a buffer, ascending, and bytes per second in which a program sets one aside; none: in no time.
     allocations: tuple[tuple[float, float], ...] = ()
-    # How many times as large as the cost model's a program's temporaries are, of programs with "convolutions" and of
-    # "others"; not in it: once.
+    # How many times as large as by the cost model a program's temporaries are, of programs with "convolutions" and of
+    # "others", or nothing; where latency is hidden the cost model's own factors hold.
     temporaries: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __hash__(self) -> int:
