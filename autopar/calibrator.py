@@ -49,6 +49,7 @@ _TIMES = 8  # collectives in a probe
 _CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
 _BUFFERS = (1 << 26, 1 << 25, 1 << 23, 1 << 20)  # bytes
 _FARTHEST = math.log(1e3)  # of a link's latency and bandwidth from those of the preset
+_DOUBT = 0.1  # what being farther from these counts, beside the errors of the probes
 _SLOW = 0.1  # of a kernel's time: what setting aside the largest takes, if it is worth counting
 
 Products = tuple[tuple[ProductSizes, str, float], ...]  # what a probe computes: sizes, type, FLOPs
@@ -166,7 +167,7 @@ class _Calibrator:
                 "collectives", f"{' and '.join(kinds)} of {bytes_text(payload)} among {size}".replace("_", "-"),
                 probes.collective(kinds, payload, size, _TIMES), busy, size, payload, kinds, times=_TIMES,
             )
-            for payload, size, kinds in itertools.product(_PAYLOADS, sizes, _COLLECTIVES)
+            for kinds, size, payload in itertools.product(_COLLECTIVES, sizes, _PAYLOADS)
         ]  # fmt: skip
 
     def _some_products(self, dtype: str, busy: int, peak: float, every: bool) -> list[_Task]:
@@ -347,7 +348,7 @@ class _Machine:
         )
 
     def _fit_link(self, kind: DeviceKind) -> Link:
-        """Latency and bandwidth with the least squares of the logarithms' errors."""
+        """Latency and bandwidth with the least squares of the logarithms' errors, near the preset's where few say."""
         import scipy.optimize  # slow to import, and changes the filters of warnings
 
         found = [*self._of("collectives")]
@@ -360,7 +361,8 @@ class _Machine:
 
         def errors(logarithms: Sequence[float]) -> list[float]:
             link = made(logarithms)
-            return [math.log(self._collective_seconds(task, kind, link) / s) for task, s in found]
+            farther = [_DOUBT * each for each in logarithms]
+            return [math.log(self._collective_seconds(task, kind, link) / s) for task, s in found] + farther
 
         return made(scipy.optimize.least_squares(errors, (0.0, 0.0), bounds=(-_FARTHEST, _FARTHEST)).x)
 

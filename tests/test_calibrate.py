@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 import resource
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -91,18 +92,24 @@ def test_probes_compute_what_they_are_named_for() -> None:
 class _Known(_Machine):
     """Probes of which the seconds follow from a link."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(
+        self, link: Link, payloads: Sequence[int] = (1 << 12, 1 << 16, 1 << 20, 1 << 24), unlike: float = 1.0
+    ) -> None:
+        """`unlike`: how many times as long as that gathers take, and all-to-alls as much shorter."""
         host = load_preset("cpu", devices_per_host=4).hosts[0]
         tasks = [
             _Task("collectives", "", probes.launches(1), 4, size, payload, (kind,), times=3)
             for size in (2, 4)
-            for payload in (1 << 12, 1 << 16, 1 << 20, 1 << 24)
+            for payload in payloads
             for kind in ("all_reduce", "all_gather", "all_to_all")
         ]
         start = _Task("start of a program", "", probes.launches(1), 4)
         launch = _Task("launches", "", probes.launches(2), 4)
         cluster = make_cluster("", 1, 4, host.kind, link, link)
-        seconds = {t: 3 * collective_time(cluster, range(t.size), t.kinds[0], t.payload) + 1e-4 for t in tasks}
+        times = {"all_reduce": 3.0, "all_gather": 3 * unlike, "all_to_all": 3 / unlike}
+        seconds = {
+            t: times[t.kinds[0]] * collective_time(cluster, range(t.size), t.kinds[0], t.payload) + 1e-4 for t in tasks
+        }
         super().__init__({t: Timed(s) for t, s in {start: 1e-4, launch: 1e-4, **seconds}.items()}, host, 4)
 
 
@@ -111,6 +118,16 @@ def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
     _, fitted = _Known(link).fitted(())
     assert fitted.latency == pytest.approx(link.latency, rel=0.05)
     assert fitted.bandwidth == pytest.approx(link.bandwidth, rel=0.05)
+
+
+def test_a_link_of_which_few_probes_tell_is_not_far_from_the_preset() -> None:
+    """Small payloads say what latency and bandwidth are together, not apart."""
+    preset = load_preset("cpu", devices_per_host=4).hosts[0].link
+    link = Link("known", 3 * preset.latency, preset.bandwidth / 3)
+    for unlike in (0.3, 3.0):
+        _, fitted = _Known(link, payloads=(1 << 12,), unlike=unlike).fitted(())
+        assert preset.latency / 2 < fitted.latency < 10 * preset.latency
+        assert preset.bandwidth / 12 < fitted.bandwidth < 10 * preset.bandwidth
 
 
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
