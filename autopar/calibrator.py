@@ -14,12 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from autopar.cost_model.collective import collective_time
-from autopar.cost_model.compute import (
-    memory_seconds,
-    peak_flops,
-    product_family,
-    product_share,
-)
+from autopar.cost_model.compute import memory_seconds, peak_flops, product_family, product_share
 from autopar.cost_model.hardware import busy_counts, cluster_from_devices, make_cluster
 from autopar.errors import ClusterError
 from autopar.ir.calibration import Calibration, Measurement

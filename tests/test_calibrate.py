@@ -133,8 +133,7 @@ def test_a_link_of_which_few_probes_tell_is_not_far_from_the_preset() -> None:
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
     clock = Clock(jax.devices()[:2], 0.01)
     old, new = (clock.time(probes.buffer(1 << 26, in_place), 2) for in_place in (True, False))
-    assert 0 < old.seconds < 1
-    assert 0 < new.seconds < 1
+    assert min(old.seconds, new.seconds) > 0
     assert new.faults > old.faults + 10  # there are many times as many, or they are of huge pages
 
 
