@@ -18,10 +18,12 @@ from autopar.cost_model.compute import memory_seconds, peak_flops, product_famil
 from autopar.cost_model.hardware import busy_counts, cluster_from_devices, make_cluster
 from autopar.errors import ClusterError
 from autopar.ir.calibration import Calibration, Measurement
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, ProductSizes, ProductSpeed
+from autopar.ir.graph import Graph, Value
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Pooling, ProductSizes, ProductSpeed
 from autopar.ir.sharding import StepKind
 from autopar.ir.units import bytes_text
 from autopar.passes.rules.base import product_sizes
+from autopar.passes.rules.fusion import memory_traffic, moved_values
 from autopar.passes.rules.table import rule_of
 from autopar.progress import ProgramBar
 from autopar.runtime import probes
@@ -42,6 +44,11 @@ _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
 _PAYLOADS = (1 << 12, 1 << 23, 1 << 16, 1 << 20)  # a short calibration knows of both ends
 _TIMES = 8  # collectives in a probe
 _CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
+_WIDTH = 256  # of an array
+_REORDERED = (1 << 23, 1 << 17, 1 << 20)  # bytes of an array that is read against its order
+_TURNED = ((256, 1), (2048, 1), (1000, 1), (576, 8))  # width, and blocks in which rows and columns change places
+_POOLED = ((8, 56, 64, 3, 2), (8, 28, 128, 2, 2))  # examples, size, channels, window, stride
+_POOLINGS: tuple[Pooling, ...] = ("result", "gradient")
 _BUFFERS = (1 << 26, 1 << 25, 1 << 23, 1 << 20)  # bytes
 _FARTHEST = math.log(1e3)  # of a link's latency and bandwidth from those of the preset
 _DOUBT = 0.1  # what being farther from these counts, beside the errors of the probes
@@ -63,6 +70,8 @@ class _Task:
     kinds: tuple[StepKind, ...] = ()
     moved: int = 0  # bytes, of each kernel of a probe of memory
     times: int = 1  # kernels or collectives
+    against: bool = False  # whether an array is read against its order
+    pooling: Pooling | None = None
 
 
 def calibrate(
@@ -130,6 +139,9 @@ class _Calibrator:
                 _Task("launches", "launches", probes.launches(1 + _LAUNCHES), busy, times=_LAUNCHES),
             ]
             found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
+            if kind.single_output:
+                found += self._reorderings(busy)
+            found += self._pooling(busy)
             every = busy == len(self._devices)
             for dtype in _TYPES:
                 found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
@@ -146,12 +158,36 @@ class _Calibrator:
     def _memory(self, busy: int) -> list[_Task]:
         found = []
         for nbytes, kind in itertools.product(_CACHES, probes.ELEMENTWISE):
-            width = 256
-            times = max(4, int(_WORK * self._host.kind.memory_bandwidth / (4 * nbytes)))
-            probe, moved = probes.elementwise(kind, nbytes // (4 * width), width, times)
+            repeated, once = probes.elementwise(kind, nbytes // (4 * _WIDTH), _WIDTH, self._times(nbytes))
+            moved, kernels = _traffic_of(once, self._host.kind)
+            times = kernels * self._times(nbytes)
             name = f"{kind} of {bytes_text(nbytes)}"
-            found.append(_Task("memory", name, probe, busy, moved=moved, times=times))
+            found.append(_Task("memory", name, repeated, busy, moved=moved // kernels, times=times))
         return found
+
+    def _reorderings(self, busy: int) -> list[_Task]:
+        found = []
+        first, others = ((_WIDTH, 0), *_TURNED[:1]), _TURNED[1:]
+        for nbytes, (width, blocks) in (*itertools.product(_REORDERED, first), *itertools.product(_REORDERED, others)):
+            rows = nbytes // (4 * width * max(1, blocks)) * max(1, blocks)
+            times = self._times(nbytes)
+            name = f"{blocks} of {rows // blocks} x {width}" if blocks else f"{rows} x {width}, in order"
+            probe = probes.addition(rows, width, times, blocks)
+            found.append(_Task("order", name, probe, busy, moved=nbytes, times=times, against=blocks > 0))
+        return found
+
+    @staticmethod
+    def _pooling(busy: int) -> list[_Task]:
+        found = []
+        for (examples, size, channels, window, stride), of in itertools.product(_POOLED, _POOLINGS):
+            probe = probes.pooling(_TYPES[0], examples, size, channels, window, stride, of)
+            name = f"{of} of {examples} x {size}² x {channels}, {window}², stride {stride}"
+            found.append(_Task("pooling", name, probe, busy, pooling=of))
+        return found
+
+    def _times(self, nbytes: int) -> int:
+        """How often a kernel goes through arrays of so many bytes in a probe."""
+        return max(4, int(_WORK * self._host.kind.memory_bandwidth / (4 * nbytes)))
 
     def _collectives(self, busy: int) -> list[_Task]:
         sizes = [2**i for i in range(1, busy.bit_length()) if busy % 2**i == 0]
@@ -249,14 +285,33 @@ def _in_turn(tasks: Sequence[_Task]) -> list[_Task]:
 
 def products_of(probe: Probe) -> Products:
     """The products that a probe computes, as the rules see them."""
-    graph = trace(probe.function, probe.shapes, {}, name="probe")
     found = []
-    for equation in graph.equations:
+    for equation in _traced(probe).equations:
         rule = rule_of(equation)
         sizes = product_sizes(rule.sides, {})
         if sizes is not None:
             found.append((sizes, equation.kernel_dtype(True), rule.work({})))
     return tuple(found)
+
+
+def _traffic_of(probe: Probe, kind: DeviceKind) -> tuple[int, int]:
+    """Bytes through memory, and the kernels, as the cost model sees them."""
+    graph = _traced(probe)
+    rules = {equation.id: rule_of(equation) for equation in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, single_output=kind.single_output)
+    moved = sum(nbytes for e in graph.equations for _, nbytes in moved_values(e, traffic[e.id]))
+    return moved, sum(each.launches for each in traffic.values())
+
+
+def pooled_by(probe: Probe, of: Pooling) -> float:
+    """Elements of windows that a probe goes through."""
+    rules = map(rule_of, _traced(probe).equations)
+    return sum(rule.work({}) for rule in rules if rule.pooling == of)
+
+
+def _traced(probe: Probe) -> Graph:
+    return trace(probe.function, probe.shapes, {}, name="probe")
 
 
 class _Machine:
@@ -315,6 +370,7 @@ class _Machine:
         largest = curve[-1][1] if curve else self._guess.memory_bandwidth * self._guess.memory_efficiency
         kind = dataclasses.replace(
             self._guess, dispatch_overhead=self._start, launch_overhead=self._launch, bandwidths=curve,
+            reorderings=self._reorderings(), pooling=self._pooled(),
             memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(),
         )  # fmt: skip
         kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth))
@@ -329,6 +385,29 @@ class _Machine:
             groups[math.prod(task.probe.shapes[0].shape)].append((float(task.moved), task.moved / each))
         curve = [tuple(map(statistics.geometric_mean, zip(*some, strict=True))) for _, some in sorted(groups.items())]
         return tuple((nbytes, speed) for nbytes, speed in curve)
+
+    def _reorderings(self) -> tuple[tuple[float, float], ...]:
+        """By what a kernel takes longer that reads one array against its order."""
+        found: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for task, seconds in self._of("order"):
+            found[task.moved][task.against].append(seconds / task.times)
+        curve = []
+        for nbytes, each in sorted(found.items()):
+            if each[True] and each[False]:
+                (in_order,) = each[False]
+                more = [max(against - in_order, in_order / 100) for against in each[True]]
+                curve.append((float(nbytes), nbytes / statistics.geometric_mean(more)))
+        return tuple(curve)
+
+    def _pooled(self) -> dict[Pooling, float]:
+        """Elements of windows per second."""
+        found: dict[Pooling, list[float]] = defaultdict(list)
+        for task, seconds in self._of("pooling"):
+            if task.pooling is not None:
+                elements = pooled_by(task.probe, task.pooling)
+                found[task.pooling].append(elements / max(seconds - self._launch, seconds / 10))
+        both = {of: statistics.geometric_mean(speeds) for of, speeds in found.items()}
+        return both if len(both) == len(_POOLINGS) else {}
 
     def _speeds(self) -> tuple[ProductSpeed, ...]:
         speeds: dict[tuple[ProductSizes, str], list[float]] = defaultdict(list)

@@ -246,8 +246,11 @@ class Finisher:
 
     def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
         """Local programs of all stages, with the transfers between them."""
-        resharders = [self.stages.prices.resharder(s.mesh)[0] for s in shardings]
-        return assemble(placed, shardings, layered.rules, resharders, self.stages.prices.transfer)
+        prices = self.stages.prices
+        resharders = [prices.resharder(s.mesh)[0] for s in shardings]
+        return assemble(
+            placed, shardings, layered.rules, resharders, prices.transfer, single_output=prices.cluster.single_output
+        )
 
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:
         layer_of = {e.id: layer for e, layer in zip(layered.forward, layered.layers, strict=True)}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.ir.mesh import DeviceKind, Patches, ProductSizes, ProductSpeed
+from autopar.ir.mesh import DeviceKind, Patches, Pooling, ProductSizes, ProductSpeed
 
 # Which peak a matrix product runs at: the first name that the device kind has, times the factor. float32 products
 # run in TF32 where the hardware has it: that is what jax.lax.Precision.DEFAULT means on GPUs. A 16-bit or 8-bit type
@@ -167,6 +167,12 @@ def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:
     return nbytes / _between(kind.bandwidths, nbytes)
 
 
+def reordering_seconds(kind: DeviceKind, nbytes: Any, against: float, copied: bool) -> Any:
+    """Seconds by which reading an array so often against its order takes longer, and those of copying it before."""
+    seconds = nbytes / _between(kind.reorderings, nbytes) if kind.reorderings else 0.0 * nbytes
+    return against * seconds + (memory_seconds(kind, 2 * nbytes) if copied else 0.0)
+
+
 def allocation_seconds(kind: DeviceKind, nbytes: float) -> float:
     """Seconds in which a program sets aside a buffer of so many bytes; 0 where buffers are handed on."""
     return float(nbytes / _between(kind.allocations, nbytes)) if kind.allocations and nbytes else 0.0
@@ -190,15 +196,17 @@ def accumulate_seconds(kind: DeviceKind, nbytes: Any) -> Any:
 
 
 def compute_time(
-    kind: DeviceKind, *, flops: float, bytes_moved: float, dtype: str, matmul: bool, share: float = 1.0
-) -> float:
+    kind: DeviceKind, *, flops: float, bytes_moved: float, dtype: str, matmul: bool, share: float = 1.0,
+    pooling: Pooling | None = None,
+) -> float:  # fmt: skip
     """Seconds of one kernel that does `flops` on `dtype` and reads and writes `bytes_moved` bytes of memory.
 
-    `share`: of the speed of large products, for a smaller one (`product_share`).
+    `share`: of the speed of large products, for a smaller one (`product_share`). `pooling`: a reduction over windows.
 
     The longer of the two, arithmetic and memory traffic, which overlap. The launch (`kind.launch_overhead`) is not in
     it: an elementwise operation fused into another kernel has none, and only the caller knows.
     """
     efficiency = kind.matmul_efficiency * share if matmul else 1.0
-    arithmetic = flops / (peak_flops(kind, dtype, matmul=matmul) * efficiency)
+    peak = kind.pooling.get(pooling) if pooling else None
+    arithmetic = flops / (peak or peak_flops(kind, dtype, matmul=matmul) * efficiency)
     return max(arithmetic, float(memory_seconds(kind, bytes_moved)))

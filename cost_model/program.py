@@ -8,7 +8,13 @@ from collections import Counter
 from collections.abc import Collection, Hashable
 from typing import Any
 
-from autopar.cost_model.compute import accumulate_seconds, allocation_seconds, compute_time, product_share
+from autopar.cost_model.compute import (
+    accumulate_seconds,
+    allocation_seconds,
+    compute_time,
+    product_share,
+    reordering_seconds,
+)
 from autopar.cost_model.order import Combining, Kernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.cost_model.xla_memory import temporaries_factor
@@ -91,22 +97,25 @@ def _looks(port: Port) -> Hashable:
 
 def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
     """The price of each operation of a program, in order."""
-    sent = _sent(local)
-    return tuple(_op_cost(op, local.mesh, kind, price, sent) for op in local.ops)
+    sent, turned = _sent(local), _turned(local) if kind.single_output else set()
+    return tuple(_op_cost(op, local.mesh, kind, price, sent, turned) for op in local.ops)
 
 
-def _op_cost(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held]) -> OpCost:
+def _op_cost(
+    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], turned: set[_Held]
+) -> OpCost:
     compute = communication = flops = 0.0
     collectives: list[Collective] = []
     if isinstance(op, Compute):
         moved = _moved_bytes(op, mesh, sent)
         dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
-        kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches),)
+        kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches, op.pooling),)
         for k in kernels:
             compute += compute_time(
                 kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
-                matmul=k.product is not None, share=product_share(kind, k.product, k.dtype),
+                matmul=k.product is not None, share=product_share(kind, k.product, k.dtype), pooling=k.pooling,
             ) + kind.launch_overhead * k.times  # fmt: skip
+        compute += _reordering(op, mesh, kind, turned)
         flops = op.flops
         collectives += op.combined
         communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
@@ -119,6 +128,8 @@ def _op_cost(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: 
             if axes:
                 payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
                 communication += price(step.kind, axes, payload)
+                if step is op.steps[-1] and (op.value, op.target) in turned:
+                    compute += reordering_seconds(kind, local_bytes(op.value, at, mesh), 1, True)
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
             at = step_result(step, at)
@@ -136,6 +147,41 @@ def _sent(local: LocalProgram) -> set[_Held]:
         for op in local.ops
         if isinstance(op, Reshard) and any(step.kind not in LOCAL_KINDS for step in op.steps)
     }
+
+
+def _turned(local: LocalProgram) -> set[_Held]:
+    """What collectives leave in another order: XLA cuts and joins the outermost dimension in memory."""
+    found = set()
+    for op in local.ops:
+        if isinstance(op, Reshard):
+            step = op.steps[-1]
+            dim = step.to_dim if step.kind == "all_to_all" else step.dim
+            outside = op.target.local_shape(op.value.shape, local.mesh)[: max(dim, 0)]
+            if step.kind in _JOINING and step_axes(step, local.mesh) and math.prod(outside) > 1:
+                found.add((op.value, op.target))
+    return found
+
+
+_JOINING = ("all_gather", "reduce_scatter", "all_to_all")
+
+
+def _reordering(op: Compute, mesh: Mesh, kind: DeviceKind, turned: set[_Held]) -> float:
+    """Seconds for operands that lie in another order than they are read in.
+
+    What a product reads of them lies in order from then on, and is no more `turned`.
+    """
+    seconds = 0.0
+    for position, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
+        if isinstance(v, Value) and sharding is not None:
+            against, copied = op.traffic.reordered(position)
+            if (v, sharding) in turned:
+                against = max(against, op.traffic.reads[position])
+                if op.product is not None:
+                    copied = True
+                    turned.remove((v, sharding))
+            if against or copied:
+                seconds += reordering_seconds(kind, local_bytes(v, sharding, mesh), against, copied)
+    return seconds
 
 
 def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:

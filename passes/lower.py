@@ -75,12 +75,16 @@ def assemble(
     rules: Mapping[int, Rule],
     resharders: Sequence[Resharder],
     link: Callable[[Sequence[tuple[int, int]], int], float],
+    *,
+    single_output: bool,
 ) -> LoweredStep:
     """Local programs of all stages with their ports, and the transfers between stages.
 
     1. Every value has a layout on the stage that makes or stores it. 2. Where another stage reads it, a transfer is
     planned from that layout to the one wanted there. 3. A sum or a leaf that must first be resharded to be sent
     gets a bridge: a program without equations. 4. Each program is written out with all the ports it must serve.
+
+    `single_output`: what the cluster's compiler does (`DeviceKind.single_output`).
     """
     step = placed.step
     stored = {**{total: v for v, total in step.accumulate.items()}}
@@ -141,7 +145,7 @@ def assemble(
     programs: list[LocalProgram] = []
     for program in placed.programs:
         stage = program.stage
-        writer = _Writer(program, shardings[stage], rules, resharders[stage], step.batched)
+        writer = _Writer(program, shardings[stage], rules, resharders[stage], step.batched, single_output)
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
@@ -227,12 +231,14 @@ class _Writer:
 
     def __init__(
         self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
-        batched: Collection[Value],
+        batched: Collection[Value], single_output: bool,
     ) -> None:  # fmt: skip
         """`batched`: the values that depend on examples."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
         self.batched = batched
-        self.traffic = memory_traffic(program.equations, rules, program.inputs, program.outputs)
+        self.traffic = memory_traffic(
+            program.equations, rules, program.inputs, program.outputs, single_output=single_output
+        )
         self.ops: list[LocalOp] = []
         self.inputs: list[Port] = []
         self.outputs: dict[Port, None] = {}
@@ -313,11 +319,13 @@ class _Writer:
                         product_sizes(k.sides, cut),
                         k.dtype,
                         k.times,
+                        k.pooling,
                     )
                     for k in rule.kernels
                 ),
                 0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh)),
                 combined,
+                rule.pooling,
             )
         )
         for v, sharding, written in zip(eqn.outputs, results, self.traffic[eqn.id].writes, strict=True):
@@ -447,7 +455,7 @@ def _bridge(
 ) -> LocalProgram:  # fmt: skip
     inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
     program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
-    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, ())
+    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, (), False)
     for port, _ in pairs:
         if port.value not in writer.have:
             writer.arrive(port.value, port.sharding)

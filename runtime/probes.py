@@ -88,14 +88,49 @@ def convolution(
     return Probe(gradient, (image, kernel, result))
 
 
-def elementwise(kind: str, rows: int, width: int, times: int) -> tuple[Probe, int]:
-    """Kernels that wait for memory, so many one after another, and the bytes that each of them moves."""
+def pooling(dtype: str, examples: int, size: int, channels: int, window: int, stride: int, of: str) -> Probe:
+    """The largest of each window of an image, channels last: `of` the "result", or its "gradient"."""
 
-    def function(x: Any, y: Any, z: Any) -> Any:
-        return jax.lax.fori_loop(0, times, lambda _, carry: _ELEMENTWISE[kind][0](*carry), (x, y, z))
+    def pool(image: Any) -> Any:
+        return jax.lax.reduce_window(
+            image, -jnp.inf, jax.lax.max, (1, window, window, 1), (1, stride, stride, 1), "SAME"
+        )
 
-    array = jax.ShapeDtypeStruct((rows, width), jnp.float32)
-    return Probe(function, (array,) * 3, in_place=True), 4 * rows * width * _ELEMENTWISE[kind][1]
+    def gradient(image: Any, cotangent: Any) -> Any:
+        return jax.vjp(pool, image)[1](cotangent)[0]
+
+    image = jax.ShapeDtypeStruct((examples, size, size, channels), dtype)
+    return Probe(pool, (image,)) if of == "result" else Probe(gradient, (image, jax.eval_shape(pool, image)))
+
+
+def elementwise(kind: str, rows: int, width: int, times: int) -> tuple[Probe, Probe]:
+    """Kernels that wait for memory, so many times one after the other, and once."""
+    shapes = (jax.ShapeDtypeStruct((rows, width), jnp.float32),) * 3
+    once = Probe(_ELEMENTWISE[kind], shapes)
+    return _repeated(once, times), once
+
+
+def addition(rows: int, width: int, times: int, blocks: int = 0) -> Probe:
+    """Adds an array to another, so many times.
+
+    `blocks`: the other is read against its order, in each of so many blocks of it rows and columns change places; 0: it
+    is read in order.
+    """
+
+    def add(x: Any, y: Any) -> Any:
+        if not blocks:
+            return x + y, y
+        turned = jnp.swapaxes(x.reshape(blocks, width, rows // blocks), 1, 2)
+        return turned.reshape(rows, width) + y, y
+
+    return _repeated(Probe(add, (jax.ShapeDtypeStruct((rows, width), jnp.float32),) * 2), times)
+
+
+def _repeated(once: Probe, times: int) -> Probe:
+    def function(*operands: Any) -> Any:
+        return jax.lax.fori_loop(0, times, lambda _, carry: once.function(*carry), operands)
+
+    return Probe(function, once.shapes, in_place=True)
 
 
 def _adam(x: Any, mean: Any, square: Any) -> Any:
@@ -116,9 +151,8 @@ def _norm(x: Any, y: Any, z: Any) -> Any:
     return shifted * jax.lax.rsqrt((shifted * shifted).mean(-1, keepdims=True) + 1e-5) * y, y, z
 
 
-# Of arrays that it has, and how many of them a kernel reads and writes.
-_ELEMENTWISE: dict[str, tuple[Callable[[Any, Any, Any], Any], int]] = {
-    "adam": (_adam, 6), "gelu": (_gelu, 3), "softmax": (_softmax, 3), "norm": (_norm, 3),
+_ELEMENTWISE: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "adam": _adam, "gelu": _gelu, "softmax": _softmax, "norm": _norm,
 }  # fmt: skip
 ELEMENTWISE = tuple(_ELEMENTWISE)
 

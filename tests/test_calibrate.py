@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 import autopar
 from autopar import calibrator, recipes
-from autopar.calibrator import _Machine, _Task, products_of
+from autopar.calibrator import _Machine, _Task, pooled_by, products_of
 from autopar.cli import main
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import product_family
@@ -55,6 +56,9 @@ def test_everything_is_measured(found: autopar.Calibration) -> None:
     for kind in (host.kind, host.busy[0].kind):
         assert {product_family(s.sizes, s.dtype) for s in kind.products} >= {("float32", False), ("float32", True)}
         assert kind.dispatch_overhead > kind.launch_overhead > 0
+        assert kind.single_output
+        assert kind.pooling["result"] > kind.pooling["gradient"] > 0
+        assert kind.reorderings
         assert [nbytes for nbytes, _ in kind.bandwidths] == sorted({nbytes for nbytes, _ in kind.bandwidths})
     assert {"memory", "collectives", "products"} <= set(found.errors())
     assert {each.num_devices for each in found.measurements} == {1, 2}
@@ -156,6 +160,39 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
     sizes, speeds = zip(*allocations(3e-9), strict=True)
     assert sizes == (1 << 20, 1 << 24)
     assert speeds == pytest.approx((5e8, 5e8))
+
+
+def test_reading_against_the_order_is_what_it_takes_longer_than_in_order() -> None:
+    host = load_preset("cpu", devices_per_host=4).hosts[0]
+    tasks = {
+        _Task("start of a program", "", probes.launches(1), 4): Timed(1e-4),
+        _Task("launches", "", probes.launches(2), 4): Timed(1e-4),
+    }
+    for nbytes, slower in ((1 << 17, 1e-10), (1 << 23, 4e-9)):
+        for blocks in (0, 1, 8):
+            probe = probes.addition(64, nbytes // 256, 10, blocks)
+            seconds = 10 * nbytes * (1e-9 + slower * blocks)
+            task = _Task("order", str(blocks), probe, 4, moved=nbytes, times=10, against=blocks > 0)
+            tasks[task] = Timed(1e-4 + seconds)
+    sizes, speeds = zip(*_Machine(tasks, host, 4).fitted(())[0].reorderings, strict=True)
+    assert sizes == (1 << 17, 1 << 23)
+    assert speeds == pytest.approx((1e10 / 8**0.5, 2.5e8 / 8**0.5))
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 4])
+def test_what_is_read_against_its_order_is_the_transposed_array(blocks: int) -> None:
+    x, y = np.arange(64.0).reshape(16, 4), np.ones((16, 4))
+    found, same = probes.addition(16, 4, 1, blocks).function(x, y)
+    turned = np.concatenate([part.reshape(4, -1).T for part in np.split(x, blocks)]) if blocks else x
+    np.testing.assert_array_equal(found, turned + y)
+    np.testing.assert_array_equal(same, y)
+
+
+def test_pooling_goes_through_all_windows() -> None:
+    for of in ("result", "gradient"):
+        probe = probes.pooling("float32", 2, 8, 3, 3, 2, of)
+        assert [pooled_by(probe, each) for each in ("result", "gradient")].count(2 * 4 * 4 * 3 * 9) == 1
+        assert pooled_by(probe, of) > 0
 
 
 def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:

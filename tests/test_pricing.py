@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import autopar
 from autopar import recipes
+from autopar.cost_model.program import op_costs
+from autopar.ir.graph import Phase, Value
+from autopar.ir.local import Compute, LocalOp, LocalProgram, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
+from autopar.ir.program import Program
+from autopar.ir.sharding import ReshardStep, Sharding
+from autopar.passes.rules.base import product_sizes
+from autopar.passes.rules.fusion import memory_traffic
+from autopar.passes.rules.table import rule_of
 from autopar.passes.submeshes import candidate_shapes, mesh_at
 from autopar.pricing import Prices
+from autopar.trace import trace
 from tests import models
 from tests.planned import cluster_of
 
@@ -75,3 +87,53 @@ def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that
     assert split is not None
     assert split.launches == pytest.approx(kind.dispatch_overhead + expected)
     assert sum(split.parts.values()) == pytest.approx(slower.step_time)
+
+
+def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> None:
+    """What they join is copied before; then a kernel reads it against its order, and a product a copy of it."""
+    copying, against = 1e9, 2e8  # bytes per second
+    kind = dataclasses.replace(
+        cluster_of(1, 4).hosts[0].kind, memory_bandwidth=copying, single_output=True, reorderings=((1.0, against),)
+    )
+    mesh = mesh_at(0, (4,))
+
+    def seconds(shape: tuple[int, ...], dim: int, function: Callable[[Any], Any], kind: DeviceKind) -> list[float]:
+        """Of gathering an array along a dimension, and of two equations that read it."""
+        graph = trace(function, (jax.ShapeDtypeStruct(shape, jnp.float32),), {}, name="function")
+        (value,) = graph.inputs
+        rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+        outputs = tuple(v for v in graph.outputs if isinstance(v, Value))
+        program = Program(0, "program", Phase.FORWARD, 0, graph.equations, (value,), outputs)
+        traffic = memory_traffic(graph.equations, rules, (value,), outputs, single_output=True)
+        whole = Sharding.replicated(len(shape))
+        cut = Sharding(tuple(mesh.axes if d == dim else () for d in range(len(shape))))
+        ops: list[LocalOp] = [Reshard(value, cut, whole, (ReshardStep("all_gather", mesh.axes, dim),))]
+        for eqn in graph.equations:
+            held = tuple(Sharding.replicated(len(v.shape)) for v in eqn.inputs)
+            product = product_sizes(rules[eqn.id].sides, {})
+            ops.append(
+                Compute(eqn, (), held, (whole,), 0.0, product, traffic[eqn.id], fence=False, kernels=(),
+                        temporaries=0, combined=())
+            )  # fmt: skip
+        local = LocalProgram(program, mesh, tuple(ops), (), ())
+        return [cost.compute for cost in op_costs(local, kind, lambda *_: 0.0)]
+
+    def twice(x: Any) -> Any:
+        return jnp.tanh(x), jnp.exp(x)
+
+    size = 4.0 * 8 * 64
+    in_order = seconds((8, 64), 0, twice, kind)
+    assert in_order == pytest.approx([0.0, 2 * size / copying, 2 * size / copying], rel=1e-3, abs=2e-9)
+    assert seconds((1, 512), 1, twice, kind) == pytest.approx(in_order, abs=2e-9)
+    assert seconds((8, 64), 1, twice, dataclasses.replace(kind, single_output=False)) == in_order
+    turned = seconds((8, 64), 1, twice, kind)
+    copied = size / 4 / against + size / 2 / copying
+    assert turned == pytest.approx([copied, in_order[1] + size / against, in_order[2] + size / against], rel=1e-3)
+
+    def products(x: Any) -> Any:
+        return x @ jnp.ones((64, 8)), x @ jnp.ones((64, 16))
+
+    plain, copied_once = (seconds((8, 64), dim, products, kind) for dim in (0, 1))
+    more = [b - a for a, b in zip(plain, copied_once, strict=True)]
+    assert sum(more) == pytest.approx(copied + size / against + 2 * size / copying, rel=1e-3)
+    assert sum(n > 1e-9 for n in more) == 2  # the gather and one of the products

@@ -97,10 +97,11 @@ def _speeds(of: Host | Busy) -> dict[str, Any]:
     device = {field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind)}
     device["peak_flops"] = dict(of.kind.peak_flops)
     device["products"] = [_product_data(each) for each in of.kind.products]
-    for name in ("bandwidths", "allocations"):
+    for name in ("bandwidths", "reorderings", "allocations"):
         device[name] = [list(each) for each in device[name]]
+    device["pooling"] = dict(of.kind.pooling)
     device["temporaries"] = dict(of.kind.temporaries)
-    for name in ("products", "bandwidths", "allocations", "temporaries"):
+    for name in ("products", "bandwidths", "reorderings", "pooling", "allocations", "temporaries"):
         if not device[name]:
             del device[name]
     return {"device": device, "link": dataclasses.asdict(of.link)}
@@ -135,6 +136,7 @@ def _peak_flops(value: Any, path: str) -> dict[str, float]:
 
 _read_rate = number("bytes per second above 0", above=0)
 _read_factor = number("a factor above 0", above=0)
+_read_speed = number("a number a second, above 0", above=0)
 _read_side = number("a size above 0", above=0)
 
 
@@ -192,10 +194,13 @@ _DEVICE: Mapping[str, Reader] = {
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
     "combined_sums": whole("a whole number of bytes, 0 or more", least=0),
     "hides_latency": read_boolean,
+    "single_output": read_boolean,
     "multiprocessors": whole("a whole number, 0 or more", least=0),
     "products": _read_products,
     "bandwidths": _read_curve,
+    "reorderings": _read_curve,
     "allocations": _read_curve,
+    "pooling": record({"result": _read_speed, "gradient": _read_speed}),
     "temporaries": record({"convolutions": _read_factor, "others": _read_factor}),
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
@@ -208,8 +213,8 @@ _MEASURED = {
 }  # fmt: skip
 _UNSAID = {
     "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0,
-    "hides_latency": False, "multiprocessors": 0,
-    "products": (), "bandwidths": (), "allocations": (), "temporaries": {},
+    "hides_latency": False, "single_output": False, "multiprocessors": 0,
+    "products": (), "bandwidths": (), "reorderings": (), "pooling": {}, "allocations": (), "temporaries": {},
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 

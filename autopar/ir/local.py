@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.graph import Equation, Value
-from autopar.ir.mesh import Mesh, ProductSizes
+from autopar.ir.mesh import Mesh, Pooling, ProductSizes
 from autopar.ir.program import Program
 from autopar.ir.sharding import Collective, ReshardStep, Sharding
 from autopar.ir.strategy import Strategy
@@ -32,6 +32,7 @@ class LocalKernel:
     product: ProductSizes | None  # of one round
     dtype: str
     times: float
+    pooling: Pooling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,17 @@ class Traffic:
     elementwise: bool  # each element of a result needs but one of each operand
     # Results that lie where an operand did, in which little is written, and those that rounds fill (None).
     places: tuple[tuple[int, int | None], ...] = ()
+    # By operand, where kernels have a single output: how often it is read against its order in memory, and whether it
+    # is copied into another one before.
+    against: tuple[int, ...] = ()
+    copied: tuple[bool, ...] = ()
+
+    def reordered(self, position: int) -> tuple[int, bool]:
+        """`against` and `copied` of an operand."""
+        return (
+            self.against[position] if self.against else 0,
+            self.copied[position] if self.copied else False,
+        )
 
     def is_own(self, result: int) -> bool:
         """Whether a result goes to memory where no operand was."""
@@ -71,6 +83,7 @@ class Compute:
     kernels: tuple[LocalKernel, ...]  # of an equation with a body, instead of itself
     temporaries: int  # bytes that a body holds at once, beyond operands and results
     combined: tuple[Collective, ...]  # that belong to the equation: of results, of sums inside it, halos
+    pooling: Pooling | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -54,6 +54,9 @@ class Patches(NamedTuple):
     gaps: int = 1  # places in which there is one element, where the array is dilated
 
 
+Pooling = Literal["result", "gradient"]  # of reductions over windows of an array
+
+
 class ProductSizes(NamedTuple):
     """`batch` products of (rows x depth) and (depth x columns) matrices."""
 
@@ -92,10 +95,19 @@ class DeviceKind:
     # Whether it runs them beside other kernels, as XLA for GPUs does today. That takes memory; the time that it saves
     # is not predicted.
     hides_latency: bool = False
+    # Whether a kernel of the compiler has one result, reduces only what is in memory, and reads arrays that lie in
+    # another order element by element, as XLA's for CPUs: those for GPUs merge kernels, and transpose in tiles.
+    single_output: bool = False
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
     # Measured, where there are any, and then instead of the shares and efficiencies above:
     products: tuple[ProductSpeed, ...] = ()
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
+    # Bytes of an array, ascending, and bytes per second by which reading it against its order takes longer; none: by
+    # nothing.
+    reorderings: tuple[tuple[float, float], ...] = ()
+    # Elements of windows per second that reductions over windows go through one after the other, and their gradients;
+    # none: at the speed of other arithmetic.
+    pooling: Mapping[Pooling, float] = dataclasses.field(default_factory=dict)
     # Bytes of a buffer, ascending, and bytes per second in which a program sets one aside; none: in no time.
     allocations: tuple[tuple[float, float], ...] = ()
     # How many times as large as by the cost model a program's temporaries are, of programs with "convolutions" and of
@@ -145,6 +157,11 @@ class Cluster:
     @property
     def num_devices(self) -> int:
         return self.host_bounds[-1]
+
+    @property
+    def single_output(self) -> bool:
+        """`DeviceKind.single_output`: one compiler makes the programs of all hosts."""
+        return any(host.kind.single_output for host in self.hosts)
 
     @functools.cached_property
     def host_bounds(self) -> tuple[int, ...]:

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.compute import compute_time, memory_seconds, product_share
+from autopar.cost_model.compute import compute_time, memory_seconds, product_share, reordering_seconds
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
-from autopar.ir.mesh import DeviceKind, Mesh
+from autopar.ir.mesh import DeviceKind, Mesh, Pooling
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
     combined_axes,
@@ -29,7 +29,7 @@ class StrategySeconds:
 
     def __init__(self, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> None:
         self.mesh, self.kind, self.price = mesh, kind, price
-        self._peaks: dict[tuple[str, bool], float] = {}
+        self._peaks: dict[tuple[str, bool, Pooling | None], float] = {}
 
     def of(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
         """One run of a lane of an equation."""
@@ -44,7 +44,8 @@ class StrategySeconds:
             work = rule.work({}) * options.share
             dtype = eqn.kernel_dtype(matmul)
             share = self._share(rule.sides, cut, dtype)
-            seconds = self._kernel(matmul, work / share, moved, dtype, traffic.launches)
+            seconds = self._kernel(matmul, work / share, moved, dtype, traffic.launches, rule.pooling)
+            seconds += self._reordered(eqn, rule, lane_index, options, traffic)
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, self.mesh).values():
@@ -73,6 +74,16 @@ class StrategySeconds:
                 moved += options.results[k].nbytes(v)
         return moved
 
+    def _reordered(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
+        """Seconds for operands that lie in another order."""
+        seconds: Any = 0.0
+        for place, position in enumerate(lane_operands(eqn, rule, lane_index)):
+            v = eqn.inputs[position]
+            against, copied = traffic.reordered(position)
+            if (against or copied) and isinstance(v, Value):
+                seconds += reordering_seconds(self.kind, options.operands[place].nbytes(v), against, copied)
+        return seconds
+
     def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:
         """Of the speed of large products."""
         if sides is None:
@@ -92,13 +103,15 @@ class StrategySeconds:
         for k in rule.kernels:
             moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
             work = k.flops * share(k.held) / self._share(k.sides, cut, k.dtype)
-            total += self._kernel(k.sides is not None, work, moved, k.dtype, k.times)
+            total += self._kernel(k.sides is not None, work, moved, k.dtype, k.times, k.pooling)
         return total
 
-    def _kernel(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float) -> Any:
+    def _kernel(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float, pooling: Pooling | None) -> Any:
         """`compute_time` of every strategy at once, with the launches."""
         kind = self.kind
-        key = (dtype, matmul)
+        key = (dtype, matmul, pooling)
         if key not in self._peaks:
-            self._peaks[key] = compute_time(kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=matmul)
+            self._peaks[key] = compute_time(
+                kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=matmul, pooling=pooling
+            )
         return np.maximum(work * self._peaks[key], memory_seconds(kind, moved)) + kind.launch_overhead * launches

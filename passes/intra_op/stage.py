@@ -40,13 +40,20 @@ class Stage:
     """One stage of a placed step."""
 
     def __init__(
-        self, placed: PlacedStep, index: int, rules: Mapping[int, Rule], pinned: Mapping[Value, Sharding]
-    ) -> None:
-        """`rules` by equation id; `pinned`: inputs of the stage that lie somewhere already."""
+        self, placed: PlacedStep, index: int, rules: Mapping[int, Rule], pinned: Mapping[Value, Sharding],
+        single_output: bool,
+    ) -> None:  # fmt: skip
+        """`rules` by equation id; `pinned`: inputs of the stage that lie somewhere already.
+
+        `single_output`: what the cluster's compiler does (`DeviceKind.single_output`).
+        """
         self.placed, self.index, self.rules, self.pinned = placed, index, rules, pinned
         self.step = placed.step
         self.programs = [p for p in placed.programs if p.stage == index]
-        self.traffic = {p.index: memory_traffic(p.equations, rules, p.inputs, p.outputs) for p in self.programs}
+        self.traffic = {
+            p.index: memory_traffic(p.equations, rules, p.inputs, p.outputs, single_output=single_output)
+            for p in self.programs
+        }
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self._least: dict[str, list[tuple[float, float]]] = {}
         self._state: dict[tuple[int, ...], float] = {}

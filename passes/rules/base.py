@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.hint import Hint
-from autopar.ir.mesh import Patches, ProductSizes
+from autopar.ir.mesh import Patches, Pooling, ProductSizes
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
 Unit = Literal["matmul", "vector", "none"]
@@ -180,6 +180,7 @@ class Kernel:
     dtype: str
     times: float
     again: bool = False  # see `Equation`
+    pooling: Pooling | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,6 +246,7 @@ class Rule:
     places: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
+    pooling: Pooling | None = None
     # Of an equation with a body:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()

@@ -4,6 +4,9 @@ An elementwise equation is computed inside every kernel that needs its result, f
 result in memory, or several that are elementwise over one shape (or reduce the same dimensions of one shape) and read
 the same or one another: XLA's multi-output fusion. Products of matrices, sorts and bodies are kernels of their own,
 whose operands are in memory. Transposes and reshapes of what is in memory are views: layouts absorb them.
+
+XLA for CPUs gives a kernel a single output: it merges none, reductions read what is in memory (and may multiply it
+first), and what lies in another order is read element by element (`layouts.py`).
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible
+from autopar.passes.rules.layouts import Layouts
 
 _MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
 
@@ -54,8 +58,9 @@ def stored(
 
 
 def _memory(
-    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
-) -> _Memory:
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
+    single_output: bool = False,
+) -> _Memory:  # fmt: skip
     viewed: dict[Value, Value] = {}  # view -> what it is a view of
     read = Counter(v for eqn in equations for v in eqn.values)
     for eqn in equations:
@@ -70,6 +75,7 @@ def _memory(
     uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
     sparse: set[Value] = set()  # such a number but for a few places
     places: dict[int, tuple[tuple[int, int | None], ...]] = {}
+    maker = {v: eqn for eqn in equations for v in eqn.outputs}
     for eqn in equations:
         rule = rules[eqn.id]
         if rule.kernels:
@@ -97,6 +103,11 @@ def _memory(
             uniform.update(eqn.outputs)
         if not is_fusible(rule):
             needed.update(eqn.outputs)
+        if single_output and _is_reduction(eqn, rule):
+            (summed,) = eqn.values
+            made = maker.get(summed)
+            multiplied = made is not None and _is_product(rules[made.id])
+            needed.update(v for v in (made.values if made and multiplied else [summed]) if v not in uniform)
     needed = {viewed.get(v, v) for v in needed}
     return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places)
 
@@ -105,11 +116,26 @@ def _is_sum(rule: Rule) -> bool:
     return is_fusible(rule) and frozenset({0, 1}) in rule.linear
 
 
+def _is_product(rule: Rule) -> bool:
+    return is_fusible(rule) and {frozenset({0}), frozenset({1})} <= {*rule.linear}
+
+
+def _is_reduction(eqn: Equation, rule: Rule) -> bool:
+    return bool(rule.reduced) and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1
+
+
 def memory_traffic(
-    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
-) -> dict[int, Traffic]:
-    """The traffic of each equation, by its id, in a program with these inputs and outputs."""
-    memory = _memory(equations, rules, inputs, outputs)
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
+    *, single_output: bool = False,
+) -> dict[int, Traffic]:  # fmt: skip
+    """The traffic of each equation, by its id, in a program with these inputs and outputs.
+
+    `single_output`: for a compiler whose kernels have one result each (`DeviceKind.single_output`).
+    """
+    memory = _memory(equations, rules, inputs, outputs, single_output)
+    layouts = Layouts()
+    against: dict[_Place, int] = defaultdict(int)
+    copied: dict[_Place, bool] = {}
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
     readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
@@ -120,7 +146,10 @@ def memory_traffic(
     for eqn in equations:
         rule = rules[eqn.id]
         made = tuple(v in memory.stored for v in eqn.outputs)
-        if rule.separable or (made[:1] == (True,) and _is_view(eqn, rule)):
+        is_view = made[:1] == (True,) and _is_view(eqn, rule)
+        if rule.separable or is_view:
+            if single_output and is_view:
+                layouts.view(eqn, rule)
             maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value) and u in maker})  # fmt: skip
             continue
@@ -132,8 +161,10 @@ def memory_traffic(
                     needs.setdefault(source, place)
         if not any(made):
             sources.update(dict.fromkeys(eqn.outputs, needs))
+            if single_output:
+                layouts.fuse(eqn, rule)
             continue
-        kernel = _partner(_kind(eqn, rule), needs, maker, readers)
+        kernel = None if single_output else _partner(_kind(eqn, rule), needs, maker, readers)
         if kernel is None:
             kernel = _Kernel(count, _kind(eqn, rule))
             count += 1
@@ -143,6 +174,10 @@ def memory_traffic(
                 kernel.reads.add(source)
                 reads[place] += 1
                 readers[source][kernel.key] = kernel
+        for source, reading in layouts.run(eqn, rule).items() if single_output else ():
+            against[needs[source]] += reading.against
+            copied[needs[source]] = reading.copied
+            launches[eqn.id] += reading.copied
         maker.update(dict.fromkeys(eqn.outputs, kernel))
     return {
         eqn.id: Traffic(
@@ -151,6 +186,8 @@ def memory_traffic(
             launches.get(eqn.id, 0),
             is_fusible(rules[eqn.id]),
             memory.places.get(eqn.id, ()),
+            tuple([against.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]) if against else (),
+            tuple([copied.get((eqn.id, position), False) for position in range(len(eqn.inputs))]) if copied else (),
         )
         for eqn in equations
     }
@@ -161,7 +198,7 @@ def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:
     shape = eqn.outputs[0].shape
     if is_fusible(rule):
         return ("elementwise", shape)
-    if rule.reduced and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1:
+    if _is_reduction(eqn, rule):
         return ("reduction", shape, *(v.shape for v in eqn.values))
     return ("alone", eqn.id)
 

@@ -469,7 +469,8 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
         sides = _outer_sides(rule.sides, splits)
         dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
         if moved or sides:
-            found.append(Kernel(flops, held, moved, sides, dtype, times * traffic[e.id].launches, e.again))
+            launches = times * traffic[e.id].launches
+            found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling))
         else:
             fused[held, dtype] += flops
     return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))

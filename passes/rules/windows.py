@@ -275,6 +275,7 @@ def _reduction(fills: Fills, linear: bool = False) -> RuleBuilder:
             linear=linear_if_wide(eqn, {0}) if linear else (),
             emit=emit,
             flops=work_per_point(work, factors),
+            pooling="result",
             halos=[halo for i, fill in zip(arrays, fills(eqn), strict=True) for halo in _halos(eqn, i, reaches, fill)],
         )
 
@@ -325,6 +326,7 @@ def _select_and_scatter_add(eqn: Equation) -> Rule:
         linear=linear_if_wide(eqn, {0}),
         emit=emit,
         flops=work_per_point(work, factors),
+        pooling="gradient",
         halos=[*_halos(eqn, 0, of_windows, None), *_halos(eqn, 1, of_elements, _loser(eqn))],
     )
 

@@ -1,11 +1,19 @@
 """The roofline, by hand."""
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
 
-from autopar.cost_model.compute import allocation_seconds, compute_time, memory_seconds, peak_flops, product_share
+from autopar.cost_model.compute import (
+    allocation_seconds,
+    compute_time,
+    memory_seconds,
+    peak_flops,
+    product_share,
+    reordering_seconds,
+)
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.mesh import DeviceKind, Patches, ProductSizes, ProductSpeed
 
@@ -167,3 +175,19 @@ def test_buffers_are_set_aside_as_fast_as_was_measured() -> None:
     kind = dataclasses.replace(TOY, allocations=((1e4, 8e9), (1e6, 2e9)))
     assert allocation_seconds(kind, 0) == 0.0
     assert [allocation_seconds(kind, n) for n in (1e4, 1e5, 1e7)] == pytest.approx([1e4 / 8e9, 1e5 / 4e9, 1e7 / 2e9])
+
+
+def test_reading_against_the_order_takes_as_much_longer_as_was_measured() -> None:
+    assert reordering_seconds(TOY, 1e9, 2, copied=False) == 0.0  # where compilers transpose in tiles
+    kind = dataclasses.replace(TOY, bandwidths=((1.0, 4e9),), reorderings=((1e4, 8e9), (1e6, 2e9)))
+    assert reordering_seconds(kind, 1e5, 1, copied=False) == pytest.approx(1e5 / 4e9)
+    assert reordering_seconds(kind, np.array([1e4, 1e7]), 2, copied=True) == pytest.approx(
+        [2e4 / 8e9 + 2e4 / 4e9, 2e7 / 2e9 + 2e7 / 4e9]
+    )
+
+
+def test_reductions_over_windows_are_as_fast_as_was_measured() -> None:
+    seconds = functools.partial(compute_time, flops=1e9, bytes_moved=0.0, dtype="float32", matmul=False)
+    kind = dataclasses.replace(TOY, pooling={"result": 5e8, "gradient": 5e7})
+    assert seconds(TOY, pooling="result") == seconds(kind) == seconds(TOY)
+    assert [seconds(kind, pooling=of) for of in ("result", "gradient")] == pytest.approx([2.0, 20.0])

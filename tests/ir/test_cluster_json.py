@@ -45,6 +45,9 @@ def _measured() -> Cluster:
         toy_kind(),
         products=products,
         bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
+        single_output=True,
+        reorderings=((1e5, 4e9), (1e6, 4e8)),
+        pooling={"result": 4e8, "gradient": 3e7},
         allocations=((1e6, 5e9),),
         temporaries={"convolutions": 2.5, "others": 0.5},
     )
@@ -71,6 +74,10 @@ def test_round_trip_of_what_was_measured() -> None:
         (("device", "bandwidths"), [[2e3, 1e9], [1e3, 1e9]], "bandwidths is .* a list of pairs: bytes, ascending"),
         (("device", "bandwidths", 0), [1e3], r"bandwidths\[0\] is .* a list of pairs"),
         (("device", "temporaries", "others"), 0, r"temporaries.others is 0; it must be a factor above 0"),
+        (("device", "pooling", "result"), 0, r"pooling.result is 0; it must be a number a second, above 0"),
+        (("device", "pooling", "sum"), 1, r"pooling.sum is no field of this file"),
+        (("device", "single_output"), 1, r"single_output is 1; it must be true or false"),
+        (("device", "reorderings", 0, 1), 0, r"reorderings\[0\]\[1\] is 0"),
         (("device", "allocations", 0, 1), 0, r"allocations\[0\]\[1\] is 0"),
         (("busy", 0, "num_devices"), 3, r"hosts\[0\].busy is .* ascending numbers of devices, fewer than the host has"),
         (("busy", 1, "num_devices"), 4, r"hosts\[0\].busy is .* fewer than the host has"),
@@ -168,7 +175,7 @@ def test_every_number_of_a_file_is_checked() -> None:
             yield from numbers(item, (*path, key))
 
     paths = list(numbers(data))
-    assert len(paths) == 20  # version, 2 counts, 12 of the device, 2 of each link
+    assert len(paths) == 21  # version, 2 counts, 13 of the device, 2 of each link
     for path in paths:
         for bad in (-1, "1", math.inf):
             broken = copy.deepcopy(data)
