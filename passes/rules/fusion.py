@@ -174,9 +174,10 @@ def memory_traffic(
                 kernel.reads.add(source)
                 reads[place] += 1
                 readers[source][kernel.key] = kernel
-        for source, reading in layouts.run(eqn, rule).items() if single_output else ():
-            against[needs[source]] += reading.against
-            copied[needs[source]] = reading.copied
+        for source, reading in layouts.run(eqn, rule) if single_output else ():
+            place = needs[source]
+            against[place] += reading.against
+            copied[place] = copied.get(place, False) or reading.copied
             launches[eqn.id] += reading.copied
         maker.update(dict.fromkeys(eqn.outputs, kernel))
     return {

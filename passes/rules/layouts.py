@@ -42,20 +42,20 @@ class Layouts:
         """The results are computed inside the kernels that read them."""
         self._fused.update(dict.fromkeys(eqn.outputs, self._sources(eqn, rule)))
 
-    def run(self, eqn: Equation, rule: Rule) -> dict[Value, Reading]:
+    def run(self, eqn: Equation, rule: Rule) -> list[tuple[Value, Reading]]:
         """The equation is computed by a kernel: how this reads what is in memory."""
-        if rule.kernels or rule.separable or not eqn.outputs:
-            return {}
+        if rule.kernels or not eqn.outputs:
+            return []
         if is_fusible(rule):
             last = _row_major(eqn.outputs[0])[-1:]
-            return {v: Reading(_is_against(order, last), False) for v, order in self._sources(eqn, rule).items()}
+            return [(v, Reading(_is_against(order, last), False)) for v, order in self._sources(eqn, rule).items()]
         if rule.sides is not None and rule.patches is None:
             operands = enumerate(eqn.inputs[:2])
-            return {v: _of_product(rule, i, self._of(v)) for i, v in operands if isinstance(v, Value)}
+            return [(v, _of_product(rule, i, self._of(v))) for i, v in operands if isinstance(v, Value)]
         if rule.reduced and rule.unit == "vector" and len(eqn.values) == 1:
             (summed,) = eqn.values
-            return {v: _of_reduction(summed, order) for v, order in self._read_for(summed).items()}
-        return {}
+            return [(v, _of_reduction(summed, order)) for v, order in self._read_for(summed).items()]
+        return []
 
     def _of(self, value: Value) -> Order:
         return self._views.get(value, _row_major(value))
