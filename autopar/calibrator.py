@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import jax
 
 from autopar.cost_model.collective import collective_time
-from autopar.cost_model.compute import memory_seconds, peak_flops, product_family, product_share
+from autopar.cost_model.compute import memory_seconds, peak_flops, product_family, product_share, reordering_seconds
 from autopar.cost_model.hardware import busy_counts, cluster_from_devices, make_cluster
 from autopar.errors import ClusterError
 from autopar.ir.calibration import Calibration, Measurement
@@ -46,7 +46,7 @@ _TIMES = 8  # collectives in a probe
 _CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
 _WIDTH = 256  # of an array
 _REORDERED = (1 << 23, 1 << 17, 1 << 20)  # bytes of an array that is read against its order
-_TURNED = ((256, 1), (2048, 1), (1000, 1), (576, 8))  # width, and blocks in which rows and columns change places
+_TURNED = ((_WIDTH, 1), (2048, 1), (1000, 1), (576, 8))  # width, and blocks in which rows and columns change places
 _POOLED = ((8, 56, 64, 3, 2), (8, 28, 128, 2, 2))  # examples, size, channels, window, stride
 _POOLINGS: tuple[Pooling, ...] = ("result", "gradient")
 _BUFFERS = (1 << 26, 1 << 25, 1 << 23, 1 << 20)  # bytes
@@ -79,7 +79,8 @@ def calibrate(
 ) -> Calibration:
     """Measure what devices (default: all of this process) do, for a cluster that plans are made with.
 
-    Products, batched products and convolutions with their gradients over sizes and types, kernels that wait for memory,
+    Products, batched products and convolutions with their gradients over sizes and types, kernels that wait for memory
+    (on CPUs also those that read arrays against their order, and pooling),
     launches, the start of a program, and collectives over groups of 2, 4, .. devices. Virtual devices are measured with
     all of them busy and with fewer. Nothing else should run on the machine meanwhile.
 
@@ -140,8 +141,7 @@ class _Calibrator:
             ]
             found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
             if kind.single_output:
-                found += self._reorderings(busy)
-            found += self._pooling(busy)
+                found += self._reorderings(busy) + self._pooling(busy)
             every = busy == len(self._devices)
             for dtype in _TYPES:
                 found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
@@ -167,8 +167,10 @@ class _Calibrator:
 
     def _reorderings(self, busy: int) -> list[_Task]:
         found = []
-        first, others = ((_WIDTH, 0), *_TURNED[:1]), _TURNED[1:]
-        for nbytes, (width, blocks) in (*itertools.product(_REORDERED, first), *itertools.product(_REORDERED, others)):
+        shapes = ((_WIDTH, 0), *_TURNED)
+        # What tells most first: each size in order and in another one.
+        cases = [(nbytes, each) for some in (shapes[:2], shapes[2:]) for nbytes in _REORDERED for each in some]
+        for nbytes, (width, blocks) in cases:
             rows = nbytes // (4 * width * max(1, blocks)) * max(1, blocks)
             times = self._times(nbytes)
             name = f"{blocks} of {rows // blocks} x {width}" if blocks else f"{rows} x {width}, in order"
@@ -231,11 +233,11 @@ class _Calibrator:
     def _calibration(self, left_out: int) -> Calibration:
         found: list[Busy] = []
         measurements: list[Measurement] = []
-        all_products: tuple[ProductSpeed, ...] = ()
+        every: DeviceKind | None = None
         for busy in self._counts:
             machine = _Machine({t: s for t, s in self._found.items() if t.busy == busy}, self._host, busy)
-            kind, link = machine.fitted(all_products)
-            all_products = all_products or kind.products
+            kind, link = machine.fitted(every)
+            every = every or kind
             found.append(Busy(busy, kind, link))
             measurements += machine.measurements(kind, link)
         whole, *fewer = found
@@ -364,8 +366,11 @@ class _Machine:
             if task.group == group:
                 yield task, max(timed.seconds - self._starting(task), timed.seconds / 100)
 
-    def fitted(self, all_products: tuple[ProductSpeed, ...]) -> tuple[DeviceKind, Link]:
-        """`all_products`: measured with all devices busy; these are as much faster as the few that were measured."""
+    def fitted(self, every: DeviceKind | None) -> tuple[DeviceKind, Link]:
+        """`every`: with all devices busy, for what was not measured with these.
+
+        Products are as much faster than those as the few that were measured.
+        """
         curve = self._curve()
         largest = curve[-1][1] if curve else self._guess.memory_bandwidth * self._guess.memory_efficiency
         kind = dataclasses.replace(
@@ -374,8 +379,11 @@ class _Machine:
             memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(),
         )  # fmt: skip
         kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth))
-        if all_products:
-            kind = dataclasses.replace(kind, products=_faster(all_products, kind.products))
+        if every is not None:
+            kind = dataclasses.replace(
+                kind, products=_faster(every.products, kind.products) if every.products else kind.products,
+                reorderings=kind.reorderings or every.reorderings, pooling=kind.pooling or every.pooling,
+            )  # fmt: skip
         return kind, self._fit_link(kind)
 
     def _curve(self) -> tuple[tuple[float, float], ...]:
@@ -390,13 +398,14 @@ class _Machine:
         """By what a kernel takes longer that reads one array against its order."""
         found: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
         for task, seconds in self._of("order"):
-            found[task.moved][task.against].append(seconds / task.times)
+            nbytes = 4 * math.prod(task.probe.shapes[0].shape)
+            found[task.moved][task.against].append(seconds / task.times / nbytes)
         curve = []
         for nbytes, each in sorted(found.items()):
             if each[True] and each[False]:
                 (in_order,) = each[False]
                 more = [max(against - in_order, in_order / 100) for against in each[True]]
-                curve.append((float(nbytes), nbytes / statistics.geometric_mean(more)))
+                curve.append((float(nbytes), 1 / statistics.geometric_mean(more)))
         return tuple(curve)
 
     def _pooled(self) -> dict[Pooling, float]:
@@ -449,7 +458,7 @@ class _Machine:
     # How well it is said
 
     def measurements(self, kind: DeviceKind, link: Link) -> Iterator[Measurement]:
-        """All probes but those that the start of a program is from."""
+        """Of all probes of which the cost model says how long they take."""
         for task, timed in self._found.items():
             predicted = self._predicted(task, kind, link)
             if predicted is not None:
@@ -458,6 +467,11 @@ class _Machine:
     def _predicted(self, task: _Task, kind: DeviceKind, link: Link) -> float | None:
         if task.group == "memory":
             return task.times * (float(memory_seconds(kind, task.moved)) + self._launch)
+        if task.group == "order":
+            longer = reordering_seconds(kind, task.moved, against=task.against, copied=0)
+            return task.times * float(memory_seconds(kind, 3 * task.moved) + self._launch + longer)
+        if task.pooling is not None and kind.pooling:
+            return pooled_by(task.probe, task.pooling) / kind.pooling[task.pooling] + self._launch
         if task.group == "collectives":
             return self._collective_seconds(task, kind, link)
         if task.group not in _PRODUCTS:

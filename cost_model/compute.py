@@ -167,10 +167,13 @@ def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:
     return nbytes / _between(kind.bandwidths, nbytes)
 
 
-def reordering_seconds(kind: DeviceKind, nbytes: Any, against: float, copied: bool) -> Any:
-    """Seconds by which reading an array so often against its order takes longer, and those of copying it before."""
-    seconds = nbytes / _between(kind.reorderings, nbytes) if kind.reorderings else 0.0 * nbytes
-    return against * seconds + (memory_seconds(kind, 2 * nbytes) if copied else 0.0)
+def reordering_seconds(kind: DeviceKind, nbytes: Any, *, against: float, copied: float) -> Any:
+    """Seconds for an array of so many bytes, or many of them, in another order than it is wanted in.
+
+    `against`: how often it is read against its order, which takes longer; `copied`: how often it is copied.
+    """
+    longer = nbytes / _between(kind.reorderings, nbytes) if kind.reorderings else 0.0
+    return against * longer + copied * (memory_seconds(kind, 2 * nbytes) + kind.launch_overhead)
 
 
 def allocation_seconds(kind: DeviceKind, nbytes: float) -> float:

@@ -23,6 +23,8 @@ from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalPro
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
+_Held = tuple[Value, Sharding]
+
 
 @dataclasses.dataclass(frozen=True)
 class ProgramCost:
@@ -97,13 +99,14 @@ def _looks(port: Port) -> Hashable:
 
 def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
     """The price of each operation of a program, in order."""
-    sent, turned = _sent(local), _turned(local) if kind.single_output else set()
-    return tuple(_op_cost(op, local.mesh, kind, price, sent, turned) for op in local.ops)
+    sent, reorderings = _sent(local), _Reorderings(local, kind)
+    return tuple(_op_cost(op, local.mesh, kind, price, sent, reorderings.seconds(op)) for op in local.ops)
 
 
 def _op_cost(
-    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], turned: set[_Held]
+    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], reordering: float
 ) -> OpCost:
+    """`reordering`: seconds for what lies in another order than it is wanted in."""
     compute = communication = flops = 0.0
     collectives: list[Collective] = []
     if isinstance(op, Compute):
@@ -115,7 +118,6 @@ def _op_cost(
                 kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
                 matmul=k.product is not None, share=product_share(kind, k.product, k.dtype), pooling=k.pooling,
             ) + kind.launch_overhead * k.times  # fmt: skip
-        compute += _reordering(op, mesh, kind, turned)
         flops = op.flops
         collectives += op.combined
         communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
@@ -128,15 +130,10 @@ def _op_cost(
             if axes:
                 payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
                 communication += price(step.kind, axes, payload)
-                if step is op.steps[-1] and (op.value, op.target) in turned:
-                    compute += reordering_seconds(kind, local_bytes(op.value, at, mesh), 1, True)
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
             at = step_result(step, at)
-    return OpCost(compute, communication, flops, tuple(collectives))
-
-
-_Held = tuple[Value, Sharding]
+    return OpCost(compute + reordering, communication, flops, tuple(collectives))
 
 
 def _sent(local: LocalProgram) -> set[_Held]:
@@ -149,39 +146,73 @@ def _sent(local: LocalProgram) -> set[_Held]:
     }
 
 
-def _turned(local: LocalProgram) -> set[_Held]:
-    """What collectives leave in another order: XLA cuts and joins the outermost dimension in memory."""
-    found = set()
-    for op in local.ops:
-        if isinstance(op, Reshard):
-            step = op.steps[-1]
-            dim = step.to_dim if step.kind == "all_to_all" else step.dim
-            outside = op.target.local_shape(op.value.shape, local.mesh)[: max(dim, 0)]
-            if step.kind in _JOINING and step_axes(step, local.mesh) and math.prod(outside) > 1:
-                found.add((op.value, op.target))
-    return found
+class _Reorderings:
+    """What collectives leave in another order, as a program goes on, and the seconds that it and transposes take.
 
-
-_JOINING = ("all_gather", "reduce_scatter", "all_to_all")
-
-
-def _reordering(op: Compute, mesh: Mesh, kind: DeviceKind, turned: set[_Held]) -> float:
-    """Seconds for operands that lie in another order than they are read in.
-
-    What a product reads of them lies in order from then on, and is no more `turned`.
+    XLA cuts and joins the outermost dimension in memory: what is cut or joined along another one is copied before, and
+    lies in another order afterwards. Kernels read it against its order, products and the caller a copy.
     """
-    seconds = 0.0
-    for position, (v, sharding) in enumerate(zip(op.equation.inputs, op.operands, strict=True)):
-        if isinstance(v, Value) and sharding is not None:
-            against, copied = op.traffic.reordered(position)
-            if (v, sharding) in turned:
-                against = max(against, op.traffic.reads[position])
-                if op.product is not None:
-                    copied = True
-                    turned.remove((v, sharding))
-            if against or copied:
-                seconds += reordering_seconds(kind, local_bytes(v, sharding, mesh), against, copied)
-    return seconds
+
+    def __init__(self, local: LocalProgram, kind: DeviceKind) -> None:
+        self._mesh, self._kind = local.mesh, kind
+        self._leaving = {(port.value, port.sharding) for port in local.outputs}
+        self._turned: set[_Held] = set()
+
+    def seconds(self, op: LocalOp) -> float:
+        """Of one operation, in the order of the program."""
+        if not self._kind.single_output:
+            return 0.0
+        if isinstance(op, Reshard):
+            return self._resharding(op)
+        if isinstance(op, Compute):
+            operands = zip(op.equation.inputs, op.operands, strict=True)
+            return sum(self._reading(op, position, *held) for position, held in enumerate(operands))
+        if isinstance(op, Accumulate):
+            return self._of((op.addend, op.sharding), against=(op.addend, op.sharding) in self._turned, copied=0)
+        if (op.value, op.sharding) in self._turned:
+            self._turned.add((op.copy, op.sharding))
+        return 0.0
+
+    def _resharding(self, op: Reshard) -> float:
+        before, after = (op.value, op.source), (op.value, op.target)
+        if _is_inner(op, self._mesh):
+            self._turned.add(after)
+            leaves = after in self._leaving
+            return self._of(before, against=1, copied=1) + self._of(after, against=leaves, copied=leaves)
+        if before in self._turned and all(step.kind in LOCAL_KINDS for step in op.steps):
+            self._turned.add(after)
+        return 0.0
+
+    def _reading(self, op: Compute, position: int, value: Any, sharding: Sharding | None) -> float:
+        if sharding is None:
+            return 0.0
+        held, traffic = (value, sharding), op.traffic
+        against, copied = traffic.against[position], traffic.copied[position]
+        if held in self._turned:
+            if op.fence:
+                self._turned.add((op.equation.outputs[position], op.results[position]))
+            elif op.product is not None:
+                against, copied = max(against, 1), max(copied, 1)
+                self._turned.remove(held)  # others read the copy, too
+            elif not (op.kernels or traffic.launches or any(traffic.reads)):  # a view
+                self._turned.add((op.equation.outputs[0], op.results[0]))
+            else:
+                against = max(against, traffic.reads[position])
+        return self._of(held, against=against, copied=copied)
+
+    def _of(self, held: _Held, *, against: int, copied: int) -> float:
+        if not (against or copied):
+            return 0.0
+        return float(reordering_seconds(self._kind, local_bytes(*held, self._mesh), against=against, copied=copied))
+
+
+def _is_inner(op: Reshard, mesh: Mesh) -> bool:
+    """Whether pieces are cut or joined along another dimension than the outermost."""
+    step = op.steps[-1]
+    if step.kind not in ("all_gather", "reduce_scatter", "all_to_all") or not step_axes(step, mesh):
+        return False
+    outside = op.target.local_shape(op.value.shape, mesh)[: max(step.dim, step.to_dim)]
+    return math.prod(outside) > 1
 
 
 def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:

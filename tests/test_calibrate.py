@@ -119,7 +119,7 @@ class _Known(_Machine):
 
 def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
     link = Link("known", 2e-5, 3e9)
-    _, fitted = _Known(link).fitted(())
+    _, fitted = _Known(link).fitted(None)
     assert fitted.latency == pytest.approx(link.latency, rel=0.05)
     assert fitted.bandwidth == pytest.approx(link.bandwidth, rel=0.05)
 
@@ -129,7 +129,7 @@ def test_a_link_of_which_few_probes_tell_is_not_far_from_the_preset() -> None:
     preset = load_preset("cpu", devices_per_host=4).hosts[0].link
     link = Link("known", 3 * preset.latency, preset.bandwidth / 3)
     for unlike in (0.3, 3.0):
-        _, fitted = _Known(link, payloads=(1 << 12,), unlike=unlike).fitted(())
+        _, fitted = _Known(link, payloads=(1 << 12,), unlike=unlike).fitted(None)
         assert preset.latency / 2 < fitted.latency < 10 * preset.latency
         assert preset.bandwidth / 12 < fitted.bandwidth < 10 * preset.bandwidth
 
@@ -154,7 +154,7 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
             for nbytes in (1 << 20, 1 << 24)
             for old in (False, True)
         }
-        return _Machine({**alone, **tasks}, host, 4).fitted(())[0].allocations
+        return _Machine({**alone, **tasks}, host, 4).fitted(None)[0].allocations
 
     assert allocations(1.05e-9) == ()
     sizes, speeds = zip(*allocations(3e-9), strict=True)
@@ -171,10 +171,10 @@ def test_reading_against_the_order_is_what_it_takes_longer_than_in_order() -> No
     for nbytes, slower in ((1 << 17, 1e-10), (1 << 23, 4e-9)):
         for blocks in (0, 1, 8):
             probe = probes.addition(64, nbytes // 256, 10, blocks)
-            seconds = 10 * nbytes * (1e-9 + slower * blocks)
+            seconds = 10 * (nbytes // 256 * 256) * (1e-9 + slower * blocks)
             task = _Task("order", str(blocks), probe, 4, moved=nbytes, times=10, against=blocks > 0)
             tasks[task] = Timed(1e-4 + seconds)
-    sizes, speeds = zip(*_Machine(tasks, host, 4).fitted(())[0].reorderings, strict=True)
+    sizes, speeds = zip(*_Machine(tasks, host, 4).fitted(None)[0].reorderings, strict=True)
     assert sizes == (1 << 17, 1 << 23)
     assert speeds == pytest.approx((1e10 / 8**0.5, 2.5e8 / 8**0.5))
 
@@ -210,7 +210,7 @@ def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:
         for nbytes, (new, old) in buffers.items():
             tasks[_Task("buffers", "", probes.buffer(nbytes, False), 4, moved=nbytes)] = new
             tasks[_Task("buffers", "", probes.buffer(nbytes, True), 4, moved=nbytes)] = old
-        kind, _ = _Machine(tasks, host, 4).fitted(())
+        kind, _ = _Machine(tasks, host, 4).fitted(None)
         return max(each.flops for each in kind.products)
 
     small = {1 << 20: (Timed(5e-4, 2.0), Timed(1e-4, 1.0))}

@@ -264,6 +264,9 @@ def _hosts_reader(device: Reader) -> Reader:
                 raise bad(f"{here}.busy", group["busy"], "for ascending numbers of devices, fewer than the host has")
             kind = kind_of(group["device"], f"{here}.device")
             hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]), fewer)] * group["num_hosts"]
+            if kind.single_output != hosts[0].kind.single_output:
+                expected = "what it is for the other hosts: one compiler makes the programs of all"
+                raise bad(f"{here}.device.single_output", kind.single_output, expected)
         return tuple(hosts)
 
     return read

@@ -44,18 +44,11 @@ class Traffic:
     launches: int  # kernels that begin here
     elementwise: bool  # each element of a result needs but one of each operand
     # Results that lie where an operand did, in which little is written, and those that rounds fill (None).
-    places: tuple[tuple[int, int | None], ...] = ()
-    # By operand, where kernels have a single output: how often it is read against its order in memory, and whether it
-    # is copied into another one before.
-    against: tuple[int, ...] = ()
-    copied: tuple[bool, ...] = ()
-
-    def reordered(self, position: int) -> tuple[int, bool]:
-        """`against` and `copied` of an operand."""
-        return (
-            self.against[position] if self.against else 0,
-            self.copied[position] if self.copied else False,
-        )
+    places: tuple[tuple[int, int | None], ...]
+    # By operand, where kernels have a single output: how often it is read against its order in memory, and how often it
+    # is copied into another order before.
+    against: tuple[int, ...]
+    copied: tuple[int, ...]
 
     def is_own(self, result: int) -> bool:
         """Whether a result goes to memory where no operand was."""

@@ -38,13 +38,17 @@ def equation_seconds(eqn: Equation, rule: Rule, traffic: Traffic, kind: DeviceKi
         moved = sum(nbytes for _, nbytes in moved_values(eqn, traffic))
         is_product = rule.unit == "matmul"
         dtype = eqn.kernel_dtype(is_product)
-        seconds = compute_time(kind, flops=rule.work({}), bytes_moved=moved, dtype=dtype, matmul=is_product)
+        seconds = compute_time(
+            kind, flops=rule.work({}), bytes_moved=moved, dtype=dtype, matmul=is_product, pooling=rule.pooling
+        )
         return seconds, traffic.launches
     shared, launches = 0.0, 0.0
     for k in rule.kernels:
         read_or_written = sum(nbytes for nbytes, _ in k.traffic)
         matmul = k.sides is not None
-        shared += compute_time(kind, flops=k.flops, bytes_moved=read_or_written, dtype=k.dtype, matmul=matmul)
+        shared += compute_time(
+            kind, flops=k.flops, bytes_moved=read_or_written, dtype=k.dtype, matmul=matmul, pooling=k.pooling
+        )
         launches += k.times
     return shared, launches
 

@@ -79,9 +79,10 @@ class StrategySeconds:
         seconds: Any = 0.0
         for place, position in enumerate(lane_operands(eqn, rule, lane_index)):
             v = eqn.inputs[position]
-            against, copied = traffic.reordered(position)
+            against, copied = traffic.against[position], traffic.copied[position]
             if (against or copied) and isinstance(v, Value):
-                seconds += reordering_seconds(self.kind, options.operands[place].nbytes(v), against, copied)
+                nbytes = options.operands[place].nbytes(v)
+                seconds += reordering_seconds(self.kind, nbytes, against=against, copied=copied)
         return seconds
 
     def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:

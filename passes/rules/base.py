@@ -355,3 +355,8 @@ def is_fusible(rule: Rule) -> bool:
     if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places:
         return False
     return not rule.flops or not (rule.reduced or rule.whole)
+
+
+def is_reduction(eqn: Equation, rule: Rule) -> bool:
+    """Whether the results are made of all elements of one operand along some dimensions."""
+    return bool(rule.reduced) and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1

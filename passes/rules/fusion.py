@@ -19,7 +19,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
-from autopar.passes.rules.base import Rule, is_fusible
+from autopar.passes.rules.base import Rule, is_fusible, is_reduction
 from autopar.passes.rules.layouts import Layouts
 
 _MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
@@ -103,7 +103,7 @@ def _memory(
             uniform.update(eqn.outputs)
         if not is_fusible(rule):
             needed.update(eqn.outputs)
-        if single_output and _is_reduction(eqn, rule):
+        if single_output and is_reduction(eqn, rule):
             (summed,) = eqn.values
             made = maker.get(summed)
             multiplied = made is not None and _is_product(rules[made.id])
@@ -120,10 +120,6 @@ def _is_product(rule: Rule) -> bool:
     return is_fusible(rule) and {frozenset({0}), frozenset({1})} <= {*rule.linear}
 
 
-def _is_reduction(eqn: Equation, rule: Rule) -> bool:
-    return bool(rule.reduced) and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1
-
-
 def memory_traffic(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
     *, single_output: bool = False,
@@ -135,7 +131,7 @@ def memory_traffic(
     memory = _memory(equations, rules, inputs, outputs, single_output)
     layouts = Layouts()
     against: dict[_Place, int] = defaultdict(int)
-    copied: dict[_Place, bool] = {}
+    copied: dict[_Place, int] = defaultdict(int)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
     readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
@@ -148,7 +144,7 @@ def memory_traffic(
         made = tuple(v in memory.stored for v in eqn.outputs)
         is_view = made[:1] == (True,) and _is_view(eqn, rule)
         if rule.separable or is_view:
-            if single_output and is_view:
+            if single_output:
                 layouts.view(eqn, rule)
             maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value) and u in maker})  # fmt: skip
@@ -174,11 +170,10 @@ def memory_traffic(
                 kernel.reads.add(source)
                 reads[place] += 1
                 readers[source][kernel.key] = kernel
-        for source, reading in layouts.run(eqn, rule) if single_output else ():
-            place = needs[source]
+        for reading in layouts.run(eqn, rule) if single_output else ():
+            place = needs[reading.value]
             against[place] += reading.against
-            copied[place] = copied.get(place, False) or reading.copied
-            launches[eqn.id] += reading.copied
+            copied[place] += reading.copied
         maker.update(dict.fromkeys(eqn.outputs, kernel))
     return {
         eqn.id: Traffic(
@@ -187,8 +182,8 @@ def memory_traffic(
             launches.get(eqn.id, 0),
             is_fusible(rules[eqn.id]),
             memory.places.get(eqn.id, ()),
-            tuple([against.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]) if against else (),
-            tuple([copied.get((eqn.id, position), False) for position in range(len(eqn.inputs))]) if copied else (),
+            tuple([against.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]),
+            tuple([copied.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]),
         )
         for eqn in equations
     }
@@ -199,7 +194,7 @@ def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:
     shape = eqn.outputs[0].shape
     if is_fusible(rule):
         return ("elementwise", shape)
-    if _is_reduction(eqn, rule):
+    if is_reduction(eqn, rule):
         return ("reduction", shape, *(v.shape for v in eqn.values))
     return ("alone", eqn.id)
 

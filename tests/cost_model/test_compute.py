@@ -178,11 +178,11 @@ def test_buffers_are_set_aside_as_fast_as_was_measured() -> None:
 
 
 def test_reading_against_the_order_takes_as_much_longer_as_was_measured() -> None:
-    assert reordering_seconds(TOY, 1e9, 2, copied=False) == 0.0  # where compilers transpose in tiles
-    kind = dataclasses.replace(TOY, bandwidths=((1.0, 4e9),), reorderings=((1e4, 8e9), (1e6, 2e9)))
-    assert reordering_seconds(kind, 1e5, 1, copied=False) == pytest.approx(1e5 / 4e9)
-    assert reordering_seconds(kind, np.array([1e4, 1e7]), 2, copied=True) == pytest.approx(
-        [2e4 / 8e9 + 2e4 / 4e9, 2e7 / 2e9 + 2e7 / 4e9]
+    assert reordering_seconds(TOY, 1e9, against=2, copied=0) == 0.0  # where compilers transpose in tiles
+    kind = dataclasses.replace(TOY, bandwidths=((1.0, 4e9),), reorderings=((1e4, 8e9), (1e6, 2e9)), launch_overhead=1.0)
+    assert reordering_seconds(kind, 1e5, against=1, copied=0) == pytest.approx(1e5 / 4e9)
+    assert reordering_seconds(kind, np.array([1e4, 1e7]), against=2, copied=3) == pytest.approx(
+        [2e4 / 8e9 + 6e4 / 4e9 + 3, 2e7 / 2e9 + 6e7 / 4e9 + 3], rel=1e-9
     )
 
 

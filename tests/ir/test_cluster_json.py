@@ -163,6 +163,12 @@ def test_a_bad_field_is_named_with_its_value_and_the_remedy(
     assert expected in str(error.value)
 
 
+def test_hosts_have_one_compiler() -> None:
+    both = tuple(Host(dataclasses.replace(toy_kind(), single_output=single), 2, LINK) for single in (False, True))
+    with pytest.raises(ClusterError, match=r"hosts\[1\].device.single_output is true; .* one compiler"):
+        cluster_to_json(Cluster("two", both, NETWORK))
+
+
 def test_every_number_of_a_file_is_checked() -> None:
     """Each number of the file in turn becomes a text, -1 or infinite: always an error that names the field."""
     data = json.loads(cluster_to_json(make_cluster("c", 1, 2, toy_kind(memory_reserve=1), LINK, NETWORK)))

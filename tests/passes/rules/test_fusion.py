@@ -39,9 +39,9 @@ def moved(function: Callable[..., Any], *args: Any, single_output: bool = False)
             launches += sum(kernel.times for kernel in rule.kernels)
         else:
             nbytes += sum(n for _, n in moved_values(eqn, traffic[eqn.id]))
-            nbytes += sum(2 * v.nbytes for i, v in enumerate(eqn.inputs)
-                          if isinstance(v, Value) and traffic[eqn.id].reordered(i)[1])  # fmt: skip
-            launches += traffic[eqn.id].launches
+            copied = [*zip(eqn.inputs, traffic[eqn.id].copied, strict=True)]
+            nbytes += sum(2 * times * v.nbytes for v, times in copied if isinstance(v, Value))
+            launches += traffic[eqn.id].launches + sum(traffic[eqn.id].copied)
     return nbytes, launches
 
 
