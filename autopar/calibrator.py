@@ -43,7 +43,7 @@ _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
 )  # fmt: skip
 _PAYLOADS = (1 << 12, 1 << 23, 1 << 16, 1 << 20)  # a short calibration knows of both ends
 _TIMES = 8  # collectives in a probe
-_CACHES = (1 << 14, 1 << 17, 1 << 20, 1 << 23, 1 << 25)  # bytes of an array
+_CACHES = (1 << 23, 1 << 14, 1 << 20, 1 << 17, 1 << 25)  # bytes of an array
 _WIDTH = 256  # of an array
 _REORDERED = (1 << 23, 1 << 17, 1 << 20)  # bytes of an array that is read against its order
 _TURNED = ((_WIDTH, 1), (2048, 1), (1000, 1), (576, 8))  # width, and blocks in which rows and columns change places
@@ -157,7 +157,7 @@ class _Calibrator:
 
     def _memory(self, busy: int) -> list[_Task]:
         found = []
-        for nbytes, kind in itertools.product(_CACHES, probes.ELEMENTWISE):
+        for kind, nbytes in itertools.product(probes.ELEMENTWISE, _CACHES):
             repeated, once = probes.elementwise(kind, nbytes // (4 * _WIDTH), _WIDTH, self._times(nbytes))
             moved, kernels = _traffic_of(once, self._host.kind)
             times = kernels * self._times(nbytes)
