@@ -80,9 +80,9 @@ def calibrate(
     """Measure what devices (default: all of this process) do, for a cluster that plans are made with.
 
     Products, batched products and convolutions with their gradients over sizes and types, kernels that wait for memory
-    (on CPUs also those that read arrays against their order, and pooling),
-    launches, the start of a program, and collectives over groups of 2, 4, .. devices. Virtual devices are measured with
-    all of them busy and with fewer. Nothing else should run on the machine meanwhile.
+    (on CPUs also those that read arrays against their order, and pooling), launches, the start of a program, and
+    collectives over groups of 2, 4, .. devices. Virtual devices are measured with all of them busy and with fewer.
+    Nothing else should run on the machine meanwhile.
 
     Args:
       seconds: how long it may take; the most telling probes come first.

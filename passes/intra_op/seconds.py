@@ -45,7 +45,8 @@ class StrategySeconds:
             dtype = eqn.kernel_dtype(matmul)
             share = self._share(rule.sides, cut, dtype)
             seconds = self._kernel(matmul, work / share, moved, dtype, traffic.launches, rule.pooling)
-            seconds += self._reordered(eqn, rule, lane_index, options, traffic)
+            if any(traffic.against) or any(traffic.copied):
+                seconds += self._reordered(eqn, rule, lane_index, options, traffic)
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, self.mesh).values():
@@ -79,9 +80,9 @@ class StrategySeconds:
         seconds: Any = 0.0
         for place, position in enumerate(lane_operands(eqn, rule, lane_index)):
             v = eqn.inputs[position]
-            against, copied = traffic.against[position], traffic.copied[position]
-            if (against or copied) and isinstance(v, Value):
+            if isinstance(v, Value):
                 nbytes = options.operands[place].nbytes(v)
+                against, copied = traffic.against[position], traffic.copied[position]
                 seconds += reordering_seconds(self.kind, nbytes, against=against, copied=copied)
         return seconds
 

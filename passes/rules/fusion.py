@@ -75,7 +75,7 @@ def _memory(
     uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
     sparse: set[Value] = set()  # such a number but for a few places
     places: dict[int, tuple[tuple[int, int | None], ...]] = {}
-    maker = {v: eqn for eqn in equations for v in eqn.outputs}
+    maker = {v: eqn for eqn in equations for v in eqn.outputs} if single_output else {}
     for eqn in equations:
         rule = rules[eqn.id]
         if rule.kernels:
@@ -177,16 +177,21 @@ def memory_traffic(
         maker.update(dict.fromkeys(eqn.outputs, kernel))
     return {
         eqn.id: Traffic(
-            tuple([reads.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]),
+            _by_operand(reads, eqn),
             writes.get(eqn.id, (False,) * len(eqn.outputs)),
             launches.get(eqn.id, 0),
             is_fusible(rules[eqn.id]),
             memory.places.get(eqn.id, ()),
-            tuple([against.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]),
-            tuple([copied.get((eqn.id, position), 0) for position in range(len(eqn.inputs))]),
+            _by_operand(against, eqn),
+            _by_operand(copied, eqn),
         )
         for eqn in equations
     }
+
+
+def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:
+    number = len(eqn.inputs)
+    return tuple([counts.get((eqn.id, position), 0) for position in range(number)]) if counts else (0,) * number
 
 
 def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:

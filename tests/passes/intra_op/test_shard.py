@@ -66,7 +66,9 @@ def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(
             program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]).seconds
             for local in lowered.programs
         )
-        assert sum(s.objective for s in lowered.shardings) == pytest.approx(seconds[each], rel=0.01)
+        assert sum(s.objective for s in lowered.shardings) == pytest.approx(
+            seconds[each], rel=1e-3 if devices == 1 else 5e-3
+        )
     assert seconds[cluster] > 1.2 * seconds[plain]
 
 
