@@ -140,7 +140,7 @@ class _Calibrator:
                 _Task("launches", "launches", probes.launches(1 + _LAUNCHES), busy, times=_LAUNCHES),
             ]
             found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
-            if kind.single_output:
+            if kind.xla.single_output:
                 found += self._reorderings(busy) + self._pooling(busy)
             every = busy == len(self._devices)
             for dtype in _TYPES:
@@ -301,7 +301,7 @@ def _traffic_of(probe: Probe, kind: DeviceKind) -> tuple[int, int]:
     graph = _traced(probe)
     rules = {equation.id: rule_of(equation) for equation in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
-    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, single_output=kind.single_output)
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, single_output=kind.xla.single_output)
     moved = sum(nbytes for e in graph.equations for _, nbytes in moved_values(e, traffic[e.id]))
     return moved, sum(each.launches for each in traffic.values())
 

@@ -249,7 +249,12 @@ class Finisher:
         prices = self.stages.prices
         resharders = [prices.resharder(s.mesh)[0] for s in shardings]
         return assemble(
-            placed, shardings, layered.rules, resharders, prices.transfer, single_output=prices.cluster.single_output
+            placed,
+            shardings,
+            layered.rules,
+            resharders,
+            prices.transfer,
+            single_output=prices.cluster.xla.single_output,
         )
 
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:

@@ -86,7 +86,7 @@ class Layered:
 
         def times() -> Callable[[Equation], float]:
             read = {v for eqn in step.equations if eqn.phase is not Phase.FORWARD for v in eqn.values}
-            traffic = memory_traffic(step.forward, rules, (), read, single_output=kind.single_output)
+            traffic = memory_traffic(step.forward, rules, (), read, single_output=kind.xla.single_output)
 
             def seconds(eqn: Equation) -> float:
                 shared, launches = equation_seconds(eqn, rules[eqn.id], traffic[eqn.id], kind)

@@ -101,7 +101,7 @@ def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
         factors[name] = statistics.median(found)
 
     def kind(of: DeviceKind) -> DeviceKind:
-        return of if of.hides_latency else dataclasses.replace(of, temporaries=factors)
+        return of if of.xla.hides_latency else dataclasses.replace(of, temporaries=factors)
 
     return _changed(cluster, kind, lambda link: link)
 

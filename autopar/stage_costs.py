@@ -247,7 +247,7 @@ class StageCosts:
         key = (placed, index)
         if key not in self._stages:
             pinned = {v: s for v, (at, s) in self.pinned.items() if at == index}
-            self._stages[key] = Stage(placed, index, layered.rules, pinned, self.prices.cluster.single_output)
+            self._stages[key] = Stage(placed, index, layered.rules, pinned, self.prices.cluster.xla.single_output)
         return self._stages[key]
 
     def note_infeasible(self, error: Infeasible, where: str) -> None:

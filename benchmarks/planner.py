@@ -104,7 +104,7 @@ def _alpa_case(data: Mapping[str, Any], family: str, devices: int, found: Mappin
         name=f"{family} {size} on {devices}",
         spec={"family": family, "alpa": False, **sizes, **COMMON[family]},
         batch_size=batch_size,
-        cluster=autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=devices // hosts),
+        cluster=autopar.load_preset(published.ALPAS, num_hosts=hosts, devices_per_host=devices // hosts),
         num_microbatches=m,
         rivals={name: method for name, method in rivals.items() if method is not None},
     )
@@ -127,7 +127,7 @@ def _megatron_case(row: Mapping[str, str]) -> Case:
         name=f"megatron {row['params_B']}B on {gpus}",
         spec=published.megatron_spec(row),
         batch_size=batch_size,
-        cluster=autopar.load_preset("dgx-a100", num_hosts=gpus // 8),
+        cluster=autopar.load_preset(published.MEGATRONS, num_hosts=gpus // 8),
         num_microbatches=numbers[0],
         rivals={
             f"megatron in {m}" + (f", {n} stages a device" if n > 1 else ""): recipes.megatron(dp, tp, pp, m, n)
@@ -154,7 +154,8 @@ def planned(case: Case, method: Method) -> Outcome:
     started = time.perf_counter()
     m = method.num_microbatches or case.num_microbatches
     function, state, batch = published.train_step(case.spec, case.batch_size, m, scan=case.scan)
-    step = autopar.parallelize(function, cluster=case.cluster, method=method)
+    # Those who ran these summed in 16 bits what has 16.
+    step = autopar.parallelize(function, cluster=case.cluster, method=method, narrow_sums=True)
     try:
         with warnings.catch_warnings(action="ignore"):
             plan = step.plan(state, batch)

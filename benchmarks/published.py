@@ -29,6 +29,8 @@ from benchmarks.models import gpt, moe, wide_resnet
 
 _RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _MANY_LAYERS = 48  # of which the model is written as a scan, for the sake of planning time
+# Presets of the machines that were measured, with the compilers of then.
+ALPAS, MEGATRONS = "p3.16xlarge-2022", "dgx-a100-2021"
 _DROPOUT = 0.1  # of Megatron-LM and DeepSpeed, unless they are told otherwise
 _DTYPES = {"fp16": jnp.float16, "fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -116,16 +118,7 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
 
 
 def _cluster(hosts: int, row: Mapping[str, Any]) -> autopar.Cluster:
-    cluster = autopar.load_preset("p3.16xlarge", num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts)
-    # Alpa makes all sums over devices one; those of several microbatches are of running sums, which are there anyway.
-    all_one = row["method"].startswith("alpa") and row["num_micro_batches"] == 1
-    return _in_turn(cluster, cluster.hosts[0].kind.memory if all_one else 0)
-
-
-def _in_turn(cluster: autopar.Cluster, combined: int) -> autopar.Cluster:
-    """Whose compiler makes sums of so many bytes one: neither PyTorch nor XLA then held what today's XLA does."""
-    kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=combined, hides_latency=False)
-    return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(host, kind=kind) for host in cluster.hosts))
+    return autopar.load_preset(ALPAS, num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts)
 
 
 def _gpt_flops(spec: Mapping[str, Any], batch_size: int) -> float:
@@ -207,7 +200,7 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         ablation=False,
         spec=megatron_spec(row),
         batch_size=batch_size,
-        cluster=_in_turn(autopar.load_preset("dgx-a100", num_hosts=gpus // 8), 0),
+        cluster=autopar.load_preset(MEGATRONS, num_hosts=gpus // 8),
         ways=(Way(recipes.megatron(dp, tp, pp, m, chunks), m),),
         seconds=flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus),
         memory=None,

@@ -160,7 +160,7 @@ class _Reorderings:
 
     def seconds(self, op: LocalOp) -> float:
         """Of one operation, in the order of the program."""
-        if not self._kind.single_output:
+        if not self._kind.xla.single_output:
             return 0.0
         if isinstance(op, Reshard):
             return self._resharding(op)
@@ -300,7 +300,7 @@ def temporaries(local: LocalProgram, kind: DeviceKind) -> int:
     Until a result is made, other values lie in its place.
     """
     told = _kernels(local)
-    found = live(told, combined=kind.combined_sums, late=kind.hides_latency)
+    found = live(told, combined=kind.xla.combined_sums, late=kind.xla.hides_latency)
     given = Counter(_looks(port) for port in local.inputs)
     renewed: set[int] = set()  # results that lie where an argument does
     if local.program.phase is Phase.UPDATE:

@@ -17,7 +17,7 @@ from autopar.ir.mesh import DeviceKind
 
 def temporaries_factor(local: LocalProgram, kind: DeviceKind) -> float:
     """How many times as large as `program.temporaries` says the buffer is."""
-    if kind.hides_latency:  # XLA for GPUs
+    if kind.xla.hides_latency:  # XLA for GPUs
         return memory_factors().get(program_kind(local), 1.0)
     return kind.temporaries.get("convolutions" if _convolves(local) else "others", 1.0)
 

@@ -84,7 +84,7 @@ def assemble(
     planned from that layout to the one wanted there. 3. A sum or a leaf that must first be resharded to be sent
     gets a bridge: a program without equations. 4. Each program is written out with all the ports it must serve.
 
-    `single_output`: what the cluster's compiler does (`DeviceKind.single_output`).
+    `single_output`: what the cluster's compiler does (`XlaBackend.single_output`).
     """
     step = placed.step
     stored = {**{total: v for v, total in step.accumulate.items()}}

@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from autopar.ir.mesh import DeviceKind, Link
+from autopar.ir.mesh import DeviceKind, Link, XlaBackend
+
+IN_TURN = XlaBackend(combined_sums=0, hides_latency=False)  # collectives one by one, beside no kernels
 
 
 def toy_kind(name: str = "toy", **changes: Any) -> DeviceKind:
@@ -20,6 +22,7 @@ def toy_kind(name: str = "toy", **changes: Any) -> DeviceKind:
         launch_overhead=1e-6,
         dispatch_overhead=1e-5,
         memory_reserve=0,
+        xla=IN_TURN,
     )
     return dataclasses.replace(kind, **changes)
 

@@ -26,6 +26,7 @@ from autopar.pricing import Prices
 from autopar.runtime.executable import Executable, Source
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.trace import trace
+from tests.clusters import IN_TURN
 
 
 def cluster_of(
@@ -36,7 +37,7 @@ def cluster_of(
 
     memory: bytes. flops: FLOP/s. memory_bandwidth, link, network: bytes/s. latency, launch: s.
     """
-    kind = DeviceKind("device", memory, memory_bandwidth, {"float32": flops}, 1.0, 1.0, launch, launch)
+    kind = DeviceKind("device", memory, memory_bandwidth, {"float32": flops}, 1.0, 1.0, launch, launch, xla=IN_TURN)
     host = Host(kind, devices, Link("link", latency, link))
     return Cluster("test", (host,) * hosts, Link("network", latency, network))
 

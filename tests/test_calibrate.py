@@ -56,7 +56,7 @@ def test_everything_is_measured(found: autopar.Calibration) -> None:
     for kind in (host.kind, host.busy[0].kind):
         assert {product_family(s.sizes, s.dtype) for s in kind.products} >= {("float32", False), ("float32", True)}
         assert kind.dispatch_overhead > kind.launch_overhead > 0
-        assert kind.single_output
+        assert kind.xla.single_output
         assert kind.pooling["result"] > kind.pooling["gradient"] > 0
         assert kind.reorderings
         assert [nbytes for nbytes, _ in kind.bandwidths] == sorted({nbytes for nbytes, _ in kind.bandwidths})

@@ -26,6 +26,7 @@ from autopar.passes.submeshes import candidate_shapes, mesh_at
 from autopar.pricing import Prices
 from autopar.trace import trace
 from tests import models
+from tests.clusters import IN_TURN
 from tests.planned import cluster_of
 
 FAST = DeviceKind("fast", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0)
@@ -93,7 +94,10 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
     """What they join is copied before; then a kernel reads it against its order, and a product a copy of it."""
     copying, against = 1e9, 2e8  # bytes per second
     kind = dataclasses.replace(
-        cluster_of(1, 4).hosts[0].kind, memory_bandwidth=copying, single_output=True, reorderings=((1.0, against),)
+        cluster_of(1, 4).hosts[0].kind,
+        memory_bandwidth=copying,
+        reorderings=((1.0, against),),
+        xla=dataclasses.replace(IN_TURN, single_output=True),
     )
     mesh = mesh_at(0, (4,))
 
@@ -125,7 +129,7 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
     in_order = seconds((8, 64), 0, twice, kind)
     assert in_order == pytest.approx([0.0, 2 * size / copying, 2 * size / copying], rel=1e-3, abs=2e-9)
     assert seconds((1, 512), 1, twice, kind) == pytest.approx(in_order, abs=2e-9)
-    assert seconds((8, 64), 1, twice, dataclasses.replace(kind, single_output=False)) == in_order
+    assert seconds((8, 64), 1, twice, dataclasses.replace(kind, xla=IN_TURN)) == in_order
     turned = seconds((8, 64), 1, twice, kind)
     copied = size / 4 / against + size / 2 / copying
     assert turned == pytest.approx([copied, in_order[1] + size / against, in_order[2] + size / against], rel=1e-3)

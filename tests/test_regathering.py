@@ -16,7 +16,7 @@ from autopar import compiler, recipes
 from autopar.cost_model.program import temporaries
 from autopar.cost_model.xla_memory import memory_factors
 from autopar.ir.local import Reread
-from autopar.ir.mesh import Cluster
+from autopar.ir.mesh import Cluster, XlaBackend
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from tests.h100 import h100_devices, needs_cuda_compiler
@@ -138,7 +138,8 @@ def test_what_a_gather_waits_for_may_be_what_another_equation_made() -> None:
 
 
 def combining(cluster: Cluster, nbytes: int, *, hides_latency: bool = False) -> Cluster:
-    kind = dataclasses.replace(cluster.hosts[0].kind, combined_sums=nbytes, hides_latency=hides_latency)
+    xla = XlaBackend(combined_sums=nbytes, hides_latency=hides_latency)
+    kind = dataclasses.replace(cluster.hosts[0].kind, xla=xla)
     return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(h, kind=kind) for h in cluster.hosts))
 
 

@@ -2,8 +2,9 @@
 
     {"format": "autopar-cluster", "version": 1, "name": "...",
      "hosts": [{"num_hosts": 2, "devices_per_host": 8, "device": {...}, "link": {...}}, ...],
-     "network": {...}}
+     "xla": {...}, "network": {...}}
 
+`xla` has the fields of `XlaBackend`: whose compiler makes the programs. Without it, it is today's XLA for GPUs.
 `device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Hosts of virtual devices have besides
 "busy": [{"num_devices": 1, "device": {...}, "link": {...}}, ...], `Busy`. Any object may carry a text
 under "source" that says where its numbers come from; it is not read. Efficiencies and overheads of a device may be left
@@ -35,7 +36,7 @@ from autopar.ir.json_file import (
     versioned,
     whole,
 )
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed, XlaBackend
 
 FORMAT = "autopar-cluster"
 VERSION = 1
@@ -66,7 +67,16 @@ def cluster_to_json(cluster: Cluster) -> str:
 
 
 def check_cluster(cluster: Cluster) -> None:
-    """Raise ClusterError where a cluster holds a number that no file may hold, such as a bandwidth of 0."""
+    """Raise ClusterError where a cluster holds a number that no file may hold, such as a bandwidth of 0.
+
+    Or where the programs of its hosts are made by several compilers.
+    """
+    for at, host in enumerate(cluster.hosts):
+        if any(kind.xla != cluster.xla for kind in (host.kind, *(each.kind for each in host.busy))):
+            raise ClusterError(
+                f"cluster {cluster.name!r}: host {at} has {host.kind.xla} and host 0 {cluster.xla}: one compiler makes "
+                "the programs of all hosts; give every DeviceKind the same xla"
+            )
     parse_cluster(json.dumps(cluster_data(cluster)), f"cluster {cluster.name!r}")
 
 
@@ -89,12 +99,15 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
         "version": VERSION,
         "name": cluster.name,
         "hosts": hosts,
+        "xla": dataclasses.asdict(cluster.xla),
         "network": dataclasses.asdict(cluster.network),
     }
 
 
 def _speeds(of: Host | Busy) -> dict[str, Any]:
-    device = {field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind)}
+    device = {
+        field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind) if field.name != "xla"
+    }
     device["peak_flops"] = dict(of.kind.peak_flops)
     device["products"] = [_product_data(each) for each in of.kind.products]
     for name in ("bandwidths", "reorderings", "allocations"):
@@ -124,7 +137,19 @@ def _read_cluster_file(value: Any, path: str) -> Cluster:
 
 
 def _cluster(fields: Mapping[str, Any]) -> Cluster:
-    return Cluster(fields["name"], fields["hosts"], Link(**fields["network"]))
+    xla = XlaBackend(**fields["xla"])
+
+    def made_by_it(kind: DeviceKind) -> DeviceKind:
+        return dataclasses.replace(kind, xla=xla)
+
+    hosts = [
+        dataclasses.replace(
+            host, kind=made_by_it(host.kind),
+            busy=tuple(dataclasses.replace(each, kind=made_by_it(each.kind)) for each in host.busy),
+        )
+        for host in fields["hosts"]
+    ]  # fmt: skip
+    return Cluster(fields["name"], tuple(hosts), Link(**fields["network"]))
 
 
 def _peak_flops(value: Any, path: str) -> dict[str, float]:
@@ -192,9 +217,6 @@ _DEVICE: Mapping[str, Reader] = {
     "memory_reserve": whole("a whole number of bytes, 0 or more", least=0),
     "convolution_share": number("a share above 0 and at most 1", above=0, most=1),
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
-    "combined_sums": whole("a whole number of bytes, 0 or more", least=0),
-    "hides_latency": read_boolean,
-    "single_output": read_boolean,
     "multiprocessors": whole("a whole number, 0 or more", least=0),
     "products": _read_products,
     "bandwidths": _read_curve,
@@ -205,6 +227,13 @@ _DEVICE: Mapping[str, Reader] = {
 }
 _MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
+_read_xla = record(
+    {
+        "combined_sums": whole("a whole number of bytes, 0 or more", least=0), "hides_latency": read_boolean,
+        "single_output": read_boolean,
+    },
+    dataclasses.asdict(XlaBackend()),
+)  # fmt: skip
 _read_link = record(_LINK, {"pair_bandwidth": None, "lone_bandwidth": None})
 # What a kind that was never measured is taken to reach: what the preset of this kind has.
 _MEASURED_KIND = "A100-SXM4-80GB"
@@ -212,8 +241,7 @@ _MEASURED = {
     "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
 }  # fmt: skip
 _UNSAID = {
-    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "combined_sums": 0,
-    "hides_latency": False, "single_output": False, "multiprocessors": 0,
+    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0,
     "products": (), "bandwidths": (), "reorderings": (), "pooling": {}, "allocations": (), "temporaries": {},
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
@@ -264,17 +292,14 @@ def _hosts_reader(device: Reader) -> Reader:
                 raise bad(f"{here}.busy", group["busy"], "for ascending numbers of devices, fewer than the host has")
             kind = kind_of(group["device"], f"{here}.device")
             hosts += [Host(kind, group["devices_per_host"], Link(**group["link"]), fewer)] * group["num_hosts"]
-            if kind.single_output != hosts[0].kind.single_output:
-                expected = "what it is for the other hosts: one compiler makes the programs of all"
-                raise bad(f"{here}.device.single_output", kind.single_output, expected)
         return tuple(hosts)
 
     return read
 
 
 def _reader(device: Reader) -> Reader:
-    fields: dict[str, Reader] = {"name": read_string, "hosts": _hosts_reader(device), "network": _read_link}
-    return versioned(FORMAT, VERSION, fields, _REMEDY)
+    fields = {"name": read_string, "hosts": _hosts_reader(device), "xla": _read_xla, "network": _read_link}
+    return versioned(FORMAT, VERSION, fields, _REMEDY, {"xla": dataclasses.asdict(XlaBackend())})
 
 
 _read_whole = _reader(record(_DEVICE, _UNSAID))

@@ -152,10 +152,12 @@ def record(fields: Mapping[str, Reader], defaults: Mapping[str, Any] | None = No
     return read
 
 
-def versioned(format_name: str, version: int, fields: Mapping[str, Reader], remedy: str) -> Reader:
+def versioned(
+    format_name: str, version: int, fields: Mapping[str, Reader], remedy: str, defaults: Mapping[str, Any] | None = None
+) -> Reader:
     """Records that name their format and version, both read first: another version is not blamed for its fields."""
     expected: Mapping[str, str | int] = {"format": format_name, "version": version}
-    read_fields = record({"format": _kept, "version": _kept, **fields})
+    read_fields = record({"format": _kept, "version": _kept, **fields}, defaults)
 
     def read(value: Any, path: str) -> dict[str, Any]:
         if not isinstance(value, Mapping):

@@ -77,6 +77,19 @@ class ProductSpeed:
 
 
 @dataclasses.dataclass(frozen=True)
+class XlaBackend:
+    """What the compiler of a cluster's programs does; the default is XLA for GPUs today."""
+
+    combined_sums: int = 30 << 20  # bytes of results up to which it makes independent collectives one
+    # Whether it runs collectives beside other kernels, as XLA for GPUs does today. That takes memory; the time that it
+    # saves is not predicted.
+    hides_latency: bool = True
+    # Whether a kernel has one result, reduces only what is in memory, and reads arrays that lie in another order
+    # element by element, as XLA's for CPUs: those for GPUs merge kernels, and transpose in tiles.
+    single_output: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class DeviceKind:
     """What one device of this kind can do."""
 
@@ -91,14 +104,8 @@ class DeviceKind:
     memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
     convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
     batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
-    combined_sums: int = 0  # bytes of results up to which the compiler makes independent collectives one
-    # Whether it runs them beside other kernels, as XLA for GPUs does today. That takes memory; the time that it saves
-    # is not predicted.
-    hides_latency: bool = False
-    # Whether a kernel of the compiler has one result, reduces only what is in memory, and reads arrays that lie in
-    # another order element by element, as XLA's for CPUs: those for GPUs merge kernels, and transpose in tiles.
-    single_output: bool = False
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
+    xla: XlaBackend = XlaBackend()  # whose compiler makes its programs
     # Measured, where there are any, and then instead of the shares and efficiencies above:
     products: tuple[ProductSpeed, ...] = ()
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
@@ -159,9 +166,9 @@ class Cluster:
         return self.host_bounds[-1]
 
     @property
-    def single_output(self) -> bool:
-        """`DeviceKind.single_output`: one compiler makes the programs of all hosts."""
-        return any(host.kind.single_output for host in self.hosts)
+    def xla(self) -> XlaBackend:
+        """One compiler makes the programs of all hosts."""
+        return self.hosts[0].kind.xla
 
     @functools.cached_property
     def host_bounds(self) -> tuple[int, ...]:

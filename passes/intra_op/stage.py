@@ -45,7 +45,7 @@ class Stage:
     ) -> None:  # fmt: skip
         """`rules` by equation id; `pinned`: inputs of the stage that lie somewhere already.
 
-        `single_output`: what the cluster's compiler does (`DeviceKind.single_output`).
+        `single_output`: what the cluster's compiler does (`XlaBackend.single_output`).
         """
         self.placed, self.index, self.rules, self.pinned = placed, index, rules, pinned
         self.step = placed.step

@@ -126,7 +126,7 @@ def memory_traffic(
 ) -> dict[int, Traffic]:  # fmt: skip
     """The traffic of each equation, by its id, in a program with these inputs and outputs.
 
-    `single_output`: for a compiler whose kernels have one result each (`DeviceKind.single_output`).
+    `single_output`: for a compiler whose kernels have one result each (`XlaBackend.single_output`).
     """
     memory = _memory(equations, rules, inputs, outputs, single_output)
     layouts = Layouts()

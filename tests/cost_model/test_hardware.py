@@ -1,5 +1,6 @@
 """Presets, and the cluster of the devices at hand."""
 
+import dataclasses
 import importlib.resources
 import json
 import os
@@ -17,14 +18,17 @@ from autopar.cost_model.hardware import (
 )
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
-from autopar.ir.mesh import Cluster, Host
+from autopar.ir.mesh import Cluster, Host, XlaBackend
 from tests.clusters import LINK, NETWORK, toy_kind
 
 # Presets
 
 
 def test_the_presets_are_those_promised() -> None:
-    assert preset_names() == ("cpu", "dgx-a100", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "hgx-h200", "p3.16xlarge")
+    assert preset_names() == (
+        "cpu", "dgx-a100", "dgx-a100-2021", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "hgx-h200", "p3.16xlarge",
+        "p3.16xlarge-2022",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", preset_names())
@@ -202,3 +206,18 @@ def test_a_machine_that_does_not_tell_its_memory(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "cpu_count", lambda: None)
     (host,) = cluster_from_devices(jax.devices("cpu")[:1]).hosts
     assert host.kind.memory == load_preset("cpu").hosts[0].kind.memory  # one core, as the preset has it
+
+
+@pytest.mark.parametrize(("today", "then"), [("p3.16xlarge", "p3.16xlarge-2022"), ("dgx-a100", "dgx-a100-2021")])
+def test_presets_of_published_measurements_differ_by_the_compiler_alone(today: str, then: str) -> None:
+    old, new = load_preset(then), load_preset(today)
+    assert not old.xla.hides_latency
+    assert new.xla == XlaBackend()
+    host = dataclasses.replace(old.hosts[0], kind=dataclasses.replace(old.hosts[0].kind, xla=new.xla))
+    assert dataclasses.replace(old, name=today, hosts=(host,)) == new
+
+
+def test_a_cluster_file_without_a_compiler_has_that_of_gpus_today() -> None:
+    data = json.loads(cluster_to_json(load_preset("dgx-h100")))
+    assert data.pop("xla") == {"combined_sums": 30 << 20, "hides_latency": True, "single_output": False}
+    assert cluster_from_json(json.dumps(data)) == load_preset("dgx-h100")

@@ -13,7 +13,7 @@ import pytest
 from autopar.cost_model.hardware import load_preset
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed, XlaBackend
 from tests.clusters import LINK, NETWORK, toy_kind
 
 
@@ -45,7 +45,7 @@ def _measured() -> Cluster:
         toy_kind(),
         products=products,
         bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
-        single_output=True,
+        xla=XlaBackend(combined_sums=7, hides_latency=False, single_output=True),
         reorderings=((1e5, 4e9), (1e6, 4e8)),
         pooling={"result": 4e8, "gradient": 3e7},
         allocations=((1e6, 5e9),),
@@ -76,7 +76,6 @@ def test_round_trip_of_what_was_measured() -> None:
         (("device", "temporaries", "others"), 0, r"temporaries.others is 0; it must be a factor above 0"),
         (("device", "pooling", "result"), 0, r"pooling.result is 0; it must be a number a second, above 0"),
         (("device", "pooling", "sum"), 1, r"pooling.sum is no field of this file"),
-        (("device", "single_output"), 1, r"single_output is 1; it must be true or false"),
         (("device", "reorderings", 0, 1), 0, r"reorderings\[0\]\[1\] is 0"),
         (("device", "allocations", 0, 1), 0, r"allocations\[0\]\[1\] is 0"),
         (("busy", 0, "num_devices"), 3, r"hosts\[0\].busy is .* ascending numbers of devices, fewer than the host has"),
@@ -164,8 +163,8 @@ def test_a_bad_field_is_named_with_its_value_and_the_remedy(
 
 
 def test_hosts_have_one_compiler() -> None:
-    both = tuple(Host(dataclasses.replace(toy_kind(), single_output=single), 2, LINK) for single in (False, True))
-    with pytest.raises(ClusterError, match=r"hosts\[1\].device.single_output is true; .* one compiler"):
+    both = tuple(Host(toy_kind(xla=XlaBackend(single_output=single)), 2, LINK) for single in (False, True))
+    with pytest.raises(ClusterError, match=r"cluster 'two': host 1 has .*single_output=True.* one compiler"):
         cluster_to_json(Cluster("two", both, NETWORK))
 
 

@@ -17,6 +17,7 @@ from autopar.passes.intra_op.stage import most_pieces
 from autopar.planner import Planner
 from autopar.pricing import Prices
 from benchmarks.models import gpt, moe
+from tests.clusters import IN_TURN
 from tests.planned import analyse, cluster_of
 
 GPT = gpt.GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, width=128, num_heads=4, dropout=0.0)
@@ -56,7 +57,8 @@ def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(
     state = jax.eval_shape(of.make_init(config, optimizer), jax.random.key(0))
     analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 8))
     plain = cluster_of(1, devices, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
-    kind = dataclasses.replace(plain.hosts[0].kind, single_output=True, reorderings=((1e4, 1e10), (1e7, 1e9)))
+    xla = dataclasses.replace(IN_TURN, single_output=True)
+    kind = dataclasses.replace(plain.hosts[0].kind, xla=xla, reorderings=((1e4, 1e10), (1e7, 1e9)))
     cluster = dataclasses.replace(plain, hosts=(dataclasses.replace(plain.hosts[0], kind=kind),))
     seconds = {}
     for each in (plain, cluster):
