@@ -1,59 +1,58 @@
-"""Recipes beside the planner, in the same cost model: its plan is none the worse for the search being inexact."""
+"""Recipes beside the planner, in the same cost model: a user's plan is none the worse for an inexact search."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import warnings
+from collections.abc import Iterator
 
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
-from autopar.ir.units import seconds_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import mesh_at
 from autopar.planner import OutOfTime, Planner
-from autopar.stage_costs import StageCosts
-
-_SURE = 0.95  # an estimate that is not below this share of a plan's time cannot be of a better one
 
 
 def plan_beside_recipes(
     analysis: BatchAnalysis, cluster: Cluster, method: Method, num_microbatches: int | None
 ) -> tuple[Plan, LoweredStep]:
-    """The planner's plan, with a note of what recipes within one stage take; one of these where it is better.
+    """The planner's plan, or that of a usual recipe where it is quicker or the planner finds none.
 
+    Each recipe has as many microbatches as is best for it, unless their number is fixed; a note says which were tried.
     Without time for any plan, it is the best of a few recipes, with a warning.
 
     Raises:
       InfeasiblePlanError: nothing fits, or no recipe does and there was too little time for anything else.
     """
     planner = Planner(analysis, cluster, method)
+    best, nothing_fits = None, None
     try:
         best = planner.plan(num_microbatches)
     except OutOfTime:
         return _best_recipe(planner, num_microbatches)
-    if not method.baselines or cluster.num_devices == 1:
-        return best
-    notes = []
+    except InfeasiblePlanError as error:
+        nothing_fits = error
+    tried = []
     fixed = num_microbatches or method.num_microbatches
-    for m in dict.fromkeys([fixed] if fixed else [1, best[0].num_microbatches]):
-        for recipe in _within_one_stage(m):
-            seconds = _estimate(planner, recipe, m) if _heeds(recipe, method) else None
-            if seconds is None:
-                continue
-            notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {seconds_text(seconds)}")
-            if seconds < _SURE * best[0].step_time:
-                with contextlib.suppress(UserError):
-                    found = Planner(analysis, cluster, _adapted(recipe, method)).plan()
-                    best = min(best, found, key=lambda one: one[0].step_time)
-        if notes:
-            break
-    text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
-    return dataclasses.replace(best[0], notes=(*best[0].notes, f"{text}.")), best[1]
+    for recipe in _rivals(planner, fixed) if method.baselines and cluster.num_devices > 1 else ():
+        if _heeds(recipe, method):
+            tried.append(recipe.name)
+            if (found := planner.better_by(_adapted(recipe, method))) is not None:
+                best = found
+    if best is None:
+        assert nothing_fits is not None
+        raise nothing_fits
+    if not tried:
+        return best
+    verdict = "none is quicker" if best[0].method == method.name else f"{best[0].method} is the quickest"
+    note = f"Recipes tried beside the search: {', '.join(tried)}; {verdict}."
+    return dataclasses.replace(best[0], notes=(*best[0].notes, note)), best[1]
 
 
 def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
@@ -71,17 +70,28 @@ def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
     return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
 
 
-def _within_one_stage(num_microbatches: int) -> tuple[Method, ...]:
-    return recipes.data_parallel(num_microbatches), *(recipes.zero(stage, num_microbatches) for stage in (2, 3))
+def _within_one_stage(num_microbatches: int | None) -> tuple[Method, ...]:
+    return recipes.data_parallel(num_microbatches), *(recipes.zero(stage, num_microbatches) for stage in (1, 2, 3))
 
 
-def _estimate(planner: Planner, recipe: Method, num_microbatches: int) -> float | None:
-    """Seconds per step of a recipe within one stage, as the stage search estimates them; None if it does not fit."""
-    layered = planner.layering.layered(num_microbatches, False)
-    stages = StageCosts(planner.prices, recipe)
-    mesh = mesh_at(0, (planner.cluster.num_devices,))
-    cost = stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
-    return None if cost is None else num_microbatches * cost.per_microbatch + cost.per_step
+def _rivals(planner: Planner, num_microbatches: int | None) -> Iterator[Method]:
+    """What an expert would try: data parallelism, ZeRO, and Megatron-LM's degrees of parallelism.
+
+    For each degree of tensor parallelism within a host the two shallowest pipelines that divide the state enough
+    (takeaways 1 and 2 of Narayanan et al. 2021).
+    """
+    yield from _within_one_stage(num_microbatches)
+    hosts, devices = planner.cluster.hosts, planner.cluster.num_devices
+    if len(set(hosts)) > 1:
+        return
+    graph = planner.graph
+    state = sum(graph.inputs[i].nbytes for i in {*graph.carried.values()})
+    memory = planner.prices.memory(mesh_at(0, (hosts[0].num_devices,)))
+    for tensor in (n for n in range(1, hosts[0].num_devices + 1) if hosts[0].num_devices % n == 0):
+        deep = (n for n in range(1, devices // tensor + 1) if devices % (tensor * n) == 0)
+        enough = (n for n in deep if state < tensor * n * memory and tensor * n > 1)
+        for pipeline in itertools.islice(enough, 2):
+            yield recipes.megatron(devices // (tensor * pipeline), tensor, pipeline, num_microbatches)
 
 
 def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:

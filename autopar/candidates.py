@@ -58,7 +58,10 @@ class Candidates:
         return [m for m in self.many[::-1] if m > self.likely[-1]]
 
     def fewer(self, plan: Plan) -> int | None:
-        """A number of microbatches below the plan's for which there is memory, if its stages stay as they are."""
+        """A number of microbatches below the plan's: one for which there is memory if its stages stay as they are.
+
+        If there is none, the next: other shardings, or what is computed again, may need less.
+        """
         m = plan.num_microbatches
         held: dict[tuple[int, ...], float] = defaultdict(float)  # activations of all stages on the same devices
         for stage in plan.stages:
@@ -70,7 +73,7 @@ class Candidates:
                 for s in plan.stages
             ):
                 return n
-        return None
+        return numbers[0] if numbers else None
 
     def rounds(self, stages: int, m: int) -> Sequence[int]:
         """Numbers of rounds that may be worth it for so many stages, rising.
@@ -152,14 +155,13 @@ class Candidates:
         return found
 
     def first_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        """Those of one axis of several devices; where stages must have many hosts, those of hosts x width, too.
+        """Those of one axis of several devices, and of several hosts that of hosts x width.
 
         All of them, where the method has none such.
         """
         width = cluster.hosts[cluster.host_of(start)].num_devices
-        many = len(cluster.hosts) > MAX_LAYERS
         shapes = self.shapes(cluster, start, size)
-        return tuple(s for s in shapes if 1 in s or len(s) == 1 or (many and s[1] == width)) or shapes
+        return tuple(s for s in shapes if 1 in s or len(s) == 1 or s[1] == width) or shapes
 
     def shapes_of_hosts(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
         """The same of whole hosts, each by itself."""

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from autopar.candidates import Candidates, Groups, groups_of, has_room, shapes_on
 from autopar.cost_model.timeline import StageTimes, simulate
-from autopar.errors import MicrobatchError, PlanError, UnsplitWarning
+from autopar.errors import MicrobatchError, PlanError, UnsplitWarning, UserError
 from autopar.finisher import Finisher, with_layers
 from autopar.ir.graph import Phase
 from autopar.ir.mesh import Cluster, Mesh
@@ -99,8 +99,27 @@ class Planner:
                     raise
             if best is None:
                 raise self.stages.infeasible(self.graph.name)
-            plan, lowered = best
-            return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
+            return self._noted(best)
+
+    def better_by(self, method: Method) -> _Found | None:
+        """The best plan that is found by another method, if it is quicker than the best so far."""
+        best: _Found | None = None
+        planner = self._with(method)
+        estimate = (1 + _DEAR) * self._best.step_time  # estimates of the stage search are as far off
+        planner._best = _Best(self._best.step_time, estimate, estimate)
+        # What is to be warned of was when the search began.
+        quietly = warnings.catch_warnings(action="ignore")
+        with _uncollected(), quietly, contextlib.suppress(OutOfTime, UserError):
+            for found in planner._improving(None):
+                best = found
+        if best is None:
+            return None
+        self._best.step_time = best[0].step_time
+        return planner._noted(best)
+
+    def _noted(self, found: _Found) -> _Found:
+        plan, lowered = found
+        return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
 
     def any_plan(self, num_microbatches: int | None = None) -> Plan | None:
         """The first plan that fits, if one is found."""
@@ -117,6 +136,9 @@ class Planner:
             best = found
             yield found
         if fixed is None:
+            if (found_in_one := self._one_stage(best)) is not None:
+                best = found_in_one
+                yield best
             for found in self._other_numbers(best):
                 best = found
                 yield found
@@ -155,6 +177,16 @@ class Planner:
         for m in numbers:
             if (found := self._better(m, stages)) is not None:
                 yield found
+
+    def _one_stage(self, best: _Found | None) -> _Found | None:
+        """A plan of one stage that is better than a pipeline, which it may be with fewer microbatches only.
+
+        They are as few as the stage search alone thinks a gain.
+        """
+        may_be_one = self.method.num_stages in (None, 1) and self.method.min_stages == 1
+        if best is None or len(best[0].stages) == 1 or not may_be_one or not self.candidates.many:
+            return None
+        return self._better(self._fewest(self.candidates.many[0], 1, self.candidates.first_shapes), 1)
 
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.

@@ -141,15 +141,18 @@ def zero(stage: int, num_microbatches: int | None = 1) -> Method:
     return Method(f"zero_{stage}", 1, num_microbatches, (-1,), data_axes=("x",), zero=stage)
 
 
-def megatron(dp: int, tp: int, pp: int, num_microbatches: int, chunks: int = 1) -> Method:
+def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chunks: int = 1) -> Method:
     """Megatron-LM (Narayanan et al. 2021): a pipeline over `pp` meshes of `dp` x `tp` devices, 1F1B.
 
-    With several `chunks` each mesh has so many stages, interleaved with those of the others.
+    With several `chunks` each mesh has so many stages, interleaved with those of the others. Without a number of
+    microbatches, it is found.
 
     Raises:
       PlanError: a degree is not a positive integer, or microbatches do not come in whole groups of `pp` for chunks.
     """
-    degrees = {"dp": dp, "tp": tp, "pp": pp, "num_microbatches": num_microbatches, "chunks": chunks}
+    degrees = {"dp": dp, "tp": tp, "pp": pp, "chunks": chunks}
+    if num_microbatches is not None:
+        degrees["num_microbatches"] = num_microbatches
     for name, degree in degrees.items():
         if not isinstance(degree, int) or degree < 1:
             raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
@@ -158,7 +161,7 @@ def megatron(dp: int, tp: int, pp: int, num_microbatches: int, chunks: int = 1) 
             f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), schedule="1f1b",
             data_axes=("x",), model_axes=("y",), zero=0,
         )  # fmt: skip
-    if num_microbatches % pp:
+    if num_microbatches is not None and num_microbatches % pp:
         raise PlanError(
             f"megatron(num_microbatches={num_microbatches}, chunks={chunks}): interleaved, the microbatches must be a "
             f"multiple of pp={pp}."
@@ -170,7 +173,7 @@ def megatron(dp: int, tp: int, pp: int, num_microbatches: int, chunks: int = 1) 
     )  # fmt: skip
 
 
-def gpipe(num_stages: int, num_microbatches: int) -> Method:
+def gpipe(num_stages: int, num_microbatches: int | None = None) -> Method:
     """GPipe (Huang et al. 2019): a pipeline, all forwards before all backwards, data parallel within a stage."""
     return Method("gpipe", num_stages, num_microbatches, (-1,), schedule="gpipe", data_axes=("x",), zero=0)
 
