@@ -42,7 +42,7 @@ from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
-from autopar.trace import leaf_specs, trace
+from autopar.trace import leaf_specs, trace, with_examples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -347,7 +347,7 @@ class Parallelized:
             lies = {} if leader is None else _homes(leader, graph, call.leaves)
             state = frozenset(graph.inputs[i] for i in lies)
             axes = resolve_batch_axes(graph, self._batch_axes, state)
-            self._analyses[call.key] = analyse_batch(graph, axes, rule_of)
+            self._analyses[call.key] = analyse_batch(with_examples(graph, axes.keys()), axes, rule_of)
         return self._analyses[call.key]
 
     def _leader(self) -> Executable | None:
@@ -368,12 +368,11 @@ class Parallelized:
         if leader is None:
             return self._planned_anew(analysis, self.cluster, self._method)
         lies = _homes(leader, analysis.graph, call.leaves)
-        fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
         finisher = Finisher(analysis, leader.plan.cluster)
         limit = analysis.most_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        return finisher.follow(leader.plan.stages, count, fixed)
+        return finisher.follow(leader.plan.stages, count, lies)
 
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
@@ -593,7 +592,7 @@ def parallelize(
       static_leaves: which leaves of arguments and results are part of the structure, as in `equinox.filter_jit`; asked
         of leaves that are no arrays. Default: functions. Equinox modules with flags need
         `lambda leaf: not eqx.is_array(leaf)`.
-      donate_argnums: "auto" donates the state (the leaves that come out again); () keeps it.
+      donate_argnums: "auto" donates the state (the leaves that come out again, never examples); () keeps it.
       devices: default `jax.devices()`.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
       hints: how arguments have to be cut, a spec of `autopar.hint` by the path of a leaf, such as

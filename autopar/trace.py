@@ -15,7 +15,7 @@ import functools
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -225,11 +225,28 @@ def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, int]]:
         level = below
 
 
-def matching_leaves(in_tree: Any, ins: Sequence[LeafSpec], out_tree: Any, outs: Sequence[LeafSpec]) -> dict[int, int]:
+def with_examples(graph: Graph, examples: Set[Value]) -> Graph:
+    """A traced graph of which these inputs hold the examples, and so are no state, whatever comes out.
+
+    What replaces which of the others is looked for anew.
+    """
+    returned = [(v.shape, str(v.dtype)) for v in graph.outputs[: graph.out_tree.num_leaves]]
+    carried = matching_leaves(graph.in_tree, state_specs(graph, examples), graph.out_tree, returned)
+    return dataclasses.replace(graph, carried=carried, examples=frozenset(examples))
+
+
+def state_specs(graph: Graph, examples: Set[Value]) -> list[LeafSpec | None]:
+    """What `matching_leaves` needs to know of a graph's inputs; None of those that hold examples."""
+    return [None if v in examples else (v.shape, str(v.dtype)) for v in graph.inputs]
+
+
+def matching_leaves(
+    in_tree: Any, ins: Sequence[LeafSpec | None], out_tree: Any, outs: Sequence[LeafSpec]
+) -> dict[int, int]:
     """Output leaf -> input leaf it replaces: the largest argument subtrees that come out with the same structure.
 
-    `in_tree` is the structure of (args, kwargs). A bare array is taken for state only at the top: argument i against
-    the whole output or its i-th element.
+    `in_tree` is the structure of (args, kwargs); an input of None matches nothing. A bare array is taken for state only
+    at the top: argument i against the whole output or its i-th element.
     """
     matches: dict[int, int] = {}
     out_subtrees = list(_subtrees(out_tree))
