@@ -40,6 +40,7 @@ from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
+from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
 from autopar.trace import leaf_specs, trace, with_examples
@@ -81,6 +82,7 @@ class Parallelized:
         self._hints = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
+        self._buffers = Buffers()
         self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
 
     @property
@@ -425,7 +427,7 @@ class Parallelized:
             plan = dataclasses.replace(plan, origin=origin)
         step = lowered.placed.step
         donated = inputs_of(self._donated(call, analysis.graph), step.graph)
-        runtime = build(lowered, plan.schedule, devices, donated)
+        runtime = build(lowered, plan.schedule, devices, donated, self._buffers)
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 
