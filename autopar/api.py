@@ -30,7 +30,7 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
-from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, kind_of, unflatten_arrays
 from autopar.ir.why import Why
 from autopar.origin import StepOrigin, inputs_of
 from autopar.passes.batch import BatchAnalysis, analyse_batch
@@ -43,7 +43,7 @@ from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
-from autopar.trace import leaf_specs, trace, with_examples
+from autopar.trace import call_specs, configuration, trace, with_examples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -310,7 +310,9 @@ class Parallelized:
             args = tuple(a for i, a in enumerate(args) if i not in numbers)
             kwargs = {k: v for k, v in kwargs.items() if k not in names}
         leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
-        return _Call(tuple(leaves), tree, positional, named, (tree, leaf_specs(leaves), positional, named))
+        kinds = [kind_of(value) for _, value in (*positional, *named)]
+        key = tree, call_specs(leaves), positional, named, tuple(kinds), configuration()
+        return _Call(tuple(leaves), tree, positional, named, key)
 
     def _static(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

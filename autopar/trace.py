@@ -41,23 +41,44 @@ _UNBOUND = "unbound axis name"
 
 _TRANSPARENT = frozenset({*CALLS, "scan"})  # callbacks inside are carried out as those outside
 
+_TYPED = (jax.Array, jax.ShapeDtypeStruct, Pieces)
+
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 
 
 def leaf_specs(leaves: Sequence[Any]) -> tuple[LeafSpec, ...]:
     """Shape and dtype of each leaf as JAX sees it; of what is no array its type, for `trace` to complain about."""
+    return tuple((shape, dtype) for shape, dtype, _ in call_specs(leaves))
+
+
+def call_specs(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], Any, bool], ...]:
+    """As `leaf_specs`, with whether the type is a weak one, as Python numbers have it."""
     return tuple(
-        (x.shape, x.dtype) if isinstance(x, jax.Array | jax.ShapeDtypeStruct | Pieces) else _spec_on_host(x)
+        (x.shape, x.dtype, getattr(x, "weak_type", False)) if isinstance(x, _TYPED) else _spec_on_host(x)
         for x in leaves
     )
 
 
-def _spec_on_host(x: Any) -> LeafSpec:
+@jax.jit
+def _nothing() -> tuple[()]:
+    return ()
+
+
+def configuration() -> Any:
+    """One object for as long as what is traced and compiled means the same: JAX's own memory of a function is asked.
+
+    Covers whatever `jax.jit` makes another program for: settings such as `jax_enable_x64` and the default precision,
+    whether they are changed for good or by a context manager. After `jax.clear_caches()` there is another.
+    """
+    return _nothing.trace().jaxpr
+
+
+def _spec_on_host(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     try:
         aval = jax.typeof(x)
     except TypeError:
-        return (), type(x)
-    return aval.shape, aval.dtype
+        return (), type(x), False
+    return aval.shape, aval.dtype, aval.weak_type
 
 
 def trace(

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
+from jax.extend.core.primitives import convert_element_type_p
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
@@ -28,6 +29,7 @@ class Array:
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.sharding.NamedSharding
+    weak_type: bool = False  # of a result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,9 +56,15 @@ class Source:
             out_specs=tuple(a.sharding.spec for a in self.outputs),
             check_vma=False,
         )
-        mapped.__name__ = self.name
+        weak = [a.weak_type for a in self.outputs]
+
+        def program(*xs: Any) -> tuple[Any, ...]:
+            results = mapped(*xs)  # of a `shard_map`, and so of types that are not weak
+            return tuple(weakly_typed(x) if w else x for x, w in zip(results, weak, strict=True))
+
+        program.__name__ = self.name
         return jax.jit(
-            mapped,
+            program,
             in_shardings=tuple(a.sharding for a in self.inputs),
             out_shardings=tuple(a.sharding for a in self.outputs),
             donate_argnums=self.donated,
@@ -233,9 +241,19 @@ def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
+def weakly_typed(x: Any) -> Any:
+    """The same array, with a type that gives way to others', as those of Python numbers do."""
+    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def copied(leaf: Any) -> Any:
     """An argument of which the original may be given away."""
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+
+def on_device(leaf: Any) -> Any:
+    """An argument as JAX's array; those of the host are copied."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)
 
 
 def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
