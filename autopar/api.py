@@ -30,7 +30,7 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
-from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, kind_of, unflatten_arrays
 from autopar.ir.why import Why
 from autopar.origin import StepOrigin, inputs_of
 from autopar.passes.batch import BatchAnalysis, analyse_batch
@@ -40,9 +40,10 @@ from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
+from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
-from autopar.trace import leaf_specs, trace
+from autopar.trace import call_specs, configuration, trace, with_examples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ class Parallelized:
         self._hints = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
+        self._buffers = Buffers()
         self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
 
     @property
@@ -308,7 +310,9 @@ class Parallelized:
             args = tuple(a for i, a in enumerate(args) if i not in numbers)
             kwargs = {k: v for k, v in kwargs.items() if k not in names}
         leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
-        return _Call(tuple(leaves), tree, positional, named, (tree, leaf_specs(leaves), positional, named))
+        kinds = [kind_of(value) for _, value in (*positional, *named)]
+        key = tree, call_specs(leaves), positional, named, tuple(kinds), configuration()
+        return _Call(tuple(leaves), tree, positional, named, key)
 
     def _static(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
@@ -347,7 +351,7 @@ class Parallelized:
             lies = {} if leader is None else _homes(leader, graph, call.leaves)
             state = frozenset(graph.inputs[i] for i in lies)
             axes = resolve_batch_axes(graph, self._batch_axes, state)
-            self._analyses[call.key] = analyse_batch(graph, axes, rule_of)
+            self._analyses[call.key] = analyse_batch(with_examples(graph, axes.keys()), axes, rule_of)
         return self._analyses[call.key]
 
     def _leader(self) -> Executable | None:
@@ -368,12 +372,11 @@ class Parallelized:
         if leader is None:
             return self._planned_anew(analysis, self.cluster, self._method)
         lies = _homes(leader, analysis.graph, call.leaves)
-        fixed = {i: home for i, home in lies.items() if analysis.states[analysis.graph.inputs[i]].batch is None}
         finisher = Finisher(analysis, leader.plan.cluster)
         limit = analysis.most_microbatches
         wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        return finisher.follow(leader.plan.stages, count, fixed)
+        return finisher.follow(leader.plan.stages, count, lies)
 
     def _planned_anew(
         self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
@@ -426,7 +429,7 @@ class Parallelized:
             plan = dataclasses.replace(plan, origin=origin)
         step = lowered.placed.step
         donated = inputs_of(self._donated(call, analysis.graph), step.graph)
-        runtime = build(lowered, plan.schedule, devices, donated)
+        runtime = build(lowered, plan.schedule, devices, donated, self._buffers)
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 
@@ -593,7 +596,7 @@ def parallelize(
       static_leaves: which leaves of arguments and results are part of the structure, as in `equinox.filter_jit`; asked
         of leaves that are no arrays. Default: functions. Equinox modules with flags need
         `lambda leaf: not eqx.is_array(leaf)`.
-      donate_argnums: "auto" donates the state (the leaves that come out again); () keeps it.
+      donate_argnums: "auto" donates the state (the leaves that come out again, never examples); () keeps it.
       devices: default `jax.devices()`.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
       hints: how arguments have to be cut, a spec of `autopar.hint` by the path of a leaf, such as

@@ -8,6 +8,7 @@ The whole pipeline, a line a pass:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,7 +26,8 @@ from autopar.ir.sharding import Sharding, TileCopies
 from autopar.passes.emit import emit, partition_spec, port_dtype, port_shape
 from autopar.passes.instructions import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep
-from autopar.runtime.executable import Array, Executable, Source, Wiring, copied
+from autopar.runtime.buffers import Buffers
+from autopar.runtime.executable import Array, Executable, Source, Wiring, copied, on_device, weakly_typed
 from autopar.runtime.transfer import TileTransfer
 
 
@@ -34,8 +36,12 @@ def build(
     schedule: ScheduleName,
     devices: Sequence[jax.Device],
     donate: frozenset[int],
+    buffers: Buffers | None = None,
 ) -> Executable:
-    """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`."""
+    """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`.
+
+    `buffers`: of all executables of a step.
+    """
     placed, step = lowered.placed, lowered.placed.step
     graph = step.graph
     meshes = [device_mesh(s.mesh, devices) for s in lowered.shardings]
@@ -73,7 +79,7 @@ def build(
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},
         transfers, results, donate,
     )  # fmt: skip
-    return Executable(sources, wiring)
+    return Executable(sources, wiring, buffers)
 
 
 def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozenset[int]) -> InstructionList:
@@ -89,13 +95,22 @@ def write_sources(
     """The programs to compile, given the devices of each stage."""
     donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
 
-    def arrays(local: LocalProgram, ports: Sequence[Port]) -> tuple[Array, ...]:
-        return tuple(_array(port, local.mesh, meshes[local.program.stage]) for port in ports)
+    weak = {
+        held
+        for held, out in zip(lowered.results, lowered.placed.step.graph.outputs, strict=True)
+        if held is not None and out.weak_type
+    }
+
+    def arrays(local: LocalProgram, ports: Sequence[Port], results: bool = False) -> tuple[Array, ...]:
+        stage = local.program.stage
+        found = [_array(port, local.mesh, meshes[stage]) for port in ports]
+        weakly = [results and (stage, port) in weak for port in ports]
+        return tuple(dataclasses.replace(a, weak_type=True) if w else a for a, w in zip(found, weakly, strict=True))
 
     return [
         Source(
-            local.program.name, emit(local, lowered.rules), arrays(local, local.inputs), arrays(local, local.outputs),
-            donated.get(index, ()),
+            local.program.name, emit(local, lowered.rules), arrays(local, local.inputs),
+            arrays(local, local.outputs, results=True), donated.get(index, ()),
         )
         for index, local in enumerate(lowered.programs)
     ]  # fmt: skip
@@ -122,6 +137,10 @@ def _passed_through(out: Value | Literal, graph: Graph, replaced: frozenset[int]
     """An output that no program makes: an argument (copied where it is overwritten), a constant or a literal."""
     if isinstance(out, Value) and out in graph.inputs:
         at = graph.inputs.index(out)
-        return (lambda leaves: copied(leaves[at])) if at in replaced else (lambda leaves: leaves[at])
-    fixed = jnp.asarray(out.value, out.dtype) if isinstance(out, Literal) else graph.constants[out]
+        return lambda leaves: on_device(copied(leaves[at]) if at in replaced else leaves[at])
+    if isinstance(out, Literal):
+        number = jnp.asarray(out.value, out.dtype)
+        fixed = weakly_typed(number) if out.weak_type else number
+    else:
+        fixed = graph.constants[out]
     return lambda leaves: fixed

@@ -16,7 +16,7 @@ from autopar.ir.graph import Graph, LeafCut
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
-from autopar.trace import matching_leaves
+from autopar.trace import matching_leaves, state_specs
 
 
 def argument_like(graph: Graph, tree: Any, leaves: Sequence[Any]) -> tuple[int, Any]:
@@ -31,7 +31,8 @@ def argument_like(graph: Graph, tree: Any, leaves: Sequence[Any]) -> tuple[int, 
         first = 0
         for child in args_tree.children():
             values = graph.inputs[first : first + child.num_leaves]
-            if [(v.shape, v.dtype) for v in values] == shapes and same(child):
+            alike = [(v.shape, v.dtype) for v in values] == shapes and graph.examples.isdisjoint(values)
+            if alike and same(child):
                 return first, child
             first += child.num_leaves
     raise PlanError(
@@ -64,17 +65,21 @@ def homes_of(
     """Where those argument leaves of `graph` lie that are state of a planned step `old`, by number.
 
     State is what lies on a mesh of the plan, and what looks like state of that step though it lies nowhere yet
-    (shapes, numpy arrays).
+    (shapes, numpy arrays). Examples are none.
     """
-    new = [(v.shape, str(v.dtype)) for v in graph.inputs]
     matches = matching_leaves(
-        graph.in_tree, new, old.in_tree.children()[0], [(v.shape, str(v.dtype)) for v in old.inputs]
+        graph.in_tree,
+        state_specs(graph, graph.examples),
+        old.in_tree.children()[0],
+        [(v.shape, str(v.dtype)) for v in old.inputs],
     )
     alike = {mine: theirs for theirs, mine in matches.items()}
     meshes = [device_mesh(stage.mesh, devices) for stage in plan.stages]
     kept, cuts = plan.pieces, plan.leaf_cuts
     found: dict[int, LeafHome] = {}
     for i, leaf in enumerate(leaves):
+        if graph.inputs[i] in graph.examples:
+            continue
         planned = kept[alike[i]] if i in alike else ()
         if planned and not planned[0].state:
             continue

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -41,23 +41,44 @@ _UNBOUND = "unbound axis name"
 
 _TRANSPARENT = frozenset({*CALLS, "scan"})  # callbacks inside are carried out as those outside
 
+_TYPED = (jax.Array, jax.ShapeDtypeStruct, Pieces)
+
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 
 
 def leaf_specs(leaves: Sequence[Any]) -> tuple[LeafSpec, ...]:
     """Shape and dtype of each leaf as JAX sees it; of what is no array its type, for `trace` to complain about."""
+    return tuple((shape, dtype) for shape, dtype, _ in call_specs(leaves))
+
+
+def call_specs(leaves: Sequence[Any]) -> tuple[tuple[tuple[int, ...], Any, bool], ...]:
+    """As `leaf_specs`, with whether the type is a weak one, as Python numbers have it."""
     return tuple(
-        (x.shape, x.dtype) if isinstance(x, jax.Array | jax.ShapeDtypeStruct | Pieces) else _spec_on_host(x)
+        (x.shape, x.dtype, getattr(x, "weak_type", False)) if isinstance(x, _TYPED) else _spec_on_host(x)
         for x in leaves
     )
 
 
-def _spec_on_host(x: Any) -> LeafSpec:
+@jax.jit
+def _nothing() -> tuple[()]:
+    return ()
+
+
+def configuration() -> Any:
+    """One object for as long as what is traced and compiled means the same: JAX's own memory of a function is asked.
+
+    Covers whatever `jax.jit` makes another program for: settings such as `jax_enable_x64` and the default precision,
+    whether they are changed for good or by a context manager. After `jax.clear_caches()` there is another.
+    """
+    return _nothing.trace().jaxpr
+
+
+def _spec_on_host(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     try:
         aval = jax.typeof(x)
     except TypeError:
-        return (), type(x)
-    return aval.shape, aval.dtype
+        return (), type(x), False
+    return aval.shape, aval.dtype, aval.weak_type
 
 
 def trace(
@@ -225,11 +246,28 @@ def _subtrees(tree: Any, first: int = 0) -> Iterator[tuple[Any, int]]:
         level = below
 
 
-def matching_leaves(in_tree: Any, ins: Sequence[LeafSpec], out_tree: Any, outs: Sequence[LeafSpec]) -> dict[int, int]:
+def with_examples(graph: Graph, examples: Set[Value]) -> Graph:
+    """A traced graph of which these inputs hold the examples, and so are no state, whatever comes out.
+
+    What replaces which of the others is looked for anew.
+    """
+    returned = [(v.shape, str(v.dtype)) for v in graph.outputs[: graph.out_tree.num_leaves]]
+    carried = matching_leaves(graph.in_tree, state_specs(graph, examples), graph.out_tree, returned)
+    return dataclasses.replace(graph, carried=carried, examples=frozenset(examples))
+
+
+def state_specs(graph: Graph, examples: Set[Value]) -> list[LeafSpec | None]:
+    """What `matching_leaves` needs to know of a graph's inputs; None of those that hold examples."""
+    return [None if v in examples else (v.shape, str(v.dtype)) for v in graph.inputs]
+
+
+def matching_leaves(
+    in_tree: Any, ins: Sequence[LeafSpec | None], out_tree: Any, outs: Sequence[LeafSpec]
+) -> dict[int, int]:
     """Output leaf -> input leaf it replaces: the largest argument subtrees that come out with the same structure.
 
-    `in_tree` is the structure of (args, kwargs). A bare array is taken for state only at the top: argument i against
-    the whole output or its i-th element.
+    `in_tree` is the structure of (args, kwargs); an input of None matches nothing. A bare array is taken for state only
+    at the top: argument i against the whole output or its i-th element.
     """
     matches: dict[int, int] = {}
     out_subtrees = list(_subtrees(out_tree))

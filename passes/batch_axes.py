@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
 import jax
 
 from autopar.errors import BatchAxisError
-from autopar.ir.graph import Graph, Value
+from autopar.ir.graph import BatchDim, Graph, Value
+from autopar.passes.batch import analyse_batch
+from autopar.passes.rules.table import rule_of
 
 _REMEDY = (
     "Pass batch_axes, a pytree prefix of the arguments with an int or None per leaf, e.g. batch_axes=(None, 0); or "
@@ -25,13 +27,14 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
     (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. None says that
     nothing does: the step makes its own, and runs in one microbatch. "auto" takes the leaves that are not state
     (carried from inputs to outputs, or in `state`), are no PRNG keys, and share the size of their leading axis, and
-    says on stderr which they are; arguments whose own leaves differ in it are parameters that no one changes.
+    says on stderr which they are; arguments whose own leaves differ in it are parameters that no one changes. Arguments
+    in whose place something comes out that has a row for each of these examples hold examples, too.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
     """
     if batch_axes == "auto":
-        return _find(graph, {*state, *(graph.inputs[i] for i in graph.carried.values())})
+        return _find(graph, state)
     args_tree, kwargs_tree = graph.in_tree.children()
     if isinstance(batch_axes, int) or batch_axes is None:
         axes: list[Any] = [batch_axes] * args_tree.num_leaves
@@ -59,8 +62,9 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
     return found
 
 
-def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
+def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
     keys = _keys(graph)
+    state = {*known, *(graph.inputs[i] for i in graph.carried.values())}
     every = {
         value: path
         for value, path in zip(graph.inputs, graph.input_paths, strict=True)
@@ -82,10 +86,33 @@ def _find(graph: Graph, state: Set[Value]) -> dict[Value, int]:
             f"batch_axes='auto' is ambiguous for {graph.name}: the candidates {_listed(candidates)} have different "
             f"leading sizes{hint}. {_REMEDY}"
         )
-    where = ", ".join(candidates.values())
+    (size,) = leading
+    found = {*candidates, *_replaced_by_rows(graph, candidates.keys(), size, {*known, *keys})}
+    where = ", ".join(path for v, path in zip(graph.inputs, graph.input_paths, strict=True) if v in found)
     # The one thing that is decided for users without their word.
-    print(f"autopar: {graph.name}: batch of {leading.pop()} along axis 0 of {where}", file=sys.stderr)  # noqa: T201
-    return dict.fromkeys(candidates, 0)
+    print(f"autopar: {graph.name}: batch of {size} along axis 0 of {where}", file=sys.stderr)  # noqa: T201
+    return dict.fromkeys((v for v in graph.inputs if v in found), 0)
+
+
+def _replaced_by_rows(graph: Graph, examples: Set[Value], size: int, others: Set[Value]) -> Iterator[Value]:
+    """The leaves of arguments that seem to be state, but have a row for each example as what replaces them has.
+
+    So has the reconstruction of a batch, or the hidden state of a recurrent model. What has so many rows by chance,
+    such as a square matrix, is replaced by sums over the examples.
+    """
+    replacing = {graph.inputs[i]: graph.outputs[k] for k, i in graph.carried.items()}
+    arguments: dict[str, list[Value]] = {}
+    for value, path in zip(graph.inputs, graph.input_paths, strict=True):
+        arguments.setdefault(_argument(path), []).append(value)
+    alone = None
+    for leaves in arguments.values():
+        if not all(v in replacing and v.shape[:1] == (size,) and v not in others for v in leaves):
+            continue
+        alone = alone or analyse_batch(graph, dict.fromkeys(examples, 0), rule_of)
+        together = analyse_batch(graph, dict.fromkeys((*examples, *leaves), 0), rule_of)
+        rows = {v for v, state in together.states.items() if state.batch == BatchDim(0, 1, size, 1)}
+        if together.most_microbatches >= alone.most_microbatches and all(replacing[v] in rows for v in leaves):
+            yield from leaves
 
 
 def _without_parameters(candidates: Mapping[Value, str]) -> Mapping[Value, str]:

@@ -13,10 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
+from jax.extend.core.primitives import convert_element_type_p
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, InstructionList, Register, Run
+from autopar.runtime.buffers import Buffers
 from autopar.runtime.transfer import TileTransfer, send
 
 
@@ -27,6 +29,7 @@ class Array:
     shape: tuple[int, ...]
     dtype: Any
     sharding: jax.sharding.NamedSharding
+    weak_type: bool = False  # of a result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,9 +56,15 @@ class Source:
             out_specs=tuple(a.sharding.spec for a in self.outputs),
             check_vma=False,
         )
-        mapped.__name__ = self.name
+        weak = [a.weak_type for a in self.outputs]
+
+        def program(*xs: Any) -> tuple[Any, ...]:
+            results = mapped(*xs)  # of a `shard_map`, and so of types that are not weak
+            return tuple(weakly_typed(x) if w else x for x, w in zip(results, weak, strict=True))
+
+        program.__name__ = self.name
         return jax.jit(
-            mapped,
+            program,
             in_shardings=tuple(a.sharding for a in self.inputs),
             out_shardings=tuple(a.sharding for a in self.outputs),
             donate_argnums=self.donated,
@@ -88,10 +97,14 @@ class Wiring:
 
 
 class Executable:
-    """Runs a step. Everything is compiled and constants are placed when it is made."""
+    """Runs a step. Everything is compiled and constants are placed when it is made.
 
-    def __init__(self, sources: Sequence[Source], wiring: Wiring) -> None:
+    `buffers`: of all executables that hand one another state.
+    """
+
+    def __init__(self, sources: Sequence[Source], wiring: Wiring, buffers: Buffers | None = None) -> None:
         self.wiring = wiring
+        self._buffers = buffers or Buffers()
         self.sources = tuple(sources)
         self.programs = _compile(sources)
         for transfer in wiring.transfers:
@@ -107,6 +120,9 @@ class Executable:
         self._permanent = [(r, x) for (r, _, _), x in zip(permanent, placed, strict=True)]
         self._sums = _zero_programs(wiring.sums)
         self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
+        instructions = wiring.instructions
+        given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
+        self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
 
     @property
     def instruction_count(self) -> int:
@@ -124,7 +140,7 @@ class Executable:
         registers: list[Any] = [None] * wiring.instructions.num_registers
         for register, value in self._permanent:
             registers[register] = value
-        self._place(leaves, registers)
+        in_place = self._place(leaves, registers)
         for target, zeros in self._sums:
             totals = zeros()
             if any(self._waits):
@@ -162,14 +178,19 @@ class Executable:
                 "step keeps the old state, at the price of its memory."
             ) from error
         self.dispatch_seconds = time.perf_counter() - started - waited
+        results = wiring.instructions.results
+        if self._given:
+            made = [registers[register] for register in set(results) if register is not None]
+            self._buffers.remember([*made, *(leaves[at] for at in in_place if at not in self._given)])
         return [
             argument if register is None else registers[register]
-            for register, argument in zip(wiring.instructions.results, passed, strict=True)
+            for register, argument in zip(results, passed, strict=True)
         ]
 
-    def _place(self, leaves: Sequence[Any], registers: list[Any]) -> None:
-        """Arguments to registers: state where it lies, everything else to where it is wanted."""
+    def _place(self, leaves: Sequence[Any], registers: list[Any]) -> list[int]:
+        """Arguments to registers: state where it lies, everything else to where it is wanted; the former's numbers."""
         wiring = self.wiring
+        in_place: dict[int, tuple[Register, Array]] = {}
         moves: list[tuple[Register, Any, Any]] = []
         for value, array in wiring.homes.items():
             at = self._leaf_at[value]
@@ -183,6 +204,7 @@ class Executable:
                     )
                 if leaf.sharding == array.sharding:
                     registers[register] = leaf
+                    in_place[at] = register, array
                     continue
                 elsewhere = not leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim)
                 if elsewhere and not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
@@ -195,6 +217,11 @@ class Executable:
             # What will be donated is copied first: `may_alias` does not keep device_put from reusing the array of one
             # device as a tile, and the caller may have it elsewhere too (as the start of a moving average, say).
             moves.append((register, copied(leaf) if at in wiring.donated else leaf, array.sharding))
+        if self._given:
+            # XLA ends the process where a buffer is given away twice, or given away and read.
+            for at in self._buffers.shared(leaves, tuple(in_place), self._given) & in_place.keys():
+                register, array = in_place.pop(at)
+                moves.append((register, leaves[at], array.sharding))
         for register, (at, batch, microbatch, array) in wiring.feeds.items():
             moves.append(
                 (register, _microbatch(leaves[at], batch, microbatch, wiring.num_microbatches), array.sharding)
@@ -203,6 +230,7 @@ class Executable:
         placed = jax.device_put([x for _, x, _ in moves], [s for _, _, s in moves], may_alias=False)
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
+        return list(in_place)
 
 
 def _is_cpu_mesh(mesh: jax.sharding.Mesh) -> bool:
@@ -213,9 +241,19 @@ def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
+def weakly_typed(x: Any) -> Any:
+    """The same array, with a type that gives way to others', as those of Python numbers do."""
+    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
+
+
 def copied(leaf: Any) -> Any:
     """An argument of which the original may be given away."""
     return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+
+def on_device(leaf: Any) -> Any:
+    """An argument as JAX's array; those of the host are copied."""
+    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)
 
 
 def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:

@@ -202,7 +202,7 @@ class Graph:
     constants: Mapping[Value, Any]  # captured arrays
     input_paths: tuple[str, ...]  # e.g. "state['params']['w']", one per input
     output_paths: tuple[str, ...]
-    carried: Mapping[int, int]  # output index -> input index that it replaces (the state)
+    carried: Mapping[int, int]  # output index -> input index that it replaces (the state, never examples)
     in_tree: Any
     out_tree: Any
     fingerprint: str  # hash of structure, shapes and dtypes
@@ -211,6 +211,7 @@ class Graph:
     callbacks: tuple[Callback, ...] = ()  # called on the host after each step
     hints: Mapping[int, Hint] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     heeds_hints: bool = True  # those of equations
+    examples: frozenset[Value] = frozenset()  # inputs that hold them, once that is known
 
     @property
     def narrow_sums(self) -> bool:

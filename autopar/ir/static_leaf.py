@@ -19,6 +19,7 @@ class StaticLeaf:
     """A node without leaves: its value belongs to the structure, and so to what a step is traced for."""
 
     value: Any
+    kind: Any  # of the value, see `kind_of`
 
 
 jax.tree_util.register_static(StaticLeaf)
@@ -37,8 +38,13 @@ def flatten_arrays(tree: Any, is_static: IsStatic) -> tuple[list[Any], Any]:
         return leaves, structure
     for i in static:
         _check_hashable(leaves[i])
-    held = [StaticLeaf(x) if i in static else x for i, x in enumerate(leaves)]
+    held = [StaticLeaf(x, kind_of(x)) if i in static else x for i, x in enumerate(leaves)]
     return jax.tree.flatten(jax.tree.unflatten(structure, held), is_leaf=_is_pieces)
+
+
+def kind_of(value: Any) -> Any:
+    """What tells equal values apart that a step may treat differently, such as 1, True and 1.0: their types."""
+    return (type(value), *map(kind_of, value)) if isinstance(value, tuple) else type(value)
 
 
 def unflatten_arrays(structure: Any, leaves: Sequence[Any]) -> Any:
