@@ -7,6 +7,7 @@ import re
 import warnings
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -339,6 +340,44 @@ def test_decisions_that_need_a_value() -> None:
     assert re.match(r"step needs a value at .*test_errors\.py:\d+ \(step\) that only a running step has", text), text
     assert "the value of the argument options['train']" in text
     assert "Pass what is a constant of the step by static_argnums, static_argnames or static_leaves, or" in text
+
+
+class Heads(eqx.Module):
+    """With what shapes are made of among its leaves, as Equinox's own layers have it in static fields."""
+
+    weight: jax.Array
+    count: int
+    rate: float = 0.5
+
+    def __call__(self, x: Any) -> Any:
+        return self.rate * (x @ self.weight).reshape(x.shape[0], self.count, -1).sum(1)
+
+
+def heads_step(model: Any, batch: Any) -> Any:
+    loss, gradient = eqx.filter_value_and_grad(lambda model: (model(batch["x"]) ** 2).mean())(model)
+    return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), loss
+
+
+def test_a_number_among_the_leaves_that_a_shape_is_made_of() -> None:
+    model = Heads(jnp.ones((8, 8)), 4)
+    step = autopar.parallelize(heads_step)
+    with pytest.raises(TraceError) as caught:
+        step(model, {"x": jnp.ones((8, 8))})
+    text = str(caught.value)
+    assert re.match(
+        r"heads_step needs the value of model\.count = 4 at .*test_errors\.py:\d+ \(__call__\), but", text
+    ), text
+    assert "static_leaves=lambda leaf: not isinstance(leaf, jax.Array)" in text
+    static = autopar.parallelize(heads_step, static_leaves=lambda leaf: not isinstance(leaf, jax.Array))
+    assert static.trace(model, {"x": jnp.ones((8, 8))}).name == "heads_step"
+
+
+def test_what_a_step_itself_raises_is_raised() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        autopar.parallelize(step).trace(Heads(jnp.ones((8, 8)), 4), {"x": jnp.ones((8, 8))})
 
 
 # The state.
