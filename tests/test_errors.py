@@ -197,6 +197,40 @@ def test_more_stages_than_layers() -> None:
     assert message.endswith(" Use at most 2 stages, or method='auto'.")
 
 
+def gradients_in_a_loop(p: Any, batch: Any) -> Any:
+    def minibatch(p: Any, x: Any) -> Any:
+        loss, p = train_step(p, {"x": x})[::-1]
+        return p, loss
+
+    def epoch(p: Any, _: Any) -> Any:
+        return jax.lax.scan(minibatch, p, batch["x"].reshape(2, -1, WIDTH))
+
+    return jax.lax.scan(epoch, p, None, length=3)
+
+
+def two_gradients(p: Any, batch: Any) -> Any:
+    p, first = train_step(p, batch)
+    p, second = train_step(p, batch)
+    return p, (first, second)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (gradients_in_a_loop, r"only 0\. gradients_in_a_loop has several gradient computations, a round each: at "
+         r"\S*test_errors\.py:\d+\S* \(.*\) in the scan at \S*test_errors\.py:\d+"),
+        (two_gradients, r"only 2( \(.*\))?\. two_gradients has several gradient computations: what those after the "
+         r"first compute forward, at \S*test_errors\.py:\d+"),
+    ],
+)  # fmt: skip
+def test_more_stages_than_layers_of_the_first_gradient(function: Any, reason: str) -> None:
+    cluster = autopar.load_preset("dgx-a100")
+    for method in (recipes.gpipe(4, 1), recipes.pipeline([(4, (4,)), (1, (4,))], 1)):
+        step = autopar.parallelize(function, method=method, cluster=cluster, batch_axes=(None, 0))
+        with pytest.raises(PlanError, match=reason):
+            step.plan(params(), examples())
+
+
 def test_mesh_that_does_not_match_the_cluster() -> None:
     step = autopar.parallelize(train_step, method=recipes.megatron(1, 3, 1, 1))
     with pytest.raises(InfeasiblePlanError, match=re.escape("(mesh shape (1, 3) and number of stages 1)")):
