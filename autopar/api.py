@@ -43,7 +43,7 @@ from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
 from autopar.state import argument_like, homes_of, pieces_of, uncommitted
-from autopar.trace import call_specs, configuration, trace, with_examples
+from autopar.trace import call_specs, configuration, name_of, trace, with_examples
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,7 +70,7 @@ class Parallelized:
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
         self._fun = fun
-        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._name = name_of(fun)
         self._cluster, self._devices, self._follow = cluster, devices, follow
         self._method = _method(method)
         self._num_microbatches = _microbatches(num_microbatches)

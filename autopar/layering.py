@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.errors import PlanError, UnsplitWarning
+from autopar.ir.build import gradient_inside
 from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph, Value
 from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
@@ -132,18 +134,19 @@ class Layering:
             return rules[eqn.id].products
 
         wanted = self.method.num_stages or 1
-        if (wanted == 1 and self.cluster.num_devices == 1) or not forward:
+        if wanted == 1 and (self.cluster.num_devices == 1 or not (forward or self.method.stages)):
             return Layered(analysis, step, rules, (0,) * len(forward), 1)
         found = heavy_equations(np.array([flops(e) for e in forward]))
         heavy = int(found.sum())
         if wanted > max(1, heavy):
-            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], rules))
+            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], step, rules))
         if self.method.stages is not None:
             number = sum(stage.num_layers for stage in self.method.stages)
             if number > max(1, heavy):
                 raise PlanError(
                     f"method {self.method.name!r}: its stages have {count_text(number, 'layer')}, and each needs a "
                     f"heavy operation, of which the forward pass of {self.graph.name} has only {heavy}."
+                    f"{self._other_gradients(step, rules)}"
                 )
         else:
             stages = self.method.num_stages or len(self.cluster.hosts)
@@ -246,7 +249,9 @@ class Layering:
             stacklevel=4,
         )
 
-    def _too_many_stages(self, wanted: int, heavy: Sequence[Equation], rules: Mapping[int, Rule]) -> str:
+    def _too_many_stages(
+        self, wanted: int, heavy: Sequence[Equation], step: StepGraph, rules: Mapping[int, Rule]
+    ) -> str:
         lines = dict.fromkeys(f"{e.primitive.name} at {e.source or 'an unknown line'}" for e in heavy)
         loops = any(rules[e.id].kernels for e in heavy)
         hint = " A loop is cut between stages only if it is a jax.lax.scan over stacked parameters." if loops else ""
@@ -255,5 +260,34 @@ class Layering:
             f"num_stages={wanted}: each stage needs a heavy operation (a product of matrices, a convolution, a part of "
             f"a loop over layers), of which the forward pass of {self.graph.name} has only {len(heavy)}"
             + (f" ({', '.join(lines)})" if lines else "")
-            + f". Use at most {count_text(few, 'stage')}, or method='auto'.{hint}"
+            + f".{self._other_gradients(step, rules)} Use at most {count_text(few, 'stage')}, or method='auto'.{hint}"
         )
+
+    def _other_gradients(self, step: StepGraph, rules: Mapping[int, Rule]) -> str:
+        """Why its forward pass does so little: gradients inside of loops, or after the first gradient computation."""
+        traced = {e.origin[0]: e for e in self.graph.equations}
+        inside: dict[str, None] = {}
+        later: dict[str, None] = {}
+        for eqn in step.equations:
+            before = traced.get(eqn.origin[0], eqn)
+            line = eqn.source or "an unknown line"
+            if before.phase is Phase.UPDATE and (gradient := gradient_inside(eqn.params)) is not None:
+                inside[f"{gradient} in the {eqn.primitive.name} at {line}"] = None
+            elif before.phase is Phase.FORWARD and eqn.phase is Phase.BACKWARD and rules[eqn.id].products:
+                later[line] = None
+        found = ""
+        if inside:
+            found += (
+                f" {self.graph.name} has several gradient computations, a round each: at {', '.join(inside)}. What a "
+                "loop's body differentiates is no forward pass of the step."
+            )
+        if later:
+            lines = [*itertools.islice(later, _MOST_LINES), *[".."] * (len(later) > _MOST_LINES)]
+            found += (
+                f" {self.graph.name} has several gradient computations: what those after the first compute forward, at "
+                f"{', '.join(lines)}, follows its backward pass."
+            )
+        return found
+
+
+_MOST_LINES = 4  # that a message names

@@ -289,7 +289,7 @@ class Planner:
         after = []
         for stage, share in zip(plan.stages, shares, strict=True):
             weights = share * stage.per_microbatch
-            backward = max(0.0, stage.backward - weights)  # of the last stage it is in `forward`
+            backward = max(0.0, stage.backward - weights)
             after.append(StageTimes(stage.per_microbatch - weights - backward, backward, weights=weights))
         crossings: dict[tuple[int, int, Phase], float] = {(i, i + 1, Phase.FORWARD): 0.0 for i in range(stages - 1)}
         crossings |= {(i + 1, i, Phase.BACKWARD): 0.0 for i in range(stages - 1)}

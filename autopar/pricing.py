@@ -187,7 +187,7 @@ class Prices:
         placed = lowered.placed
         m = placed.step.num_microbatches
         played = self.play(lowered, schedule)
-        rows, costs, times, timeline = played.rows, played.costs, played.times, played.timeline
+        rows, costs, timeline = played.rows, played.costs, played.timeline
         stages = []
         placed_at = {e.id: p.stage for p in placed.programs for e in p.equations}
         at_stage = [placed_at[e] for e in layer_of]
@@ -200,6 +200,7 @@ class Prices:
             mine_layers = [layers[i] for i in chosen]
             span = (min(mine_layers), max(mine_layers) + 1) if chosen else (0, 0)
             sharding = lowered.shardings[index]
+            phases = _seconds_by_phase(mine, m)
             stages.append(
                 StagePlan(
                     mesh,
@@ -208,14 +209,14 @@ class Prices:
                     sharding.strategies,
                     {(p, v.id): s for (p, v), s in sharding.layouts.items()},
                     sharding.regathers,
-                    times[index].forward,
-                    times[index].backward,
-                    times[index].prologue + times[index].update,
+                    phases[Phase.FORWARD],
+                    phases[Phase.BACKWARD],
+                    phases[Phase.PROLOGUE] + phases[Phase.UPDATE],
                     sum(c.compute * n for (_, c), n in zip(mine, often, strict=True)),
                     sum(c.communication * n for (_, c), n in zip(mine, often, strict=True)),
                     self._memory(lowered, index, mine, rows.held(index)),
                     tuple(b for b in placed.step.recomputed if chosen and chosen[0] <= b.start <= chosen[-1]),
-                    times[index].weights,
+                    phases[Phase.WEIGHTS],
                 )
             )
         kept: dict[tuple[int, ...], int] = defaultdict(int)
@@ -254,6 +255,19 @@ class Prices:
         return StageMemory(
             holds.state, holds.gradients, activations, running, self.memory(lowered.shardings[stage].mesh)
         )
+
+
+def _seconds_by_phase(mine: Sequence[tuple[LocalProgram, ProgramCost]], num_microbatches: int) -> dict[Phase, float]:
+    """Seconds of each phase of a stage, per microbatch or per step, though programs of several phases are one.
+
+    What a loop's programs compute for themselves in each of several microbatches is of their phase.
+    """
+    found = dict.fromkeys(Phase, 0.0)
+    for local, cost in mine:
+        often = local.program.in_loop and num_microbatches > 1
+        for phase, seconds in cost.by_phase.items():
+            found[phase if phase.in_loop or not often else local.program.phase] += seconds
+    return found
 
 
 def stage_holds(

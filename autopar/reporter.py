@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any
 
 from autopar.cost_model.compute import peak_flops
-from autopar.cost_model.program import OpCost, local_bytes, op_costs
+from autopar.cost_model.program import OpCost, local_bytes, op_costs, phases_of
 from autopar.cost_model.reshard import SUM_KINDS
 from autopar.cost_model.timeline import Timeline, memory_over_time
 from autopar.finisher import Finisher
@@ -120,13 +120,7 @@ class _Priced:
     @functools.cached_property
     def phases(self) -> tuple[Phase, ...]:
         """By operation: that of its equation, or of the equation before it."""
-        found = []
-        phase = self.phase
-        for op in self.local.ops:
-            if isinstance(op, Compute) and self.phase in _FUSED:
-                phase = op.equation.phase
-            found.append(phase)
-        return tuple(found)
+        return phases_of(self.local)
 
     @property
     def seconds(self) -> float:
@@ -135,7 +129,6 @@ class _Priced:
 
 
 _ROUNDING = 1e-9  # relative: sums of seconds in another order may differ by this
-_FUSED = (Phase.FORWARD, Phase.UPDATE)  # phases of programs that may have equations of several
 
 
 # Time

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import inspect
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -131,6 +131,10 @@ def trace(
                 ) from error
         return [leaf for _, leaf in pairs]
 
+    def of_leaves(*leaves: Any) -> list[Any]:
+        leaf_args, leaf_kwargs = jax.tree.unflatten(in_tree, leaves)
+        return flat(*leaf_args, **leaf_kwargs)
+
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
     spec_args, spec_kwargs = jax.tree.unflatten(in_tree, specs)
     try:
@@ -148,6 +152,18 @@ def trace(
             f"{name} uses an axis name at {_place(error) or 'an unknown line'} that no vmap or shard_map around it "
             f"binds: {str(error).partition('.')[0]}. A parallelized step sees the whole batch, as on one device: leave "
             "out the pmean or psum, and the axis_name of layers such as BatchNorm."
+        ) from error
+    except Exception as error:
+        leaves = [leaf for _, leaf in paths_and_leaves]
+        wanted = _numbers_wanted(of_leaves, specs, leaves)
+        if not wanted:
+            raise
+        values = ", ".join(f"{paths[i]} = {leaves[i]!r}" for i in wanted)
+        raise TraceError(
+            f"{name} needs the value of {values} at {_place(error) or 'an unknown line'}, but numbers among the leaves "
+            f"of its arguments are arrays to a traced step ({type(error).__name__}: {str(error).splitlines()[0]}). "
+            "Let static_leaves take them for a part of the structure: parallelize(.., static_leaves=lambda leaf: not "
+            "isinstance(leaf, jax.Array)), as equinox.filter_jit does."
         ) from error
     if closed.effects:
         _check_effects(name, closed)
@@ -169,10 +185,48 @@ def trace(
     )  # fmt: skip
 
 
+def name_of(function: Callable[..., Any]) -> str:
+    """What a function is called in plans and messages: through `functools.partial` and other wrappers, its own name.
+
+    Of an object that is called without being a function, the name of its class.
+    """
+    while not (name := getattr(function, "__name__", "")):
+        inner = function.func if isinstance(function, functools.partial) else getattr(function, "__wrapped__", None)
+        if inner is None:
+            return type(function).__name__
+        function = inner
+    return str(name)
+
+
 def _place(error: Exception) -> str:
     """The user's line that raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not is_library(f.filename)]
     return f"{frames[-1].filename}:{frames[-1].lineno} ({frames[-1].name})" if frames else ""
+
+
+def _numbers_wanted(flat: Callable[..., Any], specs: Sequence[Any], leaves: Sequence[Any]) -> list[int]:
+    """The leaves that are Python's numbers and keep a function of all leaves from being traced, if they alone do."""
+    numbers = [i for i, leaf in enumerate(leaves) if type(leaf) in (bool, int, float, complex)]
+
+    def is_traced(held: Collection[int]) -> bool:
+        def with_values(*rest: Any) -> Any:
+            supply = iter(rest)
+            return flat(*(leaf if i in held else next(supply) for i, leaf in enumerate(leaves)))
+
+        try:
+            jax.make_jaxpr(with_values)(*(spec for i, spec in enumerate(specs) if i not in held))
+        except Exception:  # whatever the user's function raises
+            return False
+        return True
+
+    if not numbers or not is_traced(numbers):
+        return []
+    if len(numbers) > _MOST_NUMBERS:
+        return numbers[:_MOST_NUMBERS]
+    return [i for i in numbers if not is_traced({*numbers} - {i})] or numbers
+
+
+_MOST_NUMBERS = 8  # that are tried one by one, and named
 
 
 def _argument_path(fun: Callable[..., Any], path: tuple[Any, ...]) -> str:

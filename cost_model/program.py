@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Collection, Hashable
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from autopar.cost_model.compute import (
@@ -36,6 +36,7 @@ class ProgramCost:
     collectives: tuple[Collective, ...]
     temporaries: int  # bytes live at once beyond the inputs and outputs
     start: float  # seconds before the first operation: to be issued, and to set memory aside
+    by_phase: Mapping[Phase, float]  # seconds of the operations of each phase; of the first one with the start
 
     @property
     def seconds(self) -> float:
@@ -71,11 +72,32 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
     costs = op_costs(local, kind, price)
     needed = math.ceil(temporaries_factor(local, kind) * temporaries(local, kind))
+    start = kind.dispatch_overhead + _set_aside(local, kind, needed)
+    phases = phases_of(local)
+    by_phase: dict[Phase, float] = defaultdict(float)
+    by_phase[phases[0] if phases else local.program.phase] = start
+    for phase, cost in zip(phases, costs, strict=True):
+        by_phase[phase] += cost.seconds
     return ProgramCost(
         sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
-        tuple(each for c in costs for each in c.collectives), needed,
-        kind.dispatch_overhead + _set_aside(local, kind, needed),
+        tuple(each for c in costs for each in c.collectives), needed, start, by_phase,
     )  # fmt: skip
+
+
+def phases_of(local: LocalProgram) -> tuple[Phase, ...]:
+    """By operation of a program: the phase of its equation, or of the equation before it."""
+    phase = local.program.phase
+    if phase not in _FUSED:
+        return (phase,) * len(local.ops)
+    found = []
+    for op in local.ops:
+        if isinstance(op, Compute):
+            phase = op.equation.phase
+        found.append(phase)
+    return tuple(found)
+
+
+_FUSED = (Phase.FORWARD, Phase.UPDATE)  # phases of programs that may have equations of several
 
 
 def _set_aside(local: LocalProgram, kind: DeviceKind, needed: int) -> float:

@@ -117,8 +117,11 @@ def _emit_op(
             env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
         )
     elif isinstance(op, Reread):
-        first = [env[op.value, op.sharding], *([env[op.after]] if op.after else [])]
-        env[op.copy, op.sharding] = jax.lax.optimization_barrier(first)[0]
+        # Later readers take both results: XLA drops operands of a barrier whose results nobody reads, and then merges
+        # those barriers of one value that it cannot tell apart any more.
+        given = [(op.value, op.sharding), *([op.after] if op.after else [])]
+        env[op.copy, op.sharding], *rest = jax.lax.optimization_barrier([env[key] for key in given])
+        env.update(zip(given[1:], rest, strict=True))
     elif isinstance(op, Accumulate):
         key = (op.total, op.sharding)
         env[key] = env[key] + env[op.addend, op.sharding]

@@ -24,6 +24,7 @@ import numpy.typing as npt
 from autopar.errors import PlanError
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.schedule import ScheduleName
+from autopar.ir.units import count_text
 from autopar.passes.submeshes import ShapesFn, candidate_shapes, device_groups, mesh_at
 
 Span = tuple[int, int]  # layers [start, stop)
@@ -143,9 +144,11 @@ def plan_stages(
     """
     most = min(num_layers, cluster.num_devices)
     if num_stages is not None and not 1 <= num_stages <= most:
+        verb = "is" if num_layers == 1 else "are"
         raise PlanError(
-            f"num_stages={num_stages}, but there are {num_layers} layers and {cluster.num_devices} devices, and each "
-            f"stage needs one of both: choose 1 to {most} stages"
+            f"num_stages={num_stages}, but there {verb} {count_text(num_layers, 'layer')} and "
+            f"{count_text(cluster.num_devices, 'device')}, and each stage needs one of both: choose "
+            f"{'1 stage' if most == 1 else f'1 to {most} stages'}"
         )
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")

@@ -2,7 +2,8 @@
 
 An axis of eight devices splits no dimension of 50257, nor one of 25. So an equation stays whole, or is cut along what
 it sums, and a leaf lies whole. Each size that an axis does not divide is one cause, whatever it keeps whole. What could
-have been split otherwise stays whole by choice. A recipe that shares out examples leaves whole what offers none.
+have been split otherwise stays whole by choice, which is said of leaves that a recipe has an axis for. A recipe that
+shares out examples leaves whole what offers none.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Cause:
 
     size: int  # of the dimension that is not divisible; 0: there is none to be split
     examples: bool  # whether it tells examples apart
+    chosen: bool = False  # some dimension could be split
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Unsplit:
 
     @property
     def is_dear(self) -> bool:
-        """Whether it takes much of the step's time or of the devices' memory."""
-        return self.work >= _DEAR_TIME or self.memory >= _DEAR_MEMORY
+        """Whether it takes much of the step's time or of the devices' memory, and not by choice."""
+        return not self.cause.chosen and (self.work >= _DEAR_TIME or self.memory >= _DEAR_MEMORY)
 
     def __str__(self) -> str:
         over = " and ".join(f"the {devices} devices of axis {axis}" for axis, devices in self.axes.items())
@@ -72,6 +74,12 @@ class Unsplit:
             what.append(f"{_listed(self.lines)}, {self.work:.0%} of the step's time")
         where = f"stage {', '.join(map(str, self.stages))}"
         size = self.cause.size
+        if self.cause.chosen:
+            return (
+                f"{where}: {what[0]}, could be split over {over} and lie whole by choice: by the predicted times, each "
+                "device computes with them sooner alone than in pieces with the sums that those need. step.why tells "
+                "these times; hints split them in any case"
+            )
         if not size:
             return (
                 f"{where}: nothing that tells examples apart can be split over {over} in {' and in '.join(what)}: "
@@ -180,10 +188,12 @@ class _Stage:
             asked = bool(self.method.zero) and axis in self.method.data_axes
             usual = asked or 2 * split >= sum(v.nbytes for v in stored)
             for v, sharding in stored.items():
-                size = self._undivided(v, sharding, axis)
+                name = f"{paths[v]} {v.dtype}[{','.join(map(str, v.shape))}]"
+                size, could = self._undivided(v, sharding, axis)
                 if usual and size is not None:
-                    name = f"{paths[v]} {v.dtype}[{','.join(map(str, v.shape))}]"
                     at(axis, Cause(size[0], False), size[1]).leaves[name] = held[v]
+                if could and axis in self.method.model_axes and (self.method.mesh_shape or self.method.stages):
+                    at(axis, Cause(0, False, True), 1).leaves[name] = held[v]
         for entry in found.values():
             entry.nbytes, entry.memory = sum(held.values()), self.kind.memory
         return list(found.values())
@@ -245,17 +255,20 @@ class _Stage:
         by_choice = largest[0].size <= max(instead, default=0) if summed else bool(instead)
         return None if by_choice else largest
 
-    def _undivided(self, v: Value, sharding: Sharding, axis: str) -> tuple[int, int] | None:
-        """The largest dimension that keeps a leaf whole over an axis, and what it must be a multiple of."""
+    def _undivided(self, v: Value, sharding: Sharding, axis: str) -> tuple[tuple[int, int] | None, bool]:
+        """The largest dimension that keeps a leaf whole over an axis, and what it must be a multiple of.
+
+        And whether it is whole though some dimension could be split.
+        """
         devices = self.mesh.axis_size(axis)
         if devices == 1 or axis in sharding.axes:
-            return None
+            return None, False
         found = []
         for d, (size, tiles) in enumerate(zip(v.shape, sharding.tiles(self.mesh), strict=True)):
             dims = (*sharding.dims[:d], (*sharding.dims[d], axis), *sharding.dims[d + 1 :])
             if size > 1 and self.limits.allow_layout(v, Sharding(dims)):
                 if size % (tiles * devices) == 0:
-                    return None
+                    return None, True
                 if size > tiles * devices:
                     found.append((size, tiles * devices))
-        return max(found, default=None)
+        return max(found, default=None), False

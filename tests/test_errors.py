@@ -7,6 +7,7 @@ import re
 import warnings
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -196,6 +197,40 @@ def test_more_stages_than_layers() -> None:
     assert message.endswith(" Use at most 2 stages, or method='auto'.")
 
 
+def gradients_in_a_loop(p: Any, batch: Any) -> Any:
+    def minibatch(p: Any, x: Any) -> Any:
+        loss, p = train_step(p, {"x": x})[::-1]
+        return p, loss
+
+    def epoch(p: Any, _: Any) -> Any:
+        return jax.lax.scan(minibatch, p, batch["x"].reshape(2, -1, WIDTH))
+
+    return jax.lax.scan(epoch, p, None, length=3)
+
+
+def two_gradients(p: Any, batch: Any) -> Any:
+    p, first = train_step(p, batch)
+    p, second = train_step(p, batch)
+    return p, (first, second)
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (gradients_in_a_loop, r"only 0\. gradients_in_a_loop has several gradient computations, a round each: at "
+         r"\S*test_errors\.py:\d+\S* \(.*\) in the scan at \S*test_errors\.py:\d+"),
+        (two_gradients, r"only 2( \(.*\))?\. two_gradients has several gradient computations: what those after the "
+         r"first compute forward, at \S*test_errors\.py:\d+"),
+    ],
+)  # fmt: skip
+def test_more_stages_than_layers_of_the_first_gradient(function: Any, reason: str) -> None:
+    cluster = autopar.load_preset("dgx-a100")
+    for method in (recipes.gpipe(4, 1), recipes.pipeline([(4, (4,)), (1, (4,))], 1)):
+        step = autopar.parallelize(function, method=method, cluster=cluster, batch_axes=(None, 0))
+        with pytest.raises(PlanError, match=reason):
+            step.plan(params(), examples())
+
+
 def test_mesh_that_does_not_match_the_cluster() -> None:
     step = autopar.parallelize(train_step, method=recipes.megatron(1, 3, 1, 1))
     with pytest.raises(InfeasiblePlanError, match=re.escape("(mesh shape (1, 3) and number of stages 1)")):
@@ -339,6 +374,44 @@ def test_decisions_that_need_a_value() -> None:
     assert re.match(r"step needs a value at .*test_errors\.py:\d+ \(step\) that only a running step has", text), text
     assert "the value of the argument options['train']" in text
     assert "Pass what is a constant of the step by static_argnums, static_argnames or static_leaves, or" in text
+
+
+class Heads(eqx.Module):
+    """With what shapes are made of among its leaves, as Equinox's own layers have it in static fields."""
+
+    weight: jax.Array
+    count: int
+    rate: float = 0.5
+
+    def __call__(self, x: Any) -> Any:
+        return self.rate * (x @ self.weight).reshape(x.shape[0], self.count, -1).sum(1)
+
+
+def heads_step(model: Any, batch: Any) -> Any:
+    loss, gradient = eqx.filter_value_and_grad(lambda model: (model(batch["x"]) ** 2).mean())(model)
+    return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), loss
+
+
+def test_a_number_among_the_leaves_that_a_shape_is_made_of() -> None:
+    model = Heads(jnp.ones((8, 8)), 4)
+    step = autopar.parallelize(heads_step)
+    with pytest.raises(TraceError) as caught:
+        step(model, {"x": jnp.ones((8, 8))})
+    text = str(caught.value)
+    assert re.match(
+        r"heads_step needs the value of model\.count = 4 at .*test_errors\.py:\d+ \(__call__\), but", text
+    ), text
+    assert "static_leaves=lambda leaf: not isinstance(leaf, jax.Array)" in text
+    static = autopar.parallelize(heads_step, static_leaves=lambda leaf: not isinstance(leaf, jax.Array))
+    assert static.trace(model, {"x": jnp.ones((8, 8))}).name == "heads_step"
+
+
+def test_what_a_step_itself_raises_is_raised() -> None:
+    def step(model: Any, batch: Any) -> Any:
+        raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        autopar.parallelize(step).trace(Heads(jnp.ones((8, 8)), 4), {"x": jnp.ones((8, 8))})
 
 
 # The state.

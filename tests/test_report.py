@@ -77,6 +77,28 @@ def test_the_timeline_is_that_of_the_plan(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_phases_are_told_apart_though_one_program_does_several(name: str) -> None:
+    """The last stage's two passes are one program; of one stage and one microbatch the whole step is."""
+    plan = plan_of(name)
+    report = plan.report(explain=0)
+    for split in details_of(report).splits:
+        stages = [plan.stages[stage] for stage in split.stages]
+        for stage in stages:
+            assert stage.forward > 0 and stage.backward > 0
+            assert bool(stage.weights) == (name == "zero-bubble")
+            assert stage.once > 0  # the update
+        phases = sum(plan.num_microbatches * stage.per_microbatch + stage.once for stage in stages)
+        assert phases == pytest.approx(split.compute + split.collectives + split.resharding + split.launches)
+    first = plan.stages[0]
+    (row,) = (line for line in str(plan).splitlines() if line.startswith("0 "))
+    for seconds in (first.forward, first.backward, first.once):
+        assert f" {seconds * 1e3:.3f} " in row
+    assert row in str(report)
+    (stage, *_) = json.loads(report.to_json())["stages"]
+    assert (stage["forward"], stage["backward"], stage["once"]) == (first.forward, first.backward, first.once)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_memory_over_time_peaks_at_what_the_plan_counts(name: str) -> None:
     plan = plan_of(name)
     report = plan.report(explain=0)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
+import autopar
 from autopar.ir.graph import Graph, Phase
-from autopar.trace import leaf_specs, trace
+from autopar.trace import leaf_specs, name_of, trace
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -194,3 +197,37 @@ def test_captured_arrays_are_constants() -> None:
 def test_leaf_specs(leaf: Any, spec: Any) -> None:
     ((shape, dtype),) = leaf_specs([leaf])
     assert (shape, dtype) == spec
+
+
+class Trainer:
+    def step(self, x: Any) -> Any:
+        return x
+
+    def __call__(self, x: Any) -> Any:
+        return x
+
+
+def a_step(x: Any, rate: float = 0.1) -> Any:
+    return rate * x
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (a_step, "a_step"),
+        (functools.partial(a_step, rate=0.5), "a_step"),
+        (functools.partial(functools.partial(a_step), rate=0.5), "a_step"),
+        (jax.jit(functools.partial(a_step, rate=0.5)), "a_step"),
+        (functools.partial(jax.jit(a_step, static_argnames="rate"), rate=0.5), "a_step"),
+        (eqx.filter_jit(functools.partial(a_step, rate=0.5)), "a_step"),
+        (jax.checkpoint(functools.partial(a_step, rate=0.5)), "a_step"),
+        (Trainer().step, "step"),
+        (functools.partial(Trainer().step), "step"),
+        (Trainer(), "Trainer"),
+        (functools.partial(Trainer()), "Trainer"),
+        (lambda x: x, "<lambda>"),
+    ],
+)
+def test_a_step_is_called_by_its_own_name(function: Any, name: str) -> None:
+    assert name_of(function) == name
+    assert autopar.parallelize(function, batch_axes=None).trace(jnp.ones(4)).name == name

@@ -276,6 +276,18 @@ def _phase(name_stack: str) -> Phase:
     return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
 
 
+def gradient_inside(params: Mapping[str, Any]) -> str | None:
+    """The user's line of a gradient that the body of a loop or branch computes for itself, None if there is none."""
+    for jaxpr in jex_core.jaxprs_in_params(params):
+        for eqn in jaxpr.eqns:
+            if _phase(str(eqn.source_info.name_stack)) is Phase.BACKWARD:
+                return source_of(eqn) or "an unknown line"
+            found = gradient_inside(eqn.params)
+            if found is not None:
+                return found
+    return None
+
+
 def live_jaxpr(closed: Any) -> Any:
     """The jaxpr of a closed one without what its results do not need, operands that a loop or branch never reads too.
 

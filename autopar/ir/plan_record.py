@@ -43,7 +43,8 @@ class StagePlan:
     strategies: Mapping[tuple[int, int], Strategy]  # (program, equation id) -> strategy
     layouts: Mapping[tuple[int | None, int], Sharding]  # (program or None, value id) -> sharding
     regathers: bool  # see `StageSharding`
-    forward: float  # predicted seconds per microbatch; of the last stage with its backward pass
+    # Of each phase, whatever program does it; all microbatches' and what is done once are the stage's time.
+    forward: float  # predicted seconds per microbatch
     backward: float  # predicted seconds per microbatch
     once: float  # predicted seconds per step: prologue, gradient synchronisation and update
     compute: float  # predicted seconds per step of these that compute

@@ -142,6 +142,7 @@ def _context(report: ReportRecord) -> dict[str, Any]:
         "links": [] if details is None else _links(details),
         "leaf_rows": [_leaf(row.leaf, row.path, row.count) for row in fold(plan.leaves)],
         "stage_rows": _stage_rows(report),
+        "weights_apart": any(stage.weights for stage in report.plan.stages),
         "comparison": _comparison(report),
         "diff": report.diff,
         "verification": report.verification,

@@ -429,6 +429,12 @@ def test_impossible_number_of_stages(number: int) -> None:
         plan_stages(3, cluster(4), lambda span, mesh, held: None, 4, "1f1b", num_stages=number)
 
 
+def test_impossible_number_of_stages_for_one_layer() -> None:
+    message = "num_stages=2, but there is 1 layer and 4 devices, and each stage needs one of both: choose 1 stage"
+    with pytest.raises(PlanError, match=message):
+        plan_stages(1, cluster(4), lambda span, mesh, held: None, 4, "1f1b", num_stages=2)
+
+
 def test_impossible_bound_on_stages() -> None:
     with pytest.raises(PlanError, match=r"max_stages=0, .* choose 1 to 3"):
         plan_stages(3, cluster(4), lambda span, mesh, held: None, 4, "1f1b", max_stages=0)

@@ -6,11 +6,13 @@ import re
 import warnings
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar import recipes
 from autopar.errors import UnsplitWarning
 from autopar.ir.method import Method
@@ -55,6 +57,48 @@ def test_a_vocabulary_is_padded(size: int) -> None:
     assert note.startswith("stage 0: a dimension of size 57 cannot be split over the 8 devices of axis y in ")
     assert "test_unsplit.py:" in note
     assert note.endswith(" Pad it from 57 to 64")
+
+
+class Mlp(nn.Module):
+    """Flax's MLP of 4h in layers, unrolled or scanned."""
+
+    scanned: bool
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        def layer(module: nn.Module, x: Any, _: Any) -> Any:
+            width = x.shape[-1]
+            return x + nn.Dense(width)(nn.gelu(nn.Dense(4 * width)(x))), None
+
+        if self.scanned:
+            return nn.scan(layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)(self, x, None)[0]
+        for _ in range(2):
+            x, _ = layer(self, x, None)
+        return x
+
+
+@pytest.mark.parametrize(("width", "tokens"), [(16, 2), (2048, 1024)])
+@pytest.mark.parametrize("scanned", [False, True])
+def test_megatron_says_that_it_leaves_whole_what_is_quicker_whole(scanned: bool, width: int, tokens: int) -> None:
+    """Two sums a layer cost a few launches and latencies: more than tiny products take, less than large ones."""
+    model = Mlp(scanned)
+    batch = {"x": jax.ShapeDtypeStruct((8, tokens, width), jnp.float32)}
+    params = jax.eval_shape(model.init, jax.random.key(0), batch["x"])
+    step = models.sgd(lambda params, batch: (model.apply(params, batch["x"]) ** 2).mean())
+    cluster = autopar.load_preset("dgx-a100")
+    plan = autopar.parallelize(step, cluster=cluster, method=recipes.megatron(4, 2, 1, 1)).plan(params, batch)
+    kernels = [leaf for leaf in plan.leaves if "kernel" in leaf.path]
+    whole = [leaf.path for leaf in kernels if "y" not in leaf.sharding.axes]
+    said = [
+        note for note in plan.notes if "could be split over the 2 devices of axis y and lie whole by choice" in note
+    ]
+    if width > 16:
+        assert not whole and not plan.notes
+        return
+    assert bool(whole) == bool(said)
+    for note in said:
+        assert any(path in note for path in whole)
+        assert note.startswith("stage 0: ") and note.endswith("hints split them in any case")
 
 
 def test_leaves_of_one_size_are_one_note() -> None:
