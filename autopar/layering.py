@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from autopar.ir.units import count_text
 from autopar.passes.apart import split_loops
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.intra_op.lifetimes import equation_seconds
+from autopar.passes.intra_op.stage import Stage
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
@@ -61,8 +62,29 @@ class Layered:
         """The spans of its layers."""
         return Spans(self.finest)
 
+    @functools.cached_property
+    def _placed(self) -> dict[Hashable, PlacedStep]:
+        return {}
+
+    @functools.cached_property
+    def _stages(self) -> dict[Hashable, Stage]:
+        return {}
+
+    def stage(self, placed: PlacedStep, index: int, single_output: bool) -> Stage:
+        """One stage of programs of this step, in which no input lies anywhere yet: the same for all methods."""
+        key = (placed, index, single_output)
+        if key not in self._stages:
+            self._stages[key] = Stage(placed, index, self.rules, {}, single_output)
+        return self._stages[key]
+
     def placed(self, cuts: Sequence[int], weights_apart: bool = False) -> PlacedStep:
         """Programs of the pipeline whose stages begin at the layers 0, *cuts; gradients of parameters apart or not."""
+        key = (*cuts, weights_apart)
+        if key not in self._placed:
+            self._placed[key] = self._place(cuts, weights_apart)
+        return self._placed[key]
+
+    def _place(self, cuts: Sequence[int], weights_apart: bool) -> PlacedStep:
         stage_of_layer = np.zeros(self.num_layers, int)
         for cut in cuts:
             stage_of_layer[cut:] += 1
@@ -114,15 +136,19 @@ class Layering:
         self.analysis, self.cluster, self.method, self.num_layers = analysis, cluster, method, num_layers
         self.graph = analysis.graph
         # Decorated methods would keep this and its graphs for ever.
-        self.layered = functools.cache(self._layered)
+        self._known_layers = functools.cache(self._layered)
         # With no loop cut, by number of microbatches: other layerings of the same analysis may share them.
         self.whole_steps: dict[int, _Microbatches] = {}
         self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
 
-    def _layered(self, m: int, pipelined: bool) -> Layered:
+    def layered(self, m: int, pipelined: bool) -> Layered:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
+        may_be_cut = pipelined and self.cluster.num_devices > 1 and self._finest is not self.analysis
+        return self._known_layers(m, may_be_cut)
+
+    def _layered(self, m: int, is_cut: bool) -> Layered:
         self.analysis.check(m)
-        analysis = self._finest if pipelined and self.cluster.num_devices > 1 else self.analysis
+        analysis = self._finest if is_cut else self.analysis
         if analysis.most_microbatches % m:
             if analysis is not self.analysis:
                 self._warn_of_whole_loops()

@@ -4,8 +4,8 @@
 `custom_jvp`, `custom_vjp`, `checkpoint`), so that one flat list of pure equations is left; a rematerialised
 body is fenced by an `optimization_barrier`, as JAX's own lowering does, lest XLA merges it with the forward
 pass. 4. What `jax.debug.print` prints becomes a further output, in a `scan` one that is stacked over the rounds.
-5. Drop what no output needs. 6. Read each equation's phase from JAX's name stack. 7. Find the state: the inputs
-that the outputs replace.
+5. Take conditions apart (`conditions.py`); drop what no output needs. 6. Read each equation's phase from JAX's name
+stack. 7. Find the state: the inputs that the outputs replace.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
 from autopar.ir.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
+from autopar.ir.conditions import taken_apart
 from autopar.ir.graph import Equation, Graph, Operand, Value, are_narrow
 from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
@@ -176,7 +177,8 @@ def trace(
     operands = [v for callback in builder.callbacks for v in callback.values]
     outputs += operands
     out_paths += ("an operand of a callback",) * len(operands)
-    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
+    live = live_equations([*taken_apart(builder.equations)], outputs)
+    equations = tuple(dataclasses.replace(e, id=number, origin=(number, 0)) for number, e in enumerate(live))
     used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
     constants = {v: c for v, c in builder.constants.items() if v in used}
     return Graph(

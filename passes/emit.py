@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,14 +93,84 @@ def emit(local: LocalProgram, rules: Mapping[int, Rule]) -> Callable[..., tuple[
         halos = Halos(mesh)
         for port, piece in zip(local.inputs, pieces_in, strict=True):
             env[port.value, port.sharding] = piece[0] if port.sharding.partial else piece
-        for op in local.ops:
-            with jax.named_scope(scope_of(op)):
-                _emit_op(op, env, rules, mesh, halos)
+        for ops in in_turn(local.ops, rules):
+            with jax.named_scope(scope_of(ops[0])):
+                if len(ops) > 1:
+                    _emit_as_one(ops, env, rules, mesh, halos)
+                else:
+                    _emit_op(ops[0], env, rules, mesh, halos)
         return tuple(
             env[p.value, p.sharding][None] if p.sharding.partial else env[p.value, p.sharding] for p in local.outputs
         )
 
     return run
+
+
+_Held = tuple[Value, Sharding]
+
+
+def in_turn(ops: Sequence[LocalOp], rules: Mapping[int, Rule]) -> list[list[LocalOp]]:
+    """The operations in an order in which they can run, those together that are emitted as one.
+
+    Conditions with the same index (`Rule.branches`) become one, as they were written: a device that branches waits for
+    its index, which is worth it once, not for each parameter. So they wait until nothing else can run without them.
+    """
+    indices = Counter(index for op in ops if (index := _index_of(op, rules)) is not None)
+    if max(indices.values(), default=0) < 2:
+        return [[op] for op in ops]
+    found: list[list[LocalOp]] = []
+    left = list(ops)
+    while left:
+        waiting: dict[_Held, list[LocalOp]] = {}
+        later: list[LocalOp] = []
+        unmade: set[_Held] = set()  # what conditions that wait make, and what follows from it
+        unread: set[_Held] = set()  # what an operation that waits will read, so that nothing may be added to it yet
+        for op in left:
+            read, made = set(_read(op)), _made(op)
+            index = _index_of(op, rules)
+            if read & unmade or (isinstance(op, Accumulate) and unread.intersection(made)):
+                later.append(op)
+            elif index is not None and indices[index] > 1:
+                waiting.setdefault(index, []).append(op)
+            else:
+                found.append([op])
+                continue
+            unmade.update(made)
+            unread.update(read)
+        found += waiting.values()
+        left = later
+    return found
+
+
+def _index_of(op: LocalOp, rules: Mapping[int, Rule]) -> _Held | None:
+    """The index of a condition, unless results or operands are addends, which are widened."""
+    if not isinstance(op, Compute) or rules[op.equation.id].branches is None:
+        return None
+    shardings = [s for s in (*op.operands, *op.results) if s is not None]
+    if any(s.partial for s in shardings) or not isinstance(index := op.equation.inputs[0], Value):
+        return None
+    assert op.operands[0] is not None
+    return index, op.operands[0]
+
+
+def _read(op: LocalOp) -> list[_Held]:
+    if isinstance(op, Reshard):
+        return [(op.value, op.source)]
+    if isinstance(op, Reread):
+        return [(op.value, op.sharding), *([op.after] if op.after else [])]
+    if isinstance(op, Accumulate):
+        return [(op.total, op.sharding), (op.addend, op.sharding)]
+    return [(v, s) for v, s in zip(op.equation.inputs, op.operands, strict=True) if isinstance(v, Value) and s]
+
+
+def _made(op: LocalOp) -> list[_Held]:
+    if isinstance(op, Reshard):
+        return [(op.value, op.target)]
+    if isinstance(op, Reread):
+        return [(op.copy, op.sharding)]
+    if isinstance(op, Accumulate):
+        return [(op.total, op.sharding)]
+    return list(zip(op.equation.outputs, op.results, strict=True))
 
 
 def scope_of(op: LocalOp) -> str:
@@ -126,21 +197,49 @@ def _emit_op(
         key = (op.total, op.sharding)
         env[key] = env[key] + env[op.addend, op.sharding]
     else:
-        operands = [
-            v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
-            for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
-        ]
-        results = _emit_equation(op, rules[op.equation.id], operands, mesh, halos)
-        for v, sharding, result in zip(op.equation.outputs, op.results, results, strict=True):
-            env[v, sharding] = result
+        results = _emit_equation(op, rules[op.equation.id], _operands(op, env), mesh, halos)
+        env.update(zip(_made(op), results, strict=True))
+
+
+def _operands(op: Compute, env: Mapping[_Held, Any]) -> list[Any]:
+    return [
+        v.value if isinstance(v, Literal) else env[v, sharding]  # type: ignore[index]
+        for v, sharding in zip(op.equation.inputs, op.operands, strict=True)
+    ]
+
+
+def _emit_as_one(
+    ops: Sequence[LocalOp], env: dict[_Held, Any], rules: Mapping[int, Rule], mesh: Mesh, halos: Halos
+) -> None:
+    """Several conditions with the same index."""
+    conditions = [op for op in ops if isinstance(op, Compute)]
+    parts = []
+    for op in conditions:
+        rule = rules[op.equation.id]
+        assert rule.branches is not None
+        local = SpaceLocal.of(rule, op.strategy[0], mesh, halos)
+        parts.append(rule.branches(local, op.equation, _operands(op, env)))
+
+    def branch(number: int) -> Callable[[], list[Sequence[Any]]]:
+        return lambda: [list(part[number]()) for part in parts]
+
+    index = env[_read(conditions[0])[0]]
+    found = jax.lax.switch(index, [branch(b) for b in range(len(parts[0]))])
+    for op, results in zip(conditions, found, strict=True):
+        env.update(zip(_made(op), _combined(op, rules[op.equation.id], results, mesh), strict=True))
 
 
 def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh, halos: Halos) -> Sequence[Any]:
     addends = [bool(sharding.partial) for sharding in op.results]
     if rule.separable:
         return emit_piece(rule, SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands, addends)
+    local = SpaceLocal.of(rule, op.strategy[0], mesh, halos)
+    return _combined(op, rule, emit_piece(rule, local, op.equation, operands, addends), mesh)
+
+
+def _combined(op: Compute, rule: Rule, results: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
+    """The results, combined over the pieces of factors that are reduced by other operations than sums."""
     lane = op.strategy[0]
-    results = emit_piece(rule, SpaceLocal.of(rule, lane, mesh, halos), op.equation, operands, addends)
     for kind, over in combined_axes(rule, lane, mesh).items():
         results = [_combine(kind, x, over) for x in results]
     found = [(tuple(np.shape(x)), x.dtype) for x in results]

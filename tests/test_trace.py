@@ -127,6 +127,29 @@ def test_a_condition_that_only_chooses_is_a_selection() -> None:
     assert names.count("select_n") == 2 and "cond" not in names
 
 
+@pytest.mark.parametrize(("index", "taken"), [(0, "sin"), (1, "cos"), (2, "exp"), (7, "exp"), (-3, "sin")])
+def test_a_condition_with_a_constant_index_is_the_branch_it_takes(index: int, taken: str) -> None:
+    """Computed from constants, too: what a library decides by flags of its own."""
+
+    def fun(x: Any) -> Any:
+        return jax.lax.switch(jnp.int32(index) + 0, [jnp.sin, jnp.cos, jnp.exp], x)
+
+    names = [e.primitive.name for e in trace(fun, (f32(3),), {}, name="fun").equations]
+    assert names == [taken]
+
+
+def test_multi_steps_that_skip_nothing_have_no_condition() -> None:
+    """`optax.MultiSteps` puts all that it does into a condition on whether to skip a step, by default on False."""
+    optimizer = optax.MultiSteps(optax.adam(1e-3), 4)
+    w = {"a": f32(4, 4), "b": f32(4)}
+
+    def fun(w: Any, state: Any, g: Any) -> Any:
+        return optimizer.update(g, state, w)
+
+    graph = trace(fun, (w, jax.eval_shape(optimizer.init, w), w), {}, name="fun")
+    assert "cond" not in {e.primitive.name for e in graph.equations}
+
+
 def test_collectives_under_vmap_are_reductions() -> None:
     """As in a step that was written for `pmap`."""
 

@@ -43,6 +43,7 @@ CALLS = {
     "remat": "jaxpr",
 }
 _REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+COND = "cond"
 LINEAR_SOLVE = "custom_linear_solve"  # calls one of several
 SHARD_MAP = "shard_map"
 _REMAT = frozenset({"remat2", "checkpoint", "remat"})
@@ -120,7 +121,10 @@ class Builder:
             here = f"{stack}/{eqn.source_info.name_stack}"
             where = source if phase is not None else source_of(eqn) or source
             body = eqn.params.get(CALLS[name]) if name in CALLS else None
-            if name == LINEAR_SOLVE:
+            if name == COND and (index := self._known_number(inputs[0])) is not None:
+                branches, inputs = eqn.params["branches"], inputs[1:]
+                body = branches[min(max(index, 0), len(branches) - 1)]
+            elif name == LINEAR_SOLVE:
                 body, inputs = _solve_of(eqn.params, inputs)
             elif name == SHARD_MAP:
                 body = _unmapped(eqn, where)
@@ -154,6 +158,27 @@ class Builder:
 
     def _counts(self, inputs: Sequence[Operand]) -> bool:
         return self.counting and bool(inputs) and inputs[0].dtype == np.bool_
+
+    def _known_number(self, operand: Operand) -> int | None:
+        """The integer that an operand is whatever the inputs are: a literal, or computed from such alone."""
+        makers: dict[Operand, Equation] = {}
+
+        def known(operand: Operand) -> Any:
+            if isinstance(operand, Literal):
+                return jnp.asarray(operand.value, operand.dtype)
+            maker = makers.get(operand)
+            if maker is None or any(x.shape for x in (*maker.inputs, *maker.outputs)) or len(maker.outputs) > 1:
+                return None
+            operands = [known(x) for x in maker.inputs]
+            if any(x is None for x in operands):
+                return None
+            found = maker.primitive.bind(*operands, **maker.params)
+            return found[0] if maker.primitive.multiple_results else found
+
+        if not isinstance(operand, Literal):
+            makers.update((v, eqn) for eqn in self.equations for v in eqn.outputs)
+        found = known(operand)
+        return None if found is None else int(found)
 
     def _callback(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], source: str) -> Equation:
         return Equation(-1, primitive, params, tuple(inputs), (), Phase.UPDATE, source)
@@ -191,7 +216,7 @@ def barrier() -> Any:
 
 def _plainer(name: str, params: Mapping[str, Any], counting: bool) -> Callable[..., Sequence[Any]] | None:
     """The same equation in primitives that need not be run as a whole, where there are such."""
-    if name == "cond" and not any(branch.jaxpr.eqns for branch in params["branches"]):
+    if name == COND and not any(branch.jaxpr.eqns for branch in params["branches"]):
         branches = [jex_core.jaxpr_as_fun(branch) for branch in params["branches"]]
         return lambda index, *xs: [
             jax.lax.select_n(index, *cases) for cases in zip(*(branch(*xs) for branch in branches), strict=True)

@@ -56,6 +56,8 @@ class Local(Protocol):
 
 Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]  # results in the types of the equation's
 
+Branches = Callable[[Local, Equation, Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]
+
 
 def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
     """Apply the equation's primitive to other operands, with some parameters changed."""
@@ -220,6 +222,9 @@ class Hinted:
         return dataclasses.replace(self, dims=dims, addend=addend.union(passing))
 
 
+_FUNCTIONS = ("emit", "branches")  # fields of a rule
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """The factors of one equation.
@@ -254,11 +259,14 @@ class Rule:
     gatherings: tuple[Gathering, ...] = ()
     moments: tuple[Moment, ...] = ()  # when most of what one round makes for itself is live
     hints: tuple[Hinted, ...] = ()
+    # Of an equation whose first operand says which of several it computes: what each computes. Such equations with the
+    # same first operand may be computed as one.
+    branches: Branches | None = None
 
     @functools.cached_property
     def key(self) -> Hashable:
         """Equal for rules that can be split alike at the same costs."""
-        values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "emit")
+        values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _FUNCTIONS)
         return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
     @functools.cached_property

@@ -42,6 +42,7 @@ from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering
 from autopar.passes.rules.random import is_partitionable
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
+Each = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]  # what each branch computes
 
 _SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
@@ -154,15 +155,21 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         body, cuts = cond_body(tuple(branches), _is_narrow(eqn))
         count = len(eqn.outputs)
 
-        def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-            def branch(b: int) -> Callable[..., list[Any]]:
-                return lambda *xs: evaluate(body, range(b * count, (b + 1) * count), pieces, xs)
+        def each(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Callable[[], Sequence[Any]]]:
+            outputs = [range(b * count, (b + 1) * count) for b in range(len(branches))]
+            arrays = [
+                x if isinstance(v, Value) else jnp.asarray(x, v.dtype)
+                for x, v in zip(operands[1:], eqn.inputs[1:], strict=True)
+            ]
+            return [functools.partial(evaluate, body, wanted, pieces, arrays) for wanted in outputs]
 
-            found: list[Any] = jax.lax.switch(operands[0], [branch(b) for b in range(len(branches))], *operands[1:])
+        def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+            found: list[Any] = jax.lax.switch(operands[0], each(pieces, operands))
             return found
 
         layout = _Layout((None, *range(len(body.inputs))), tuple(range(count)))
-        return _rule(eqn, body, cuts, layout, run, 1 / len(branches))
+        for_platforms = eqn.params.get("branches_platforms") is not None
+        return _rule(eqn, body, cuts, layout, run, 1 / len(branches), None if for_platforms else each)
 
     def forget() -> None:
         for seen in (scan_body, while_body, cond_body):
@@ -269,8 +276,10 @@ def _communicates(body: Body, cut: Cut) -> bool:
     return bool(cut.sums) or any(body.rules[e].communicates(split.factor) for e, split in cut.splits.items())
 
 
-def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float) -> Rule:
-    """One factor a cut; `times` is how often the body runs."""
+def _rule(
+    eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float, each: Each | None = None
+) -> Rule:
+    """One factor a cut; `times` is how often the body runs; `each` gives the branches of a `cond`."""
 
     def run_or_bind(local: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         if eqn.params.get("branches_platforms") is not None and not pieces:
@@ -288,6 +297,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         return dataclasses.replace(
             whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}),
             hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
+            branches=each and (lambda local, eqn, xs: each([], xs)),
         )  # fmt: skip
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
@@ -300,9 +310,11 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
     inputs = [() if i is None else dims(body.inputs[i], i in layout.stacked_in) for i in layout.inputs]
     outputs = [dims(body.outputs[o], o in layout.stacked_out) for o in layout.outputs]
 
+    def pieces_of(local: Local) -> Sequence[Piece]:
+        return [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
+
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
-        return run_or_bind(local, pieces, eqn, operands)
+        return run_or_bind(local, pieces_of(local), eqn, operands)
 
     kernels = _kernels(body, numbered, times)
     gatherings = _gatherings(body, numbered, layout, int(times))
@@ -313,6 +325,7 @@ def _rule(eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: 
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
         unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
         moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
+        branches=each and (lambda local, eqn, xs: each(pieces_of(local), xs)),
     )  # fmt: skip
 
 
