@@ -1,7 +1,8 @@
-"""Public programs: each plans for two devices; a few are run, and give the numbers of one device."""
+"""Public programs: they plan for two devices, and a few are run; how rows of the verify suite are judged."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -14,6 +15,7 @@ import autopar
 from autopar import recipes
 from benchmarks.public.program import Program
 from benchmarks.public.programs import TINY, programs, tiny
+from benchmarks.public.verified import Row, bars, slope
 
 TINY_PROGRAMS = {program.name: program for program in map(tiny, programs())}
 # Of every framework, and of every kind: norms, dropout, loops, checkpoints, convolutions, evaluation.
@@ -43,7 +45,9 @@ def test_programs_have_names_of_their_own_and_families_of_several_depths() -> No
     assert sum({2, 8, 24} <= each for each in depths.values()) >= 8
 
 
-@pytest.mark.parametrize("name", TINY_PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [name if name in RUN else pytest.param(name, marks=pytest.mark.slow) for name in TINY_PROGRAMS]
+)
 def test_it_plans_for_two_devices(name: str) -> None:
     step, parallel = _parallel(TINY_PROGRAMS[name])
     plan = parallel.plan(*step.abstract())
@@ -64,6 +68,26 @@ def test_numbers_are_those_of_one_device(name: str) -> None:
         if jnp.issubdtype(other.dtype, jax.dtypes.prng_key):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=2e-3, atol=2e-4)
+
+
+def _row(family: str, layers: int, ratio: float) -> Row:
+    return Row(f"{family} {layers}", family, layers, (ratio, 1.0), (1.0, 1.0), (1.0, 1.0), 0.0, 0.0)
+
+
+def test_a_trend_with_depth_is_within_families() -> None:
+    """One family off by a factor at every depth has no trend; one whose ratio grows as the root of the depth has."""
+    level = [_row("level", n, 1.5) for n in (2, 8, 24)] + [_row("alone", 100, 9.0)]
+    assert slope(level, "moved") == pytest.approx(0.0, abs=1e-12)
+    assert slope([_row("growing", n, n**0.5) for n in (2, 8, 24)], "moved") == pytest.approx(0.5)
+    assert math.isnan(slope([_row("alone", 8, 9.0)], "moved"))
+
+
+def test_bars_are_of_all_rows() -> None:
+    found = bars([_row("one", 2, 1.2), _row("one", 8, 0.9), _row("other", 2, 1.1)])
+    assert found["public_moved_median"].value == pytest.approx(0.1)
+    assert found["public_moved_95th_percentile"].value == pytest.approx(0.19)
+    assert found["public_launches_slope"].value == pytest.approx(0.0)
+    assert bars([]) == {}
 
 
 def test_sizes_for_tests_are_small() -> None:
