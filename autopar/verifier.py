@@ -17,7 +17,7 @@ import jax
 from autopar.compiler import device_mesh, instructions_of, write_sources
 from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.targets import CPU, load_target, target_of
-from autopar.errors import TargetError
+from autopar.errors import InternalError, TargetError
 from autopar.ir.graph import Equation
 from autopar.ir.local import Compute, LocalProgram, Port
 from autopar.ir.mesh import Cluster, Mesh
@@ -27,6 +27,7 @@ from autopar.ir.units import bytes_text
 from autopar.ir.verification import (
     MEMORY_TOLERANCE,
     TRAFFIC_TOLERANCE,
+    KernelTraffic,
     ProgramBytes,
     ProgramCheck,
     StageCheck,
@@ -39,6 +40,7 @@ from autopar.runtime.ahead import Ahead, absent_gpus, compile_ahead
 from autopar.runtime.executable import Source
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.runtime.hlo_memory import Held, held_at_peak
+from autopar.runtime.hlo_traffic import kernels_in_hlo
 
 _MOST_NAMED = 3  # of the operators that a remark names
 
@@ -80,6 +82,7 @@ def verify(
                 tuple(lowered.programs[k].program.name for k in members),
                 tuple(sorted({lowered.programs[k].program.stage for k in members})),
                 local.program.phase.value, predicted[first], found, traffic,
+                KernelTraffic(costs[first].launches, costs[first].moved), _kernels(ahead.text),
                 _remarks(local, predicted[first], found, traffic, ahead), ahead.seconds,
             )
         )  # fmt: skip
@@ -146,6 +149,14 @@ def _traffic(
                 found.get((kind, axes), (0, 0)))
         for kind, axes in dict.fromkeys([*predicted, *found])
     )  # fmt: skip
+
+
+def _kernels(text: str) -> KernelTraffic | None:
+    try:
+        kernels = kernels_in_hlo(text)
+    except InternalError:  # a loop whose rounds nobody knows
+        return None
+    return KernelTraffic(sum(k.times for k in kernels), sum(k.nbytes for k in kernels))
 
 
 def _counted(collectives: Sequence[Collective]) -> Mapping[tuple[str, tuple[str, ...]], tuple[int, int]]:

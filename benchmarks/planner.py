@@ -1,4 +1,4 @@
-"""The planner at the scale of the papers: `python -m benchmarks.planner --suite alpa|megatron|growth --json FILE`.
+"""The planner at the scale of the papers: `python -m benchmarks.planner --suite SUITE --json FILE`.
 
 alpa: every case of Alpa's weak scaling (OSDI'22) on 1 to 64 V100s. The model is traced with abstract shapes and planned
 with no recipe to fall back to; then the plans that Alpa, Megatron-LM and DeepSpeed published for it, and our recipes,
@@ -11,6 +11,8 @@ tensor, pipeline and data parallelism, in the published microbatch size or the b
 longer; the largest is planned in 5 minutes.
 
 growth: planning time against the number of layers, scanned and unrolled, and of devices. Bars: the exponents.
+
+public: planning time of code as the users of public frameworks write it (`benchmarks/public/planned.py`).
 
 The planning time of a case is wall time in a fresh process, once JAX is imported; of growth, CPU time.
 """
@@ -224,13 +226,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.planner", description="The planner at the scale of the papers."
     )
-    parser.add_argument("--suite", choices=["alpa", "megatron", "growth"], required=True, help="which cases")
+    parser.add_argument("--suite", choices=["alpa", "megatron", "growth", "public"], required=True, help="which cases")
     parser.add_argument("--only", help="cases whose name contains this text")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
 
     if arguments.suite == "growth":
         growth.run(arguments.json)
+        return
+    if arguments.suite == "public":
+        from benchmarks.public import planned as public  # frameworks that the others' processes need not import
+
+        public.run(arguments.only, arguments.json)
         return
     suite = alpa_cases() if arguments.suite == "alpa" else megatron_cases()
     cases = [case for case in suite if arguments.only is None or arguments.only in case.name]

@@ -6,6 +6,9 @@ that are predicted while a program runs against XLA's `memory_analysis` (median,
 XLA finds more than 5 % over capacity, the error of a stage's collective bytes, and the seconds that verifying a whole
 plan of GPT-39B on 64 devices takes. Programs that only reshard, which are exact, are left out of the errors.
 
+Then programs as the users of public frameworks write them (`benchmarks.public`), on one H100: the bytes that their
+kernels move, the number of these, and their memory.
+
 Needs XLA's compiler for NVIDIA GPUs: `pip install 'autopar[verify]'`.
 """
 
@@ -198,7 +201,11 @@ def main() -> None:
     found_bars = bars(verdicts, rows) if rows else {}
     if arguments.only is None or arguments.only in LARGEST:
         found_bars["seconds_gpt_39B"] = common.Bar(seconds, 300.0)
-    common.report(found_bars, rows, arguments.json)
+    from benchmarks.public import verified as public  # frameworks that the other cases' processes need not import
+
+    rows_of_public = public.run(arguments.only)
+    found_bars |= public.bars(rows_of_public)
+    common.report(found_bars, rows + [dataclasses.asdict(row) for row in rows_of_public], arguments.json)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ class ProgramCost:
     flops: float  # on one device
     collectives: tuple[Collective, ...]
     temporaries: int  # bytes live at once beyond the inputs and outputs
+    launches: float  # of kernels
+    moved: float  # bytes that kernels read from memory and write to it
     start: float  # seconds before the first operation: to be issued, and to set memory aside
     by_phase: Mapping[Phase, float]  # seconds of the operations of each phase; of the first one with the start
 
@@ -52,6 +54,8 @@ class OpCost:
     communication: float  # seconds
     flops: float
     collectives: tuple[Collective, ...]
+    launches: float  # of kernels
+    moved: float  # bytes that kernels read from memory and write to it
 
     @property
     def seconds(self) -> float:
@@ -80,7 +84,8 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
         by_phase[phase] += cost.seconds
     return ProgramCost(
         sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
-        tuple(each for c in costs for each in c.collectives), needed, start, by_phase,
+        tuple(each for c in costs for each in c.collectives), needed,
+        sum(c.launches for c in costs), sum(c.moved for c in costs), start, by_phase,
     )  # fmt: skip
 
 
@@ -129,22 +134,26 @@ def _op_cost(
     op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], reordering: float
 ) -> OpCost:
     """`reordering`: seconds for what lies in another order than it is wanted in."""
-    compute = communication = flops = 0.0
+    compute = communication = flops = launches = moved = 0.0
     collectives: list[Collective] = []
     if isinstance(op, Compute):
-        moved = _moved_bytes(op, mesh, sent)
         dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
-        kernels = op.kernels or (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches, op.pooling),)
+        kernels = op.kernels or (
+            LocalKernel(op.flops, _moved_bytes(op, mesh, sent), op.product, dtype, op.traffic.launches, op.pooling),
+        )
         for k in kernels:
             compute += compute_time(
                 kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
                 matmul=k.product is not None, share=product_share(kind, k.product, k.dtype), pooling=k.pooling,
             ) + kind.launch_overhead * k.times  # fmt: skip
+            launches += k.times
+            moved += k.nbytes
         flops = op.flops
         collectives += op.combined
         communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
     elif isinstance(op, Accumulate):
-        compute = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
+        nbytes = local_bytes(op.total, op.sharding, mesh)
+        compute, launches, moved = accumulate_seconds(kind, nbytes), 1.0, 3.0 * nbytes
     elif isinstance(op, Reshard):
         at = op.source
         for step in op.steps:
@@ -155,7 +164,7 @@ def _op_cost(
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
             at = step_result(step, at)
-    return OpCost(compute + reordering, communication, flops, tuple(collectives))
+    return OpCost(compute + reordering, communication, flops, tuple(collectives), launches, moved)
 
 
 def _sent(local: LocalProgram) -> set[_Held]:

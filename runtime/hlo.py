@@ -66,10 +66,9 @@ def collectives_in_hlo(text: str, mesh: Mesh, *, as_sent: bool = False) -> tuple
             raise InternalError(f"cannot count {instruction.opcode} in compiled HLO")
         if opcode == "while":
             body = [c for called in instruction.computations("body", "condition") for c in count(called)]
-            trips = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', instruction.attributes)
-            if body and trips is None:
+            if body and instruction.trips is None:
                 raise InternalError(f"{instruction.name} communicates and its trip count is not known")
-            return body * int(trips[1]) if trips else []
+            return body * (instruction.trips or 0)
         if opcode == "conditional":
             names = instruction.computations("branch_computations", "true_computation", "false_computation")
             branches = [count(called) for called in names]

@@ -29,6 +29,12 @@ class Instruction:
                 found += re.findall(r"[\w.\-]+", listed) if listed else [single]
         return found
 
+    @property
+    def trips(self) -> int | None:
+        """How often a while loop turns, if XLA knows it."""
+        found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(found[1]) if found else None
+
 
 @dataclasses.dataclass(frozen=True)
 class Module:

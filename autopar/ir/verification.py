@@ -55,6 +55,14 @@ class Traffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelTraffic:
+    """What one run of a program launches, and the bytes that this reads from one device's memory and writes to it."""
+
+    launches: float
+    nbytes: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ProgramCheck:
     """One program as XLA compiled it, for all stages that have the same."""
 
@@ -64,6 +72,8 @@ class ProgramCheck:
     predicted: ProgramBytes
     found: ProgramBytes
     traffic: tuple[Traffic, ...]
+    kernels: KernelTraffic  # predicted
+    found_kernels: KernelTraffic | None  # none where a loop turns as often as its numbers say
     remarks: tuple[str, ...]  # what differs, and the operators it comes from
     seconds: float  # that XLA took
 
@@ -157,12 +167,14 @@ class Verification:
         return table
 
     def _programs(self) -> Table:
-        table = _table("program", "stages", "predicted", "XLA", "error", "sent", "XLA sends")
+        table = _table("program", "stages", "predicted", "XLA", "error", "moved", "XLA moves", "sent", "XLA sends")
         for p in self.programs:
             sent, found = p.bytes_sent
+            moves = "?" if p.found_kernels is None else bytes_text(round(p.found_kernels.nbytes))
             table.add_row(
                 Text(p.names[0]), ranges_text(p.stages), bytes_text(p.predicted.total), bytes_text(p.found.total),
-                f"{p.memory_error:+.1%}", bytes_text(sent), bytes_text(found),
+                f"{p.memory_error:+.1%}", bytes_text(round(p.kernels.nbytes)), moves, bytes_text(sent),
+                bytes_text(found),
             )  # fmt: skip
         return table
 
