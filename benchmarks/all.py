@@ -49,7 +49,8 @@ def run_all(suites: Sequence[Suite], folder: pathlib.Path, *, quick: bool) -> bo
     folder.mkdir(parents=True, exist_ok=True)
     started, said = time.monotonic(), []
     for at, suite in enumerate(suites, start=1):
-        print(f"== [{at}/{len(suites)}] {suite.name}: {suite.command}", flush=True)
+        command = " ".join([suite.command, *(suite.quick if quick else ())])
+        print(f"== [{at}/{len(suites)}] {suite.name}: {command}", flush=True)
         said.append(f"{suite.name}: {run(suite, folder, quick=quick)}")
         print(f"== [{at}/{len(suites)}] {said[-1]}", flush=True)
     print(f"== all in {time.monotonic() - started:.0f} s", *said, sep="\n   ", flush=True)

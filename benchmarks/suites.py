@@ -67,15 +67,14 @@ SUITES = (
         "overhead", "benchmarks.overhead", "What autopar adds to a step",
         "Steps of a GPT planned by autopar over the same steps written by hand: under `jax.jit` on one device, and "
         "with the shardings of data parallelism and of Megatron-LM on 8 virtual devices. A bar is held against the "
-        "upper end of a 95 % interval of the ratio; `…_a_a` is the ratio of two copies of the program written by "
-        "hand.",
+        "upper end of a 95 % interval of the ratio; \"a a\" is the ratio of two copies of the program written by hand.",
         quick=("--rounds", "3"),
     ),
     Suite(
         "accuracy", "benchmarks.accuracy", "Predicted against published measurements",
         "What Alpa's authors (1 to 16 V100s) and those of SC'21's Megatron-LM (32 to 2,520 A100s) measured, for "
         "their plans: mean relative errors of step times by family, of Alpa's ablation of sharding within a stage "
-        "(`ablation`) and of peak memory; how many rows ran and are predicted not to fit, or the other way round; "
+        "(ablation) and of peak memory; how many rows ran and are predicted not to fit, or the other way round; "
         "and the share of pairs of methods that differ by more than 5 % and are predicted in the wrong order. Rows "
         "of files whose plan is not known exactly count for the order alone.",
         quick=("--only", "intra-op-ablation wresnet 1"),
@@ -110,8 +109,8 @@ SUITES = (
     Suite(
         "planner_alpa", "benchmarks.planner", "Plans for Alpa's weak scaling",
         "21 models on 1 to 64 V100s: the predicted time of our plan, found without the recipes' help, over the best "
-        "of what Alpa published, Megatron's and DeepSpeed's best and our recipes take in the same cost model; "
-        "planning time.",
+        "of what Alpa published, Megatron's and DeepSpeed's best and our recipes take in the same cost model; seconds "
+        "of planning, and GiB of the process that planned (rss).",
         ("--suite", "alpa"), ("--only", "gpt 350M on 1"),
     ),
     Suite(
