@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import pathlib
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -32,7 +32,7 @@ def run(suite: Suite, folder: pathlib.Path, *, quick: bool) -> str:
     if missing:
         return f"left out: needs {missing}"
     started = time.monotonic()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:  # on one file system: the result is there whole or not
+    with tempfile.TemporaryDirectory() as scratch:
         written = suite.result(pathlib.Path(scratch))
         arguments = [*suite.arguments, *(suite.quick if quick else ()), "--json", str(written)]
         code = subprocess.run([sys.executable, "-m", suite.module, *arguments], cwd=ROOT, check=False).returncode
@@ -40,7 +40,7 @@ def run(suite: Suite, folder: pathlib.Path, *, quick: bool) -> str:
         if code or not written.exists():
             return f"FAILED {took}, exit code {code}"
         bars = [bar for bar in json.loads(written.read_text())["bars"].values() if bar["limit"] is not None]
-        os.replace(written, suite.result(folder))
+        shutil.move(written, suite.result(folder))
     return f"{sum(bar['holds'] for bar in bars)} of {len(bars)} bars hold, {took}"
 
 
