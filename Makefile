@@ -67,6 +67,7 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m benchmarks.figures --check
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .

@@ -6,7 +6,8 @@ exactly count for the ranking only; suspect and projected ones, and those that n
 
 Bars: mean absolute error of the step time at most 10 % over the end-to-end rows of each family, 15 % over the ablation
 of sharding within one stage, 10 % of the peak memory; out of memory predicted where it was measured; and of the pairs
-of methods of a case that differ by more than 5 %, at most a tenth in the wrong order.
+of methods of a case that differ by more than 5 %, at most a tenth in the wrong order. Rows that a constant of a preset
+was fitted to (`published.FITTED`) count for none of them: they are scored apart.
 """
 
 from __future__ import annotations
@@ -102,30 +103,45 @@ def error(predicted: float, measured: float) -> float:
 
 
 def bars(rows: Sequence[tuple[Measurement, Prediction]]) -> dict[str, common.Bar]:
-    """Of the rows with a prediction."""
+    """Of the rows with a prediction: held out ones first, then, without limits, those that constants were fitted to."""
+    held_out = [(row, found) for row, found in rows if not row.fitted]
+    fitted = [(row, found) for row, found in rows if row.fitted]
+    result = _bars("", held_out, "held out")
+    count, wrong = pairs(held_out)
+    result |= _of_pairs("", count, len(wrong), "held out")
+    for name, bar in _bars("fitted_", fitted, "fitted").items():
+        result[name] = dataclasses.replace(bar, limit=None)
+    count_all, wrong_all = pairs(rows)  # one of a pair may be held out
+    for name, bar in _of_pairs("fitted_", count_all - count, len(wrong_all) - len(wrong), "fitted").items():
+        result[name] = dataclasses.replace(bar, limit=None)
+    return result
+
+
+def _bars(prefix: str, rows: Sequence[tuple[Measurement, Prediction]], sample: common.Sample) -> dict[str, common.Bar]:
     times: dict[str, list[float]] = defaultdict(list)
     memory: list[float] = []
-    missed = 0
-    for row, found in rows:
-        if row.doubt:
-            continue
-        missed += row.fits != (found.seconds is not None)
+    judged = [(row, found) for row, found in rows if not row.doubt]
+    for row, found in judged:
         if row.seconds is not None and found.seconds is not None:
             name = f"time_ablation_{row.family}" if row.ablation else f"time_{row.family}"
             times[name].append(abs(error(found.seconds, row.seconds)))
         if row.memory is not None and found.memory is not None:
             memory.append(abs(error(found.memory, row.memory)))
     result = {
-        name: common.Bar(statistics.fmean(errors), 0.15 if "ablation" in name else 0.1)
+        f"{prefix}{name}": common.Bar(
+            statistics.fmean(errors), 0.15 if "ablation" in name else 0.1, len(errors), sample, "%"
+        )
         for name, errors in sorted(times.items())
     }
     if memory:
-        result["memory"] = common.Bar(statistics.fmean(memory), 0.1)
-    result["wrong_about_fitting"] = common.Bar(missed, 0)
-    count, wrong = pairs(rows)
-    if count:
-        result["pairs_in_the_wrong_order"] = common.Bar(len(wrong) / count, 0.1)
+        result[f"{prefix}memory"] = common.Bar(statistics.fmean(memory), 0.1, len(memory), sample, "%")
+    missed = sum(row.fits != (found.seconds is not None) for row, found in judged)
+    result[f"{prefix}wrong_about_fitting"] = common.Bar(missed, 0, len(judged), sample)
     return result
+
+
+def _of_pairs(prefix: str, count: int, wrong: int, sample: common.Sample) -> dict[str, common.Bar]:
+    return {f"{prefix}pairs_in_the_wrong_order": common.Bar(wrong / count, 0.1, count, sample, "%")} if count else {}
 
 
 def _line(row: Measurement, found: Prediction | None) -> str:
@@ -141,7 +157,7 @@ def _line(row: Measurement, found: Prediction | None) -> str:
         if row.seconds is not None:
             guess += f" ({error(found.seconds, row.seconds):+.0%}"
             guess += f", memory {error(found.memory, row.memory):+.0%})" if row.memory is not None else ")"
-    doubt = f" [not scored: {row.doubt}]" if row.doubt else ""
+    doubt = f" [not scored: {row.doubt}]" if row.doubt else f" [{row.fitted} was fitted to it]" if row.fitted else ""
     return f"{row.case} {row.method}: {measured}; predicted {guess}; planned in {found.planning:.1f} s{doubt}"
 
 
@@ -170,7 +186,7 @@ def main() -> None:
             content.append(
                 {
                     "case": row.case, "method": row.method, "seconds": row.seconds, "memory": row.memory,
-                    "fits": row.fits, "doubt": row.doubt,
+                    "fits": row.fits, "doubt": row.doubt, "fitted": row.fitted,
                     **({} if found is None else {f"predicted_{k}": v for k, v in dataclasses.asdict(found).items()}),
                 }
             )  # fmt: skip

@@ -71,11 +71,13 @@ def measured(model: str, method: str, cluster: autopar.Cluster) -> dict[str, Any
 def bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, common.Bar]:
     """Of the pairs that were run."""
     predicted, seconds = [row["predicted"] for row in rows], [row["measured"] for row in rows]
+    errors = [abs(row["error"]) for row in rows]
     correlation = float(scipy.stats.spearmanr(predicted, seconds).statistic)
     return {
         "pairs_missing": common.Bar(max(0, 12 - len(rows)), 0),
-        "median_error": common.Bar(float(np.median([abs(row["error"]) for row in rows])), 0.15),
-        "rank_distance": common.Bar(1.0 - correlation, 0.1),
+        "median_error": common.Bar(float(np.median(errors)), 0.15, len(rows), "held out", "%"),
+        "largest_error": common.Bar(max(errors), None, len(rows), "held out", "%"),
+        "rank_distance": common.Bar(1.0 - correlation, 0.1, len(rows), "held out"),
     }
 
 
@@ -85,6 +87,7 @@ def main() -> None:
         prog="python -m benchmarks.calibration", description="Predicted against measured step times on this machine."
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="for the calibration")
+    parser.add_argument("--only", help="models whose name contains this text")
     parser.add_argument("--cluster", type=pathlib.Path, help="a cluster file instead of a calibration")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
@@ -98,6 +101,8 @@ def main() -> None:
         cluster = autopar.cluster_from_json(arguments.cluster)
     rows = []
     for model, method in pairs():
+        if arguments.only is not None and arguments.only not in model:
+            continue
         with warnings.catch_warnings(action="ignore"):
             row = measured(model, method, cluster)
         rows.append(row)

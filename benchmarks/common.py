@@ -1,21 +1,32 @@
-"""What the benchmarks share: virtual devices, the description of the machine, bars, and the JSON file."""
+"""What the benchmarks share: virtual devices, what a result depends on, bars, and the JSON file."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import datetime
 import json
 import multiprocessing
 import os
 import pathlib
 import platform
 import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 
 from autopar.ir.json_file import finite
+from benchmarks.sources import ROOT, Sources
+
+_STARTED = time.time()  # this process, or nearly so
+
+# Of what a figure is: data that nothing was fitted to, that a constant was fitted to, or that was there to be looked at
+# while the code was developed.
+Sample = Literal["held out", "fitted", "developed on"]
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -55,6 +66,47 @@ def machine() -> dict[str, Any]:
     }
 
 
+def provenance(suite: str, arguments: Sequence[str], root: pathlib.Path = ROOT) -> dict[str, Any]:
+    """Where a result comes from: the module that ran and what it was told, its sources' hash, commit, date, seconds.
+
+    A source that was changed while the benchmark ran leaves no hash: nobody knows what was measured.
+    """
+    sources = Sources(root)
+    changed = [path for path in sources.files(suite) if path.stat().st_mtime > _STARTED]
+    if changed:
+        print(f"changed while this ran, so that nobody knows what was measured: {', '.join(map(str, changed))}")
+    return {
+        "suite": suite, "arguments": list(arguments), "sources": None if changed else sources.fingerprint(suite),
+        "commit": _commit(root), "date": str(datetime.datetime.now(datetime.UTC).date()),
+        "seconds": round(time.time() - _STARTED, 1),
+    }  # fmt: skip
+
+
+def _commit(root: pathlib.Path) -> str:
+    """The commit that is checked out, or "unknown"; a + says that code was changed since."""
+    code = ("autopar", "passes", "cost_model", "runtime", "benchmarks", ":!benchmarks/results")
+    try:
+        name, changes = (
+            subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", *code))
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return name + ("+" if changes else "")
+
+
+def _running() -> tuple[str, list[str]]:
+    """The module that `python -m` was told to run, and its arguments but for where the result goes."""
+    arguments, rest = [], iter(sys.argv[1:])
+    for argument in rest:
+        if argument == "--json":
+            next(rest, None)
+        elif not argument.startswith("--json="):
+            arguments.append(argument)
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec else "", arguments
+
+
 def each_in_a_process(work: Callable[[T], R], items: Iterable[T], at_once: int = 1) -> Iterator[R]:
     """`work` of each item in order, each in a fresh process, so many at once."""
     context = multiprocessing.get_context("spawn")
@@ -64,26 +116,41 @@ def each_in_a_process(work: Callable[[T], R], items: Iterable[T], at_once: int =
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A limit that a measured value must not exceed."""
+    """A measured value, and the limit that it must not exceed; without one it is told, and not judged."""
 
     value: float
-    limit: float
+    limit: float | None
+    n: int | None = None  # what it is a mean, a quantile or the largest of
+    sample: Sample | None = None
+    unit: Literal["%", "s", "GiB", "MB"] | None = None  # %: of a ratio that is written as a percentage
 
     @property
     def holds(self) -> bool:
-        return self.value <= self.limit  # False for NaN
+        return self.limit is None or self.value <= self.limit  # False for NaN
 
     def __str__(self) -> str:
-        return f"{self.value:.4f} <= {self.limit}: {'holds' if self.holds else 'BROKEN'}"
+        number = "" if self.n is None else f" (n = {self.n})"
+        if self.limit is None:
+            return f"{self.value:.4f}{number}"
+        return f"{self.value:.4f} <= {self.limit}: {'holds' if self.holds else 'BROKEN'}{number}"
 
 
 def result(bars: Mapping[str, Bar], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The common form of every benchmark's JSON file."""
+    suite, arguments = _running()
     return {
+        # Nothing but a benchmark has sources; a test calls this, too.
+        "provenance": provenance(suite, arguments) if suite.startswith("benchmarks.") else None,
         "machine": machine(),
-        "bars": {name: {**dataclasses.asdict(bar), "holds": bar.holds} for name, bar in bars.items()},
+        "bars": {
+            name: {
+                "value": bar.value, "limit": bar.limit, "holds": bar.holds,
+                **{k: v for k, v in dataclasses.asdict(bar).items() if k in ("n", "sample", "unit") and v is not None},
+            }
+            for name, bar in bars.items()
+        },
         "rows": [dict(row) for row in rows],
-    }
+    }  # fmt: skip
 
 
 def report(bars: Mapping[str, Bar], rows: Sequence[Mapping[str, Any]], path: pathlib.Path | None) -> None:

@@ -108,17 +108,17 @@ def bars(rows: Sequence[Measured]) -> dict[str, common.Bar]:
         seconds = [row.tracing + row.planning for row in mine]
         name = series.replace(", ", "_")
         found[f"exponent_{name}"] = common.Bar(
-            exponent([row.number for row in mine], seconds), 2.0 if series == "hosts" else 1.0
+            exponent([row.number for row in mine], seconds), 2.0 if series == "hosts" else 1.0, len(mine)
         )
         if mine[-1].equations > mine[0].equations:
-            found["exponent_operators"] = common.Bar(exponent([row.equations for row in mine], seconds), 1.0)
+            found["exponent_operators"] = common.Bar(exponent([row.equations for row in mine], seconds), 1.0, len(mine))
     return found
 
 
-def run(path: pathlib.Path | None) -> None:
-    """Measure all, each in a process of its own, and report."""
+def run(only: str | None, path: pathlib.Path | None) -> None:
+    """Measure all, or those series whose name contains a text, each point in a process of its own, and report."""
     rows = []
-    for row in common.each_in_a_process(measure, points()):
+    for row in common.each_in_a_process(measure, [each for each in points() if only is None or only in each.series]):
         print(
             f"{row.series}: {row.number}, {row.equations} equations traced in {row.tracing:.1f} s, planned in "
             f"{row.planning:.1f} s; {row.seconds:.4g} s a step, {row.plan}",

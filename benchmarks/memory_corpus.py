@@ -3,7 +3,8 @@
 Models other than those that `benchmarks.verify` holds plans by, or of other sizes, on other numbers of H100s. For each
 kind of program (`cost_model/xla_memory.py`) the factor is the weighted median of what XLA sets aside for temporaries
 over what was predicted, drawn towards 1 where programs are few. The held-out error is that of each family of models
-with the factors of all others. `--write` renews the data that the cost model reads.
+with the factors of all others. Bars: its median and 95th percentile, relative to all bytes of a program. `--write`
+renews the data that the cost model reads.
 
 Needs XLA's compiler for NVIDIA GPUs: `pip install 'autopar[verify]'`.
 """
@@ -157,8 +158,20 @@ def held_out(rows: Sequence[Row]) -> list[float]:
     return found
 
 
-def _summary(found: Sequence[float]) -> dict[str, float]:
-    return {"median": round(float(np.median(found)), 4), "95th percentile": round(float(np.quantile(found, 0.95)), 4)}
+def bars(rows: Sequence[Row]) -> dict[str, common.Bar]:
+    """Families held out first; then, without limits, what the factors of all rows, or none, leave."""
+    samples: dict[str, tuple[common.Sample | None, list[float]]] = {
+        "held_out_by_family": ("held out", held_out(rows)),
+        "fitted": ("fitted", errors(rows, fitted(rows))),
+        "uncorrected": (None, errors(rows, {})),
+    }
+    return {
+        f"{name}_{statistic}": common.Bar(
+            float(np.quantile(those, quantile)), limit if sample == "held out" else None, len(those), sample, "%"
+        )
+        for name, (sample, those) in samples.items()
+        for statistic, quantile, limit in (("median", 0.5, 0.05), ("95th_percentile", 0.95, 0.15))
+    }
 
 
 def main() -> None:
@@ -167,7 +180,7 @@ def main() -> None:
         prog="python -m benchmarks.memory_corpus", description="Learns what XLA's memory differs by from predictions."
     )
     parser.add_argument("--only", default="", help="cases whose name contains this text")
-    parser.add_argument("--json", type=pathlib.Path, help="write all rows to this file, after each case")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     parser.add_argument("--rows", type=pathlib.Path, help="take the rows of such a file instead of compiling")
     parser.add_argument("--write", action="store_true", help="renew the data of the cost model")
     arguments = parser.parse_args()
@@ -182,28 +195,16 @@ def main() -> None:
             for row in mine:
                 print(f"  {row.program} ({row.kind}): {row.error({}):+.1%}", flush=True)
             rows += mine
-            if arguments.json is not None and rows:
-                arguments.json.write_text(json.dumps(_results(rows), indent=1) + "\n", encoding="utf-8")
-    found = _results(rows)
-    print(json.dumps({name: found[name] for name in ("errors", "factors")}, indent=2))
+    factors = fitted(rows)
+    print(f"factors: {json.dumps(factors)}")
+    common.report(bars(rows) if rows else {}, [dataclasses.asdict(row) for row in rows], arguments.json)
     if arguments.write:
         data = {
             "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over predicted ones",
             "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100",
-            "date": str(datetime.date.today()), "programs": len(rows), "errors": found["errors"],
-            "factors": found["factors"],
+            "date": str(datetime.date.today()), "programs": len(rows), "factors": factors,
         }  # fmt: skip
         DATA.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-def _results(rows: Sequence[Row]) -> dict[str, Any]:
-    factors = fitted(rows)
-    summary = {
-        "uncorrected": _summary(errors(rows, {})), "fitted": _summary(errors(rows, factors)),
-        "held out by family": _summary(held_out(rows)),
-    }  # fmt: skip
-    return {"machine": common.machine(), "errors": summary, "factors": factors,
-            "rows": [dataclasses.asdict(row) for row in rows]}  # fmt: skip
 
 
 if __name__ == "__main__":

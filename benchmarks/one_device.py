@@ -104,11 +104,11 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, common.Bar]:
     ran = [row for row in rows if "failed" not in row]
     found = {
         "cases_failed": common.Bar(len(rows) - len(ran), 0),
-        "median_error": common.Bar(_median([row["error"] for row in ran]), 0.10),
+        "median_error": common.Bar(_median([row["error"] for row in ran]), 0.10, len(ran), "held out", "%"),
     }
     told = [row["memory_error"] for row in ran if row["memory_error"] is not None]
     if told:
-        found["memory_median_error"] = common.Bar(_median(told), 0.05)
+        found["memory_median_error"] = common.Bar(_median(told), 0.05, len(told), "held out", "%")
     return found
 
 

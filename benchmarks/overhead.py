@@ -239,7 +239,7 @@ def compare(comparison: Comparison, rounds: int, seed: int) -> dict[str, Any]:
 def bar(row: dict[str, Any], limit: float) -> common.Bar:
     """Against the larger upper end; steps too short to be told from noise break it."""
     upper = max(row["median_of_ratios"]["high"], row["ratio_of_medians"]["high"])
-    return common.Bar(upper if row["long_enough"] else float("nan"), limit)
+    return common.Bar(upper if row["long_enough"] else float("nan"), limit, n=row["rounds"])
 
 
 def main() -> None:
@@ -258,6 +258,8 @@ def main() -> None:
         row = compare(comparison, arguments.rounds, arguments.seed)
         rows.append(row)
         bars[comparison.name] = bar(row, comparison.limit)
+        for name in ("median_of_ratios", "median_of_ratios_a_a"):
+            bars[f"{comparison.name}_{name}"] = common.Bar(row[name]["value"], None, n=arguments.rounds)
         ratio, control = row["median_of_ratios"], row["median_of_ratios_a_a"]
         print(
             f"{comparison.name}: {row['median_seconds']:.3f} s, by hand {row['median_seconds_by_hand']:.3f} s; "

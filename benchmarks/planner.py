@@ -201,7 +201,7 @@ def margin(found: Mapping[str, Outcome]) -> float:
 def bars(rows: Sequence[tuple[Case, Mapping[str, Outcome]]]) -> dict[str, common.Bar]:
     """Of the cases that were run."""
     ours = {case.name: found["ours"] for case, found in rows}
-    result = {"time_over_the_best_other": common.Bar(max(margin(found) for _, found in rows), 1.0)}
+    result = {"time_over_the_best_other": common.Bar(max(margin(found) for _, found in rows), 1.0, len(rows))}
     alpa = [case.name for case, _ in rows if "alpa" in case.rivals]
     if alpa:
         result["planning_seconds"] = common.Bar(sum(ours[name].planning for name in alpa), 600.0)
@@ -232,7 +232,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     if arguments.suite == "growth":
-        growth.run(arguments.json)
+        growth.run(arguments.only, arguments.json)
         return
     if arguments.suite == "public":
         from benchmarks.public import planned as public  # frameworks that the others' processes need not import

@@ -31,6 +31,9 @@ _RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _MANY_LAYERS = 48  # of which the model is written as a scan, for the sake of planning time
 # Presets of the machines that were measured, with the compilers of then.
 ALPAS, MEGATRONS = "p3.16xlarge-2022", "dgx-a100-2021"
+# Constants of the V100's presets that were fitted to measurements, by the family and number of devices of these: rows
+# that say nothing about the cost model, which are scored apart.
+FITTED = {("moe", 1): "batched_share", ("wresnet", 1): "convolution_share"}
 _DROPOUT = 0.1  # of Megatron-LM and DeepSpeed, unless they are told otherwise
 _DTYPES = {"fp16": jnp.float16, "fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -60,6 +63,7 @@ class Measurement:
     fits: bool  # else it ran out of memory
     doubt: str  # why it is not scored; "" if it is
     ranked: bool  # whether it counts in the comparison of methods
+    fitted: str = ""  # the constant that was fitted to it; "" if it is held out
 
     def step(self, way: Way) -> tuple[Callable[..., Any], Any, Any]:
         """The train step, and the shapes of its state and batch."""
@@ -114,6 +118,7 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
         fits=not failed,
         doubt="; ".join(text for text, holds in doubts.items() if holds),
         ranked=not suspect and not projected,
+        fitted=FITTED.get((row["model"], row["num_gpus"]), ""),
     )
 
 

@@ -87,8 +87,8 @@ def rows_of(name: str, text: str, took: Mapping[str, float], folder: pathlib.Pat
 def bars(rows: list[dict[str, Any]]) -> dict[str, common.Bar]:
     """Of the cases that were run."""
     return {
-        "megabytes": common.Bar(max(row["megabytes"] for row in rows), 6.0),
-        "seconds_to_open": common.Bar(max(row["seconds"] for row in rows), 3.0),
+        "megabytes": common.Bar(max(row["megabytes"] for row in rows), 6.0, len(rows), unit="MB"),
+        "seconds_to_open": common.Bar(max(row["seconds"] for row in rows), 3.0, len(rows), unit="s"),
         "console_messages": common.Bar(sum(len(row["errors"]) for row in rows), 0),
         "overflow": common.Bar(max(row["overflow"] for row in rows), 0),
     }

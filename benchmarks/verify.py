@@ -165,8 +165,8 @@ def bars(verdicts: Sequence[Verification], rows: Sequence[Mapping[str, Any]]) ->
     wrong = sum(stage.found > 1.05 * stage.capacity for found in verdicts for stage in found.stages)
     return {
         "programs_missing": common.Bar(max(0, 60 - len(rows)), 0),
-        "memory_median": common.Bar(float(np.median(errors)), 0.05),
-        "memory_95th_percentile": common.Bar(float(np.quantile(errors, 0.95)), 0.15),
+        "memory_median": common.Bar(float(np.median(errors)), 0.05, len(rows), "developed on", "%"),
+        "memory_95th_percentile": common.Bar(float(np.quantile(errors, 0.95)), 0.15, len(rows), "developed on", "%"),
         "accepted_over_capacity": common.Bar(wrong, 0),
         "collective_bytes": common.Bar(max(map(traffic_error, verdicts)), 0.05),
     }

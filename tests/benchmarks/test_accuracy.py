@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import pathlib
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from benchmarks import accuracy, published
+from benchmarks import accuracy, common, published
 from benchmarks.accuracy import Prediction
 from benchmarks.published import Measurement, Way
 
@@ -75,6 +77,38 @@ def test_bars() -> None:
     assert found["memory"].value == pytest.approx((0.1 + 0 + 0) / 3)
     assert found["wrong_about_fitting"].value == 1
     assert found["pairs_in_the_wrong_order"].value == pytest.approx(4 / 6)
+
+
+def test_fitted_rows_are_scored_apart() -> None:
+    fitted = dataclasses.replace(measurement("a", "v", 1.0), fitted="batched_share")
+    rows = [
+        (fitted, Prediction(1.01, 1.01e9, 0.0)),
+        (measurement("a", "x", 1.0), Prediction(1.2, 1.1e9, 0.0)),
+        (measurement("a", "y", 2.0), Prediction(1.1, 1e9, 0.0)),
+        (dataclasses.replace(fitted, method="w", seconds=None, fits=False), Prediction(1.0, 1e9, 0.0)),
+    ]
+    found = {name: dataclasses.replace(bar, value=round(bar.value, 9)) for name, bar in accuracy.bars(rows).items()}
+    # 20 % too long, and 45 % too short.
+    assert found["time_gpt"] == common.Bar(0.325, 0.1, 2, "held out", "%")
+    assert found["memory"] == common.Bar(0.05, 0.1, 2, "held out", "%")
+    assert found["wrong_about_fitting"] == common.Bar(0, 0, 2, "held out")
+    assert found["pairs_in_the_wrong_order"] == common.Bar(1.0, 0.1, 1, "held out", "%")  # y before x
+    assert found["fitted_time_gpt"] == common.Bar(0.01, None, 1, "fitted", "%")
+    assert found["fitted_wrong_about_fitting"] == common.Bar(1, None, 2, "fitted")
+    # v before y; w before all three.
+    assert found["fitted_pairs_in_the_wrong_order"] == common.Bar(0.75, None, 4, "fitted", "%")
+    assert list(found)[-1].startswith("fitted")
+
+
+def test_rows_of_fitted_constants_are_marked() -> None:
+    """Convolutions and batched products of the V100's presets were fitted to what one device did."""
+    rows = published.read(ALPA)
+    marked = {(row.family, row.cluster.num_devices, row.fitted) for row in rows if row.fitted}
+    assert marked == {("moe", 1, "batched_share"), ("wresnet", 1, "convolution_share")}
+    assert not any(row.fitted for row in published.read(MEGATRON))
+    # A preset that says of itself that something was fitted has a row above.
+    folder = pathlib.Path(autopar.__file__).parent / "cost_model" / "data"
+    assert {path.name.split("xlarge")[0] for path in folder.glob("*.json") if "fitted" in path.read_text()} == {"p3.16"}
 
 
 def test_one_row_is_predicted() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import pathlib
+import sys
 from typing import Any
 
 import jax
@@ -17,28 +19,51 @@ from autopar.ir.plan import LeafPlan
 from autopar.ir.sharding import Sharding
 from benchmarks import common, overhead, train
 from benchmarks.models import gpt, shared
+from benchmarks.sources import Sources
 
 
 def test_a_bar_holds_up_to_its_limit_and_never_for_nan() -> None:
     assert common.Bar(1.05, 1.05).holds
     assert not common.Bar(1.0501, 1.05).holds
     assert not common.Bar(math.nan, 1.05).holds
+    assert common.Bar(math.nan, None).holds
+    assert str(common.Bar(0.5, None, n=3)) == "0.5000 (n = 3)"
 
 
 def test_the_report(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "new" / "result.json"
-    bars = {"a": common.Bar(math.nan, 2.0), "b": common.Bar(np.float64(1.0), 2.0)}
+    bars = {"a": common.Bar(math.nan, 2.0), "b": common.Bar(np.float64(1.0), 2.0, 4, "held out", "%")}
     rows = [{"name": "a", "times": (1.0, math.inf)}]
     common.report(bars, rows, None)
     assert not file.exists()
     common.report(bars, rows, file)
-    assert capsys.readouterr().out == 2 * "a: nan <= 2.0: BROKEN\nb: 1.0000 <= 2.0: holds\n"
+    assert capsys.readouterr().out == 2 * "a: nan <= 2.0: BROKEN\nb: 1.0000 <= 2.0: holds (n = 4)\n"
     found = json.loads(file.read_text())
     assert found["bars"]["a"] == {"value": None, "limit": 2.0, "holds": False}
-    assert found["bars"]["b"] == {"value": 1.0, "limit": 2.0, "holds": True}
+    told = {"n": 4, "sample": "held out", "unit": "%"}
+    assert found["bars"]["b"] == {"value": 1.0, "limit": 2.0, "holds": True, **told}
     assert found["rows"] == [{"name": "a", "times": [1.0, None]}]
     assert found["machine"]["jax"] == jax.__version__
     assert found["machine"]["cores"] >= 1
+
+
+def test_where_a_result_comes_from(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "benchmarks" / "solver.py"
+    file.parent.mkdir()
+    file.write_text("LIMIT = 3\n")
+    found = common.provenance("benchmarks.solver", ["--seed", "1"], tmp_path)
+    assert found["sources"] is None  # written while this process ran
+    assert str(file) in capsys.readouterr().out
+    os.utime(file, (0, 0))
+    found = common.provenance("benchmarks.solver", ["--seed", "1"], tmp_path)
+    assert found["sources"] == Sources(tmp_path).fingerprint("benchmarks.solver")
+    assert (found["arguments"], found["commit"]) == (["--seed", "1"], "unknown")  # no repository
+    assert found["seconds"] > 0
+
+
+def test_where_a_result_goes_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["", "--only", "a", "--json", "x.json", "--json=y.json", "FILE"])
+    assert common._running()[1] == ["--only", "a", "FILE"]
 
 
 @pytest.mark.parametrize("statistic", [overhead.median_of_ratios, overhead.ratio_of_medians])
@@ -56,8 +81,9 @@ def test_a_bar_takes_the_larger_upper_end_and_breaks_for_short_steps() -> None:
         "median_of_ratios": {"high": 1.01},
         "ratio_of_medians": {"high": 1.04},
         "long_enough": True,
+        "rounds": 7,
     }
-    assert overhead.bar(row, 1.05) == common.Bar(1.04, 1.05)
+    assert overhead.bar(row, 1.05) == common.Bar(1.04, 1.05, 7)
     assert not overhead.bar({**row, "long_enough": False}, 1.05).holds
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory_corpus import Row, errors, fitted, held_out
+from benchmarks.memory_corpus import Row, bars, errors, fitted, held_out
 
 
 def rows(family: str, kind: str, ratio: float, count: int) -> list[Row]:
@@ -29,3 +29,12 @@ def test_a_family_is_held_out_whole() -> None:
     found = held_out([*rows("gpt", "plain", 1.25, 8), *rows("moe", "plain", 1.0, 8)])
     assert sorted(found)[:8] == pytest.approx([0.2] * 8)
     assert sorted(found)[8:] == pytest.approx([0.25] * 8)
+
+
+def test_bars_are_of_families_held_out() -> None:
+    found = bars([*rows("gpt", "plain", 1.25, 8), *rows("moe", "plain", 1.25, 8)])
+    assert next(iter(found)) == "held_out_by_family_median"
+    assert {bar.n for bar in found.values()} == {16}
+    assert {bar.sample for bar in found.values() if bar.limit is not None} == {"held out"}
+    assert found["held_out_by_family_median"].value == pytest.approx(0.0)
+    assert found["uncorrected_median"].value == pytest.approx(0.2)

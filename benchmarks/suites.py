@@ -1,0 +1,150 @@
+"""The suites: what `benchmarks.all` runs, and `benchmarks.figures` writes a page of."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+from collections.abc import Callable
+
+RESULTS = pathlib.Path(__file__).parent / "results"  # of whole suites: a file for each, by its name
+_CONTEST = "benchmarks/data/iopddl/asplos-2025-iopddl-G.json.gz"
+
+
+def _nothing() -> str:
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """A benchmark as it is run for the page."""
+
+    name: str
+    module: str
+    title: str
+    about: str  # what its figures are of
+    arguments: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()  # further arguments, for a run of minutes at most that shows that it works
+    missing: Callable[[], str] = _nothing  # what it needs that is not here
+
+    def result(self, folder: pathlib.Path = RESULTS) -> pathlib.Path:
+        """Its file in a folder of results."""
+        return folder / f"{self.name}.json"
+
+    @property
+    def command(self) -> str:
+        """As a user types it."""
+        return " ".join(["python -m", self.module, *self.arguments])
+
+
+def _missing_compiler() -> str:
+    from autopar.runtime.ahead import INSTALL, has_compiler
+
+    return "" if has_compiler() else f"XLA's compiler for NVIDIA GPUs ({INSTALL})"
+
+
+def _missing_browser() -> str:
+    from benchmarks.browser import missing
+
+    packages = [name for name in ("selenium", "bokeh") if importlib.util.find_spec(name) is None]
+    return " and ".join(filter(None, [missing(), *packages]))
+
+
+def _backend(_: None) -> str:
+    import jax
+
+    return jax.default_backend()
+
+
+def _missing_gpu() -> str:
+    from benchmarks.common import each_in_a_process
+
+    return "" if next(each_in_a_process(_backend, [None])) == "gpu" else "a GPU"
+
+
+SUITES = (
+    Suite(
+        "overhead", "benchmarks.overhead", "What autopar adds to a step",
+        "Steps of a GPT planned by autopar over the same steps written by hand: under `jax.jit` on one device, and "
+        "with the shardings of data parallelism and of Megatron-LM on 8 virtual devices. A bar is held against the "
+        "upper end of a 95 % interval of the ratio; \"a a\" is the ratio of two copies of the program written by hand.",
+        quick=("--rounds", "3"),
+    ),
+    Suite(
+        "accuracy", "benchmarks.accuracy", "Predicted against published measurements",
+        "What Alpa's authors (1 to 16 V100s) and those of SC'21's Megatron-LM (32 to 2,520 A100s) measured, for "
+        "their plans: mean relative errors of step times by family, of Alpa's ablation of sharding within a stage "
+        "(ablation) and of peak memory; how many rows ran and are predicted not to fit, or the other way round; "
+        "and the share of pairs of methods that differ by more than 5 % and are predicted in the wrong order. Rows "
+        "of files whose plan is not known exactly count for the order alone.",
+        quick=("--only", "intra-op-ablation wresnet 1"),
+    ),
+    Suite(
+        "memory_corpus", "benchmarks.memory_corpus", "Predicted memory against XLA's compiler, by families held out",
+        "Programs of GPT, MoE, Wide-ResNet, U-Net and encoder-decoder steps compiled for H100s that are not there: "
+        "errors of the bytes of a program. Held out by family: the factors of the memory model are those of all "
+        "other families.",
+        quick=("--only", "unet, data parallel"), missing=_missing_compiler,
+    ),
+    Suite(
+        "verify", "benchmarks.verify", "Plans held against XLA's compiler",
+        "Stage programs on 1 to 64 H100s that are not there, compiled ahead of time: errors of the bytes of a "
+        "program, plans accepted that XLA finds over capacity, errors of the bytes that collectives send, and the "
+        "seconds that verifying a plan of GPT-39B on 64 devices takes.",
+        quick=("--only", "gpt, one device"), missing=_missing_compiler,
+    ),
+    Suite(
+        "calibration", "benchmarks.calibration", "A calibrated machine",
+        "This machine with 8 virtual devices calibrated, then plans run that the calibration has not seen: errors "
+        "of the predicted step times, and how far the rank correlation with the measured ones is from 1. Such a "
+        "host is not the same twice, and another run has other figures.",
+        quick=("--seconds", "20", "--only", "gpt"),
+    ),
+    Suite(
+        "one_device", "benchmarks.one_device", "A calibrated GPU, filled",
+        "One GPU calibrated, then steps run with as many examples as fit: errors of predicted step time and peak "
+        "memory.",
+        quick=("--seconds", "30", "--most-examples", "8", "--only", "gpt"), missing=_missing_gpu,
+    ),
+    Suite(
+        "planner_alpa", "benchmarks.planner", "Plans for Alpa's weak scaling",
+        "21 models on 1 to 64 V100s: the predicted time of our plan, found without the recipes' help, over the best "
+        "of what Alpa published, Megatron's and DeepSpeed's best and our recipes take in the same cost model; seconds "
+        "of planning, and GiB of the process that planned (rss).",
+        ("--suite", "alpa"), ("--only", "gpt 350M on 1"),
+    ),
+    Suite(
+        "planner_megatron", "benchmarks.planner", "Plans for Megatron-LM's configurations",
+        "1.7B on 32 to 1008B on 3,072 A100s: the same beside the published degrees of parallelism.",
+        ("--suite", "megatron"), ("--only", "megatron 1.7B"),
+    ),
+    Suite(
+        "planner_public", "benchmarks.planner", "Planning time on public code",
+        "Train steps as public code has them: CPU seconds to plan them.",
+        ("--suite", "public"), ("--only", "residual"),
+    ),
+    Suite(
+        "planner_growth", "benchmarks.planner", "How planning time grows",
+        "The exponents of planning time against the number of layers, scanned and unrolled, of operators and of "
+        "hosts.",
+        ("--suite", "growth"), ("--only", "layers, scanned"),
+    ),
+    Suite(
+        "scan_layers", "benchmarks.scan_layers", "A scan over layers against the unrolled model",
+        "A GPT planned for 8 V100s: how far the predicted step time is from that of the unrolled model, and how "
+        "much more time planning takes with 24 to 96 layers than with 12 (CPU time).",
+        quick=("--rounds", "1"),
+    ),
+    Suite(
+        "report", "benchmarks.report", "Reports in a browser",
+        "Pages of plans for GPT-39B on 64 H100s, opened in Chromium 1280 and 390 pixels wide: the largest, the "
+        "slowest, messages in the console, pixels that are too wide.",
+        quick=("--only", "gpt 39B, scanned"), missing=_missing_browser,
+    ),
+    Suite(
+        "intra_op_solver", "benchmarks.intra_op_solver", "The solver on contest instances",
+        "Six public instances of the ASPLOS/EuroSys 2025 contest on intra-operator parallelism, in the contest's "
+        "time: what costs are above the best known ones, and how many are proved optimal.",
+        quick=(_CONTEST, "--seconds", "10"),
+    ),
+)  # fmt: skip
