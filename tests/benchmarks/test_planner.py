@@ -6,6 +6,7 @@ import math
 
 import pytest
 
+import autopar
 from autopar import recipes
 from benchmarks import growth, planner
 from benchmarks.planner import Outcome
@@ -36,20 +37,57 @@ def outcome(seconds: float | None, planning: float = 1.0) -> Outcome:
         (2.0, [4.0, 2.5], 0.8),
         (2.0, [None, 1.0], 2.0),
         (2.0, [None], 0.0),
-        (None, [None], 0.0),
+        (None, [None], math.inf),
         (None, [1.0], math.inf),
     ],
 )
 def test_margin(ours: float | None, others: list[float | None], expected: float) -> None:
-    found = {"ours": outcome(ours), **{str(i): outcome(other) for i, other in enumerate(others)}}
+    found = {"ours": outcome(ours), "with recipes": outcome(0.1), **{str(i): outcome(x) for i, x in enumerate(others)}}
     assert planner.margin(found) == expected
+
+
+def test_a_published_plan_that_was_measured_stands_beside_its_measurement() -> None:
+    alpa = {case.name: case for case in planner.alpa_cases()}
+    assert alpa["gpt 1.3B on 4"].measured == pytest.approx({"alpa": 49.98, "megatron": 52.05}, rel=1e-3)
+    assert alpa["wresnet 1B on 4"].measured == {}  # no time was published for this plan
+    megatron = {case.name: case for case in planner.megatron_cases()}
+    case = megatron["megatron 39.1B on 512"]
+    found = {"ours": outcome(4.0), **{name: outcome(6.0 + i) for i, name in enumerate(case.rivals)}}
+    seconds = case.measured["megatron"]
+    expected = {"megatron predicted / measured": 6 / seconds, "ours / megatron measured": 4 / seconds}
+    assert planner.beside_measured(case, found) == pytest.approx(expected)
+
+
+def test_recipes_of_a_case() -> None:
+    cluster = autopar.load_preset("p3.16xlarge", num_hosts=2)
+    found = planner.usual_recipes(cluster, 3 * cluster.hosts[0].kind.memory)
+    assert all(method.num_microbatches is None for method in found.values())
+    degrees = [name.removeprefix("megatron ") for name in found if name.startswith("megatron")]
+    assert degrees == [
+        "4x1x4",
+        "2x1x8",
+        "1x1x16",
+        "4x2x2",
+        "2x2x4",
+        "1x2x8",
+        "4x4x1",
+        "2x4x2",
+        "1x4x4",
+        "2x8x1",
+        "1x8x2",
+    ]
 
 
 def test_bars() -> None:
     first, *_, last = [case for case in planner.alpa_cases() if case.spec["family"] == "gpt"]
-    rows = [(first, {"ours": outcome(1.0, 5.0), "alpa": outcome(2.0)}), (last, {"ours": outcome(3.0, 61.0)})]
+    rows = [
+        (first, {"ours": outcome(1.0, 5.0), "with recipes": outcome(0.8), "alpa": outcome(2.0)}),
+        (last, {"ours": outcome(3.0, 61.0), "with recipes": outcome(3.0), "alpa": outcome(None)}),
+    ]
     found = planner.bars(rows)
     assert found["time_over_the_best_other"].value == 0.5
+    assert found["time_over_the_best_other_with_recipes"].value == 0.4
+    assert found["published_plans_that_do_not_fit"].value == 1
     assert found["planning_seconds"].value == 66.0
     assert not found["planning_seconds_gpt_39B"].holds
     assert found["peak_rss_gpt_39B"].holds
@@ -73,7 +111,9 @@ def test_configurations_of_megatron() -> None:
 
 def test_bars_without_the_weak_scaling_of_alpa() -> None:
     *_, last = planner.megatron_cases()
-    found = planner.bars([(last, {"ours": outcome(1.0, 299.0), "megatron in 512": outcome(0.5)})])
+    others = {name: outcome(0.5 + i) for i, name in enumerate(last.rivals)}
+    found = planner.bars([(last, {"ours": outcome(1.0, 299.0), "with recipes": outcome(0.5), **others})])
+    assert found["published_plans_that_do_not_fit"].value == 0
     assert "planning_seconds" not in found
     assert found["planning_seconds_megatron_1008B"].holds
     assert not found["time_over_the_best_other"].holds
