@@ -72,23 +72,24 @@ def provenance(suite: str, arguments: Sequence[str], root: pathlib.Path = ROOT) 
     A source that was changed while the benchmark ran leaves no hash: nobody knows what was measured.
     """
     sources = Sources(root)
-    changed = [path for path in sources.files(suite) if path.stat().st_mtime > _STARTED]
+    files = sources.files(suite)
+    changed = [path for path in files if path.stat().st_mtime > _STARTED]
     if changed:
         print(f"changed while this ran, so that nobody knows what was measured: {', '.join(map(str, changed))}")
     return {
         "suite": suite, "arguments": list(arguments), "sources": None if changed else sources.fingerprint(suite),
-        "commit": _commit(root), "date": str(datetime.datetime.now(datetime.UTC).date()),
+        "commit": _commit(root, files), "date": str(datetime.datetime.now(datetime.UTC).date()),
         "seconds": round(time.time() - _STARTED, 1),
     }  # fmt: skip
 
 
-def _commit(root: pathlib.Path) -> str:
-    """The commit that is checked out, or "unknown"; a + says that code was changed since."""
-    code = ("autopar", "passes", "cost_model", "runtime", "benchmarks", ":!benchmarks/results")
+def _commit(root: pathlib.Path, files: Sequence[pathlib.Path]) -> str:
+    """The commit that is checked out, or "unknown"; a + says that some of the files have changed since."""
+    paths = [str(path.resolve()) for path in files]  # git looks behind no link
     try:
         name, changes = (
             subprocess.run(["git", *command], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
-            for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", *code))
+            for command in (("rev-parse", "--short", "HEAD"), ("status", "--porcelain", "--", *paths))
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

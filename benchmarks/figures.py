@@ -89,12 +89,13 @@ def _section(suite: Suite, result: Mapping[str, Any] | None, sources: Sources) -
     text = f"## {suite.title}\n\n{textwrap.fill(suite.about, 120)}\n\n"
     if result is None:
         return f"{text}`{suite.command}`: no result is recorded.\n"
-    machine, seconds = result["machine"], result["provenance"]["seconds"]
+    machine, origin = result["machine"], result["provenance"]
+    seconds, command = origin["seconds"], " ".join(["python -m", origin["suite"], *origin["arguments"]])
     took = "" if seconds is None else f", in {_duration(seconds)}"
     cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''} of {machine['cpu']}"
     text += (
         f"{_when(result, fresh(suite, result, sources)).capitalize()}{took}, on {cores} with jax {machine['jax']} and "
-        f"Python {machine['python']}: `{suite.command}`.\n\n"
+        f"Python {machine['python']}: `{command}`.\n\n"
         "| figure | value | limit | | n | of what |\n|---|---|---|---|---|---|\n"
     )
     order = {"held out": 0, None: 0, "developed on": 1, "fitted": 2}

@@ -77,7 +77,7 @@ SUITES = (
         "(ablation) and of peak memory; how many rows ran and are predicted not to fit, or the other way round; "
         "and the share of pairs of methods that differ by more than 5 % and are predicted in the wrong order. Rows "
         "of files whose plan is not known exactly count for the order alone.",
-        quick=("--only", "intra-op-ablation wresnet 1"),
+        quick=("--only", "intra-op-ablation wresnet 2"),
     ),
     Suite(
         "memory_corpus", "benchmarks.memory_corpus", "Predicted memory against XLA's compiler, by families held out",

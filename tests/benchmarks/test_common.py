@@ -6,6 +6,8 @@ import json
 import math
 import os
 import pathlib
+import re
+import subprocess
 import sys
 from typing import Any
 
@@ -59,6 +61,33 @@ def test_where_a_result_comes_from(tmp_path: pathlib.Path, capsys: pytest.Captur
     assert found["sources"] == Sources(tmp_path).fingerprint("benchmarks.solver")
     assert (found["arguments"], found["commit"]) == (["--seed", "1"], "unknown")  # no repository
     assert found["seconds"] > 0
+
+
+def test_a_commit_says_whether_sources_have_changed_since(tmp_path: pathlib.Path) -> None:
+    def git(*arguments: str) -> None:
+        settings = ("-c", "user.name=a", "-c", "user.email=a@b.example", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *settings, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit() -> Any:
+        return common.provenance("benchmarks.solver", [], tmp_path)["commit"]
+
+    file = tmp_path / "passes" / "cut.py"
+    for path, text in {
+        file: "LIMIT = 3\n",
+        tmp_path / "benchmarks" / "solver.py": "import autopar.passes.cut\n",
+    }.items():
+        path.parent.mkdir()
+        path.write_text(text)
+    (tmp_path / "autopar").mkdir()
+    (tmp_path / "autopar" / "passes").symlink_to(pathlib.Path("..") / "passes")
+    git("init")
+    git("add", ".")
+    git("commit", "-m", "All")
+    (tmp_path / "benchmarks" / "other.py").write_text("")
+    clean = commit()
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    file.write_text("LIMIT = 4\n")
+    assert commit() == f"{clean}+"
 
 
 def test_where_a_result_goes_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
