@@ -15,6 +15,7 @@ from typing import Any, overload
 
 import jax
 
+from autopar.argnums import check_argnames, check_argnums, positional_names, resolved
 from autopar.baselines import plan_beside_recipes
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
@@ -42,7 +43,7 @@ from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
-from autopar.state import argument_like, homes_of, pieces_of, uncommitted
+from autopar.state import argument_like, gather, homes_of, pieces_of, uncommitted
 from autopar.trace import call_specs, configuration, name_of, trace, with_examples
 
 
@@ -78,7 +79,11 @@ class Parallelized:
         self._static_argnums = tuple(static_argnums)
         self._static_argnames = tuple(static_argnames)
         self._is_static = static_leaves
-        self._donate_argnums, self._narrow_sums = donate_argnums, narrow_sums
+        self._donate_argnums: Sequence[Any] | None = None if donate_argnums == "auto" else tuple(donate_argnums)
+        self._narrow_sums = narrow_sums
+        check_argnums(fun, self._name, "static_argnums", self._static_argnums)
+        check_argnames(fun, self._name, self._static_argnames)
+        check_argnums(fun, self._name, "donate_argnums", self._donate_argnums or ())
         self._hints = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
@@ -236,6 +241,9 @@ class Parallelized:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        config: Any = jax.config
+        if config.jax_disable_jit:  # as under jit: the plain function, whose values can be looked at
+            return renew(returning_changed(self._fun)(*gather(args), **gather(kwargs)), args, kwargs)
         call = self._call(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             raise TraceError(
@@ -320,13 +328,14 @@ class Parallelized:
         """The static arguments by position and by name; as in `jax.jit` either option covers both ways to pass them."""
         if not self._static_argnums and not self._static_argnames:
             return (), ()
-        parameters = list(inspect.signature(self._fun).parameters)
-        numbers = {n % len(parameters) for n in self._static_argnums}
+        parameters = positional_names(self._fun)
+        numbers = resolved(self._static_argnums, max(len(parameters), len(args)))
         numbers |= {parameters.index(name) for name in self._static_argnames if name in parameters}
-        names = {parameters[n] for n in numbers} | set(self._static_argnames)
+        names = {parameters[n] for n in numbers if n < len(parameters)} | set(self._static_argnames)
         positional = tuple((i, a) for i, a in enumerate(args) if i in numbers)
         named = tuple(sorted(((k, v) for k, v in kwargs.items() if k in names), key=lambda item: item[0]))
-        for which, value in (*((parameters[i], a) for i, a in positional), *named):
+        called = {i: parameters[i] if i < len(parameters) else f"number {i}" for i, _ in positional}
+        for which, value in (*((called[i], a) for i, a in positional), *named):
             try:
                 hash(value)
             except TypeError as error:
@@ -429,7 +438,8 @@ class Parallelized:
             plan = dataclasses.replace(plan, origin=origin)
         step = lowered.placed.step
         donated = inputs_of(self._donated(call, analysis.graph), step.graph)
-        runtime = build(lowered, plan.schedule, devices, donated, self._buffers)
+        with jax.disable_jit(False):
+            runtime = build(lowered, plan.schedule, devices, donated, self._buffers)
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 
@@ -446,12 +456,12 @@ class Parallelized:
     def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
         """Argument leaves that a step may overwrite: of the asked ones those that come out again."""
         carried = frozenset(graph.carried.values())
-        if self._donate_argnums == "auto":
+        if self._donate_argnums is None:
             return carried
         args_tree, _ = graph.in_tree.children()
         static = {i for i, _ in call.positional}
         count = len(args_tree.children()) + len(static)
-        numbers = {n % count for n in self._donate_argnums if isinstance(n, int)}
+        numbers = resolved(self._donate_argnums, count)
         dynamic = [i for i in range(count) if i not in static]
         first = 0
         found: set[int] = set()

@@ -60,6 +60,10 @@ class StateError(UserError):
     """The state passed in is unusable: donated before, or not where its plan put it."""
 
 
+class NotFiniteError(UserError, FloatingPointError):
+    """A step returned a NaN or an infinity while JAX was told to look for them (`jax_debug_nans`, `jax_debug_infs`)."""
+
+
 class StateLostError(AutoparError):
     """A step failed after its update programs had begun: the donated state is gone."""
 

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from autopar.errors import PlanMismatchError, StateError
+from autopar.errors import NotFiniteError, PlanMismatchError, StateError
 from autopar.ir.graph import Graph
 from autopar.ir.in_place import renew
 from autopar.ir.pieces import Pieces
@@ -103,7 +104,11 @@ class Executable:
         return following
 
     def _run(self, leaves: Sequence[Any]) -> Any:
-        results = self._runtime(self._inputs(leaves))
+        config: Any = jax.config
+        if config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit:
+            results = self._run_checked(leaves, config.jax_debug_nans, config.jax_debug_infs)
+        else:
+            results = self._runtime(self._inputs(leaves))
         cuts = self._planned.output_cuts
         if cuts:
             results = [
@@ -115,6 +120,26 @@ class Executable:
             self._callbacks(results[tree.num_leaves :])
         unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
         return unflatten(tree, results[: tree.num_leaves])
+
+    def _run_checked(self, leaves: Sequence[Any], nans: bool, infs: bool) -> list[Any]:
+        """One step whose results are looked at, not what its programs hand to one another.
+
+        Raises:
+          NotFiniteError: a result has a NaN, or an infinity.
+        """
+        with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
+            results = self._runtime(self._inputs(leaves))
+            for path, x in zip(self._planned.output_paths, results, strict=True):
+                found = jnp.issubdtype(x.dtype, jnp.inexact) and (
+                    (nans and jnp.isnan(x).any() and "nan") or (infs and jnp.isinf(x).any() and "inf")
+                )
+                if found:
+                    raise NotFiniteError(
+                        f"invalid value ({found}) encountered in {path} of {self._graph.name}, and the state that the "
+                        "step was given is gone. To see the line where it arises, call its __wrapped__ on "
+                        "autopar.gather(state) from before, on one device."
+                    )
+        return results
 
     @functools.cached_property
     def _returns_static(self) -> bool:

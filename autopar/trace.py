@@ -10,6 +10,7 @@ stack. 7. Find the state: the inputs that the outputs replace.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
@@ -139,7 +140,8 @@ def trace(
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
     spec_args, spec_kwargs = jax.tree.unflatten(in_tree, specs)
     try:
-        closed = jax.make_jaxpr(flat)(*spec_args, **spec_kwargs)
+        with jax.disable_jit(False):
+            closed = jax.make_jaxpr(flat)(*spec_args, **spec_kwargs)
     except _NEEDS_VALUE as error:
         raise TraceError(
             f"{name} needs a value at {_place(error) or 'an unknown line'} that only a running step has: "
@@ -326,25 +328,42 @@ def matching_leaves(
     at the top: argument i against the whole output or its i-th element.
     """
     matches: dict[int, int] = {}
-    out_subtrees = list(_subtrees(out_tree))
-    tops = {start: index for index, (_, start) in enumerate(_children(out_tree, 0))}
     leaf = jax.tree.structure(0)
+    tops = {index: start for index, (child, start) in enumerate(_children(out_tree, 0)) if child == leaf}
+    # Larger subtrees by structure and leaves, outer ones first: each is looked at about once.
+    unmatched: dict[Any, collections.deque[tuple[Any, int]]] = {}
+    for tree, start in _subtrees(out_tree):
+        if tree != leaf and tree.num_leaves:
+            key = _structure_hash(tree), tuple(outs[start : start + tree.num_leaves])
+            unmatched.setdefault(key, collections.deque()).append((tree, start))
+
+    def found(tree: Any, first: int, position: int | None) -> int | None:
+        """The first leaf of what a subtree comes out as."""
+        n = tree.num_leaves
+        if tree == leaf:
+            start = 0 if out_tree == leaf else tops.get(-1 if position is None else position)
+            free = position is not None and start is not None and start not in matches and ins[first] == outs[start]
+            return start if free else None
+        candidates = unmatched.get((_structure_hash(tree), tuple(ins[first : first + n])), collections.deque())
+        for _ in range(len(candidates)):
+            candidate, start = candidates.popleft()
+            if any(start + k in matches for k in range(n)):
+                continue
+            if candidate == tree:
+                return start
+            candidates.append((candidate, start))
+        return None
 
     def match(tree: Any, first: int, position: int | None) -> None:
         n = tree.num_leaves
         if n == 0:
             return
-        for candidate, start in out_subtrees:
-            if candidate != tree or list(ins[first : first + n]) != list(outs[start : start + n]):
-                continue
-            if any(start + k in matches for k in range(n)):
-                continue
-            if tree == leaf and not (position is not None and (out_tree == leaf or tops.get(start) == position)):
-                continue
+        start = found(tree, first, position)
+        if start is not None:
             matches.update({start + k: first + k for k in range(n)})
             return
-        for child, start in _children(tree, first):
-            match(child, start, None)
+        for child, at in _children(tree, first):
+            match(child, at, None)
 
     args_tree, kwargs_tree = in_tree.children()
     for index, (arg, first) in enumerate(_children(args_tree, 0)):
@@ -352,6 +371,13 @@ def matching_leaves(
     for arg, first in _children(kwargs_tree, args_tree.num_leaves):
         match(arg, first, None)
     return matches
+
+
+def _structure_hash(tree: Any) -> int:
+    try:
+        return hash(tree)
+    except TypeError:  # static fields that have no hash
+        return int(tree.num_leaves)
 
 
 def _children(tree: Any, first: int) -> Iterator[tuple[Any, int]]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autopar.errors import ClusterError
-from autopar.ir.cluster_json import parse_cluster
+from autopar.ir.cluster_json import MOST_OF_A_KIND, parse_cluster
 from autopar.ir.json_file import nearest
 from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link
 
@@ -53,7 +53,7 @@ def load_preset(name: str, *, num_hosts: int = 1, devices_per_host: int | None =
     memory and network are divided among however many there are.
 
     Raises:
-      ClusterError: there is no such preset, or a count is not a whole number above 0.
+      ClusterError: there is no such preset, or a count is not a whole number from 1 to a million.
     """
     names = preset_names()
     if name not in names:
@@ -76,7 +76,7 @@ def make_cluster(
     """`num_hosts` equal hosts; `link` connects the devices of a host, `network` those of different hosts.
 
     Raises:
-      ClusterError: a count is not a whole number above 0.
+      ClusterError: a count is not a whole number from 1 to a million.
     """
     _check_counts(num_hosts=num_hosts, devices_per_host=devices_per_host)
     return Cluster(name, (Host(kind, devices_per_host, link),) * num_hosts, network)
@@ -213,5 +213,5 @@ def _preset_for(device_kind: str) -> str:
 
 def _check_counts(**counts: int) -> None:
     for name, count in counts.items():
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ClusterError(f"{name} is {count!r}; it must be a whole number above 0")
+        if isinstance(count, bool) or not isinstance(count, int) or not 0 < count <= MOST_OF_A_KIND:
+            raise ClusterError(f"{name} is {count!r}; it must be a whole number from 1 to {MOST_OF_A_KIND}")

@@ -283,4 +283,10 @@ def _batch_size(graph: Graph, batch_axes: Mapping[Value, int]) -> int:
     if len(sizes) > 1:
         met = ", ".join(f"{path}: {size}" for size, path in sizes.items())
         raise BatchAxisError(f"batch_axes: the batch arguments have different sizes along their batch axes ({met}).")
-    return next(iter(sizes))
+    ((size, path),) = sizes.items()
+    if not size:
+        raise BatchAxisError(
+            f"the batch of {graph.name} is empty: {path} has no examples along axis "
+            f"{next(axis for v, axis in batch_axes.items() if not v.shape[axis])}. Leave out the call."
+        )
+    return size

@@ -16,7 +16,7 @@ import pytest
 
 import autopar
 from autopar.ir.graph import Graph, Phase
-from autopar.trace import leaf_specs, name_of, trace
+from autopar.trace import leaf_specs, matching_leaves, name_of, trace
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -75,6 +75,43 @@ def test_a_bare_array_is_state_only_in_its_place() -> None:
     assert carried_paths(graph) == {"output[1]": "x"}
     graph = trace(lambda w, x: w * x.mean(), (f32(4), f32(4)), {}, name="fun")
     assert carried_paths(graph) == {"output": "w"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CountedSpec:
+    """Of a leaf, that notes how often one is compared or hashed."""
+
+    number: int
+    looks: list[int] = dataclasses.field(compare=False)
+
+    def __eq__(self, other: Any) -> bool:
+        self.looks[0] += 1
+        return isinstance(other, CountedSpec) and self.number == other.number
+
+    def __hash__(self) -> int:
+        self.looks[0] += 1
+        return hash(self.number)
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["one shape", "many shapes"])
+@pytest.mark.parametrize("kind", ["list and dict", "layers", "layers that differ"])
+def test_matching_is_linear_in_the_leaves(kind: str, shared: bool) -> None:
+    """Twice the leaves are twice the looks, whether structures agree or not."""
+
+    def looks(n: int) -> int:
+        layer = {"w": 0, "b": 0}
+        ins, outs = {
+            "list and dict": ([0] * n, {f"{i:05}": 0 for i in range(n)}),
+            "layers": ([layer] * (n // 2), (layer, [layer] * (n // 2 - 1))),
+            "layers that differ": ([layer] * (n // 2), [{"w": 0, "c": 0}] * (n // 2)),
+        }[kind]
+        found = [0]
+        specs: Any = [CountedSpec(0 if shared else i, found) for i in range(n)]
+        matches = matching_leaves(jax.tree.structure(((ins,), {})), specs, jax.tree.structure(outs), specs)
+        assert len(matches) == (n if kind == "layers" else 0)
+        return found[0]
+
+    assert looks(1024) <= 2.1 * looks(512) <= 20 * 1024
 
 
 def test_phases() -> None:

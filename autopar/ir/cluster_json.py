@@ -225,8 +225,8 @@ _DEVICE: Mapping[str, Reader] = {
     "pooling": record({"result": _read_speed, "gradient": _read_speed}),
     "temporaries": record({"convolutions": _read_factor, "others": _read_factor}),
 }
-_MANY = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
-_COUNT = whole(f"a whole number from 1 to {_MANY}", least=1, most=_MANY)
+MOST_OF_A_KIND = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
+_COUNT = whole(f"a whole number from 1 to {MOST_OF_A_KIND}", least=1, most=MOST_OF_A_KIND)
 _read_xla = record(
     {
         "combined_sums": whole("a whole number of bytes, 0 or more", least=0), "hides_latency": read_boolean,
