@@ -12,15 +12,37 @@ from hypothesis import settings
 jax.config.update("jax_num_cpu_devices", 8)
 # A program from an earlier run's cache would hide what the compiler does now.
 jax.config.update("jax_enable_compilation_cache", False)
-# Tests compile far longer than they run; XLA's passes over the HLO stay, LLVM's are cut short, and kernels are emitted
-# in the older of two ways, which takes a quarter of the time. Newer versions do not have it, and abort on the flag.
-jax.config.update("jax_disable_most_optimizations", True)
-if jax.__version_info__ < (0, 11):
-    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
 
 # Compiling inside an example takes long without being slow; the same examples on every run.
 settings.register_profile("autopar", deadline=None, derandomize=True)
 settings.load_profile("autopar")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--xla-defaults",
+        action="store_true",
+        help="compile as users do, without the settings that make tests quick; only tests with the marker xla_defaults",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--xla-defaults"):
+        return
+    # Tests compile far longer than they run; XLA's passes over the HLO stay, LLVM's are cut short, and kernels are
+    # emitted in the older of two ways, which takes a quarter of the time. Newer versions do not have it, and abort on
+    # the flag.
+    jax.config.update("jax_disable_most_optimizations", True)
+    if jax.__version_info__ < (0, 11):
+        os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}".strip()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--xla-defaults"):
+        return
+    chosen = [item for item in items if item.get_closest_marker("xla_defaults")]
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -23,7 +23,12 @@ from tests.random_programs import BATCH, RandomProgram, programs
 
 CASES_A_TEST = 5
 BY_DEFAULT, ALL = 10, 200  # tests
-SEEDS = [*range(BY_DEFAULT), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(BY_DEFAULT, ALL))]
+COMPILED_BY_DEFAULTS = 5  # of them as users compile, too
+SEEDS = [
+    *(pytest.param(seed, marks=pytest.mark.xla_defaults) for seed in range(COMPILED_BY_DEFAULTS)),
+    *range(COMPILED_BY_DEFAULTS, BY_DEFAULT),
+    *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(BY_DEFAULT, ALL)),
+]
 
 
 def close(actual: Any, expected: Any) -> bool:
@@ -85,6 +90,7 @@ def numbers(*shape: int) -> Any:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
+@pytest.mark.xla_defaults
 @pytest.mark.parametrize("lots", [14, 23])
 def test_a_slice_of_a_slice_that_is_clamped(lots: int) -> None:
     """7 is clamped to 4. XLA merges the device's slice with it and clamps the sum of both starts to 6."""
@@ -96,6 +102,7 @@ def test_a_slice_of_a_slice_that_is_clamped(lots: int) -> None:
     check_program(program, (2,), 1, 1, lots)
 
 
+@pytest.mark.xla_defaults
 def test_a_transform_beside_a_gather_of_columns() -> None:
     """XLA:CPU gave the transform the layout of the gather, and then refused to run it."""
 
@@ -166,6 +173,7 @@ def test_an_example_changes_only_what_it_may(seed: int) -> None:
     check()
 
 
+@pytest.mark.xla_defaults
 def test_examples_that_only_the_prologue_reads_lie_where_it_is() -> None:
     """At the second stage; at first they were looked for at the first one."""
 

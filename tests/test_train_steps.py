@@ -256,6 +256,8 @@ METHODS: dict[str, Any] = {
     "pipeline": recipes.gpipe(2, 2),
     "auto": "auto",
 }
+COMPILED_BY_DEFAULTS = ("two_microbatches", "pipeline")  # as users compile, too
+ALL_METHODS = [pytest.param(m, marks=[pytest.mark.xla_defaults] * (m in COMPILED_BY_DEFAULTS)) for m in METHODS]
 
 
 @functools.cache
@@ -266,7 +268,7 @@ def expected(make: Callable[[], tuple[Step, Any]]) -> Any:
     return state, metrics
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ALL_METHODS)
 @pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
 def test_same_as_one_device(make: Callable[[], tuple[Step, Any]], method: str) -> None:
     step, state = make()

@@ -6,10 +6,24 @@ has passed for the same sources before.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from tests.equivalence import cases, compare, results
 from tests.equivalence.cases import Case
+
+# As users compile, too; each takes most of a minute of CPU time.
+COMPILED_BY_DEFAULTS = (
+    Case("data_parallel", "", 1, 1),
+    Case("megatron", "dp1", 2, 2),
+    Case("zero", "stage3", 1, 1, "gpt_scan"),
+)
+
+
+def _marked(cases: Iterable[Case]) -> list[Any]:
+    return [pytest.param(c, marks=[pytest.mark.xla_defaults] * (c in COMPILED_BY_DEFAULTS)) for c in cases]
 
 
 def _check(case: Case, found: compare.Deviation) -> None:
@@ -22,12 +36,12 @@ def _check(case: Case, found: compare.Deviation) -> None:
         assert found.stages == case.stages
 
 
-@pytest.mark.parametrize("case", cases.covering(cases.full_product()), ids=str)
+@pytest.mark.parametrize("case", _marked(cases.covering(cases.full_product())), ids=str)
 def test_covering_set(case: Case) -> None:
     _check(case, compare.run_case(case))
 
 
-@pytest.mark.parametrize("case", cases.BY_DEFAULT, ids=str)
+@pytest.mark.parametrize("case", _marked(cases.BY_DEFAULT), ids=str)
 def test_other_models(case: Case) -> None:
     _check(case, compare.run_case(case))
 
