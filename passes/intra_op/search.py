@@ -78,8 +78,11 @@ class Search(Books):
         integer_program: IntegerProgram,
         gap: float = 0.0,
         patience: float = 1.0,
+        network: Network | None = None,
     ) -> None:
+        """`network`: of the problem, or of a part of it, reduced already."""
         super().__init__(problem, seconds, patience, gap)
+        self.network = network
         self.master = master
         self.integer_program = integer_program
         self.seed = seed
@@ -90,7 +93,7 @@ class Search(Books):
 
     def run(self) -> Solution:
         try:
-            network = Network.of(self.problem)
+            network = Network.of(self.problem) if self.network is None else self.network
             full = network.copy()
             network.reduce(dominated=False)
             binds = network.slack.size > 0
