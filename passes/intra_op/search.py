@@ -97,9 +97,10 @@ class Search(Books):
         try:
             network = Network.of(self.problem) if self.network is None else self.network
             full = network.copy()
-            network.reduce(dominated=False)
+            network.reduce(dominated=self.network is not None, again=self.network is not None)
             binds = network.slack.size > 0
-            self._without_memory(network.without_memory(), binds=binds)
+            if not binds or not math.isfinite(self.bound):
+                self._without_memory(network.without_memory(), binds=binds)
         except OutOfMemory:
             self._note_all_excluded()
             if self.best is None:
@@ -126,7 +127,8 @@ class Search(Books):
     def _with_memory(self, network: Network, full: Network) -> None:
         """`full`: before any reduction."""
         try:
-            network.reduce(dominated=True)
+            if self.network is None:
+                network.reduce(dominated=True)
             if not math.isfinite(self.bound) and network.pair_entries <= LARGE:  # else step 5 takes the memory along
                 free = network.without_memory()
                 free.reduce(dominated=True)
