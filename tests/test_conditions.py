@@ -115,7 +115,7 @@ def differentiated(n: Any, a: Any, b: Any) -> Any:
         c, d = jax.lax.cond(n > 0, lambda a, b: (jnp.sin(a) * a, b**3), lambda a, b: (a, jnp.exp(b)), a, b)
         return jnp.sum(c) + jnp.sum(d * d)
 
-    def inside(a: Any, b: Any) -> tuple[Any, Any]:
+    def inside(a: Any, b: Any) -> Any:
         return jax.grad(lambda a, b: jnp.sum(jnp.tanh(a)) * jnp.sum(b), argnums=(0, 1))(a, b)
 
     return jax.grad(value, argnums=(0, 1))(a, b), jax.lax.cond(n > 1, inside, lambda a, b: (a, b), a, b)
