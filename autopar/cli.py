@@ -438,7 +438,8 @@ def compare(
     """Compare methods, or plan files, in the same cost model; exit code 1 if none fits.
 
     Without --method and --plan: the search beside data parallelism, ZeRO, Megatron's tensor parallelism with and
-    without a pipeline, and a pipeline of single devices, each in the number of microbatches that is best for it.
+    without a pipeline, and a pipeline of single devices, each in the number of microbatches that is best for it. What
+    each gives is said on stderr as soon as it is planned.
 
     \b
       autopar compare model:train --cluster dgx-h100:2
@@ -457,7 +458,7 @@ def compare(
         for name, where, method in named
     ]
     with ProgramBar(f"planning {graph.name}", sys.stderr.isatty()) as bar:
-        comparison = Comparison.tried(graph.name, trials, bar)
+        comparison = Comparison.tried(graph.name, trials, bar, bar.say)
     return comparison, comparison.best is not None
 
 

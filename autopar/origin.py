@@ -73,7 +73,7 @@ class StepOrigin:
             *((method.name, plan.cluster, functools.partial(planned, method)) for method in others),
         ]
         with ProgramBar(f"planning {plan.function}", show_progress) as bar:
-            return Comparison.tried(plan.function, trials, bar)
+            return Comparison.tried(plan.function, trials, bar, bar.say if show_progress else lambda _: None)
 
 
 def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 
 from rich.console import Console
@@ -14,6 +15,7 @@ class ProgramBar:
     def __init__(self, text: str, shown: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         self._progress = Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
+        self._shown = shown
         self._task = self._progress.add_task(text, total=None)
 
     def __enter__(self) -> ProgramBar:
@@ -27,3 +29,11 @@ class ProgramBar:
 
     def __call__(self, done: int, of: int) -> None:
         self._progress.update(self._task, completed=done, total=of)
+
+    def say(self, text: str) -> None:
+        """A line on the error stream that stays, above the bar if that is shown."""
+        if self._shown:
+            self._progress.console.print(text, markup=False, highlight=False)
+        else:
+            sys.stderr.write(f"{text}\n")
+            sys.stderr.flush()

@@ -179,8 +179,10 @@ def trace(
     operands = [v for callback in builder.callbacks for v in callback.values]
     outputs += operands
     out_paths += ("an operand of a callback",) * len(operands)
-    live = live_equations([*taken_apart(builder.equations)], outputs)
-    equations = tuple(dataclasses.replace(e, id=number, origin=(number, 0)) for number, e in enumerate(live))
+    parts = list(taken_apart(builder.equations))
+    if len(parts) > len(builder.equations):
+        parts = [dataclasses.replace(e, id=number) for number, e in enumerate(parts)]
+    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(parts, outputs))
     used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
     constants = {v: c for v, c in builder.constants.items() if v in used}
     return Graph(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +19,7 @@ from autopar.layering import Layered
 from autopar.passes.intra_op.priced_stage import PATIENCE
 from autopar.passes.intra_op.problem import Infeasible
 from autopar.passes.intra_op.shard import StageProblem
-from autopar.passes.intra_op.solve import solve
+from autopar.passes.intra_op.solve import Forced
 from autopar.passes.lower import LoweredStep
 
 _SECONDS = 0.2  # the work limit of the solver for each alternative
@@ -94,6 +93,8 @@ class _Stage:
         self.choice = _choice(self.problem, plan, stage)
         self.operators = {node for node, _ in self.problem.lanes.values()}
         self.tied = tied
+        self._problem = self.problem.numbers.problem(self.in_flight)
+        self._asked: Forced | None = None
 
     def why(self, program: int, eqn: Equation, most: int | None) -> list[Why]:
         """One for each lane of an operator."""
@@ -127,16 +128,13 @@ class _Stage:
 
     def _forced(self, node: int, strategy: int) -> Sequence[int] | Infeasible:
         """The best choice of all where a node has this strategy, or why there is none."""
-        costs = list(self.problem.numbers.costs)
-        forced = np.full(len(costs[node]), np.inf)
-        forced[strategy] = costs[node][strategy]
-        costs[node] = forced
+        if self._asked is None or self._asked.node != node:
+            self._asked = Forced(self._problem, node)
         start = [*self.choice]
         start[node] = strategy
-        problem = dataclasses.replace(self.problem.numbers, costs=costs).problem(self.in_flight)
+        seconds = _TIED_SECONDS if self.tied else _SECONDS
         try:
-            seconds = _TIED_SECONDS if self.tied else _SECONDS
-            return solve(problem, seconds=seconds, patience=PATIENCE, gap=_GAP, start=start).choice
+            return self._asked.solve(strategy, seconds=seconds, patience=PATIENCE, gap=_GAP, start=start).choice
         except Infeasible as error:
             return error
 

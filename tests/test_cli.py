@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -18,7 +19,7 @@ import autopar
 from autopar import arguments, cli, recipes
 from autopar.arguments import read_cluster, read_method
 from autopar.errors import ArgumentError, UserError
-from autopar.ir.comparison import Candidate
+from autopar.ir.comparison import Candidate, Comparison
 from autopar.timer import time_steps
 from tests.h100 import needs_cuda_compiler
 
@@ -233,9 +234,25 @@ def test_compare_takes_methods_and_plan_files() -> None:
     assert "plan 1: auto" in result.stdout
     assert "cpu (2 devices)" in result.stdout
     assert "gpipe: each stage needs a heavy operation" in result.stdout
+    first, second, third = [line for line in result.stderr.splitlines() if line[:4] in ("plan", "zero", "gpip")]
+    assert first.startswith("zero_3: ") and " per device, 1 stage, " in first
+    assert second.startswith("gpipe: no plan: ") and third.startswith("plan 1: auto: ")
     nothing = invoke("compare", "a_model:train", "--cluster", "cpu", "--method", "gpipe(64, 1)", "--json")
     assert nothing.exit_code == 1
     assert [row["fits"] for row in json.loads(nothing.stdout)["methods"]] == [False]
+
+
+def test_each_method_is_told_of_as_soon_as_it_is_planned() -> None:
+    cluster = autopar.load_preset("cpu")
+    told: list[str] = []
+
+    def planned(name: str) -> autopar.Plan:
+        told.append(f"{name} begins")
+        raise autopar.UserError("f fits on no plan: too large.")
+
+    trials = [(name, cluster, functools.partial(planned, name)) for name in ("a", "b")]
+    Comparison.tried("f", trials, lambda done, of: None, told.append)
+    assert told == ["a begins", "a: no plan: too large", "b begins", "b: no plan: too large"]
 
 
 def test_a_reason_is_what_stands_behind_the_colon() -> None:

@@ -85,6 +85,65 @@ def test_what_is_coupled_by_a_norm_stays_one() -> None:
     assert max(len(eqn.outputs) for eqn in conditions(graph)) == 6
 
 
+def evaluated(graph: Graph, leaves: list[Any]) -> list[Any]:
+    """What the graph's equations give, one after the other on one device."""
+    env: dict[Any, Any] = {**graph.constants, **dict(zip(graph.inputs, leaves, strict=True))}
+
+    def read(v: Any) -> Any:
+        return env[v] if v in env else jnp.asarray(v.value, v.dtype)
+
+    for eqn in graph.equations:
+        found = eqn.primitive.bind(*map(read, eqn.inputs), **eqn.params)
+        env.update(zip(eqn.outputs, found if eqn.primitive.multiple_results else [found], strict=True))
+    return [read(v) for v in graph.outputs]
+
+
+def nested(n: Any, a: Any, b: Any) -> Any:
+    """A condition in a branch, a result that is an operand, and one that is a number."""
+
+    def inner(a: Any, b: Any) -> tuple[Any, Any, Any, Any]:
+        c, d = jax.lax.cond(n > 2, lambda: (a * 2, jnp.sin(b)), lambda: (jnp.cos(a), b))
+        return c, d, a, jnp.zeros_like(b)
+
+    return jax.lax.switch(n, [lambda a, b: (a, b, a, b), inner, lambda a, b: (a + 1, b, a * a, b * b), inner], a, b)
+
+
+def differentiated(n: Any, a: Any, b: Any) -> Any:
+    """Reverse mode through a condition, and within a branch of one."""
+
+    def value(a: Any, b: Any) -> Any:
+        c, d = jax.lax.cond(n > 0, lambda a, b: (jnp.sin(a) * a, b**3), lambda a, b: (a, jnp.exp(b)), a, b)
+        return jnp.sum(c) + jnp.sum(d * d)
+
+    def inside(a: Any, b: Any) -> Any:
+        return jax.grad(lambda a, b: jnp.sum(jnp.tanh(a)) * jnp.sum(b), argnums=(0, 1))(a, b)
+
+    return jax.grad(value, argnums=(0, 1))(a, b), jax.lax.cond(n > 1, inside, lambda a, b: (a, b), a, b)
+
+
+def over_rounds(n: Any, a: Any, b: Any) -> Any:
+    """A loop and light work in a branch that all results share."""
+
+    def turning(a: Any, b: Any) -> tuple[Any, Any, Any]:
+        factor = 1 / (1 + jnp.float32(n)) ** 2
+        end, each = jax.lax.scan(lambda c, x: (c + x * factor, c * x), jnp.float32(0), a)
+        return each, b * factor, end
+
+    return jax.lax.cond(n % 2 == 0, turning, lambda a, b: (a, b * b, jnp.float32(1)), a, b)
+
+
+@pytest.mark.parametrize("fun", [nested, differentiated, over_rounds])
+def test_what_is_taken_apart_computes_the_same_in_every_branch(fun: Any) -> None:
+    a, b = jnp.linspace(0.1, 2.0, 24), jnp.linspace(-1.0, 1.0, 40)
+    graph = trace(fun, (jnp.int32(0), a, b), {}, name="fun")
+    assert len(conditions(graph)) >= 2
+    for n in range(4):
+        for mine, expected in zip(
+            evaluated(graph, [jnp.int32(n), a, b]), jax.tree.leaves(fun(jnp.int32(n), a, b)), strict=True
+        ):
+            np.testing.assert_allclose(mine, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("method", ["auto", "zero_3"])
 def test_both_branches_are_those_of_one_device(norm: bool, method: str) -> None:

@@ -34,6 +34,16 @@ class Candidate:
     plan: PlanRecord | None
     error: str = ""
 
+    def __str__(self) -> str:
+        """One line."""
+        if self.plan is None:
+            return f"{self.name}: no plan: {self.reason}"
+        number = count_text(self.plan.num_microbatches, "microbatch", "es")
+        return (
+            f"{self.name}: {seconds_text(self.plan.step_time)}, {bytes_text(self.plan.peak_memory)} per device, "
+            f"{count_text(len(self.plan.stages), 'stage')}, {number}"
+        )
+
     @property
     def reason(self) -> str:
         """The error in few words: what stands behind its first colon, up to the end of the sentence."""
@@ -54,8 +64,13 @@ class Comparison:
         return Comparison(function, tuple(sorted(candidates, key=_seconds)))
 
     @staticmethod
-    def tried(function: str, trials: Sequence[Trial], progress: Callable[[int, int], None]) -> Comparison:
-        """One plan after the other; `progress` is told how many were tried, of how many."""
+    def tried(
+        function: str, trials: Sequence[Trial], progress: Callable[[int, int], None], say: Callable[[str], None]
+    ) -> Comparison:
+        """One plan after the other; `progress` is told how many were tried, of how many.
+
+        `say` gets a line of each as soon as it is there.
+        """
         found = []
         for number, (name, cluster, planned) in enumerate(trials):
             progress(number, len(trials))
@@ -63,6 +78,7 @@ class Comparison:
                 found.append(Candidate(name, cluster, planned()))
             except UserError as error:
                 found.append(Candidate(name, cluster, None, str(error)))
+            say(str(found[-1]))
         return Comparison.of(function, found)
 
     @property

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def count_text(number: int, noun: str) -> str:
-    """ "1 host", "2 hosts"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def count_text(number: int, noun: str, plural: str = "s") -> str:
+    """ "1 host", "2 hosts"; `plural` is what is added to the noun."""
+    return f"{number} {noun}{'' if number == 1 else plural}"
 
 
 def bytes_text(count: float) -> str:

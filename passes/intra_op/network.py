@@ -79,9 +79,11 @@ class Network:
     lifts: list[Lift]
     # Nodes whose costs, strategies or edges changed since infinite costs were followed.
     touched: dict[int, None] = dataclasses.field(default_factory=dict)
+    # Nodes that keep their strategies, whatever these cost, and themselves: something is to be asked of them.
+    held: Collection[int] = ()
 
     @staticmethod
-    def of(problem: Problem) -> Network:
+    def of(problem: Problem, held: Collection[int] = ()) -> Network:
         """Step 1's form of the problem; raises Contradiction."""
         count = problem.num_nodes
         network = Network(
@@ -93,6 +95,7 @@ class Network:
             times=np.zeros(0, dtype=np.int64),
             offset=0.0,
             lifts=[],
+            held=held,
         )
         for u, v, matrix in problem.edges:
             network.add_edge(u, v, matrix)
@@ -113,6 +116,7 @@ class Network:
             self.offset,
             list(self.lifts),
             dict(self.touched),
+            self.held,
         )
 
     def without_memory(self) -> Network:
@@ -224,7 +228,10 @@ class Network:
 
     def absorb_single(self, nodes: Iterable[int]) -> None:
         """Those of the nodes that have one strategy become costs of their neighbours."""
-        for node in [node for node in nodes if node in self.unary and self.unary[node].size == 1]:
+        single = [node for node in nodes if node in self.unary and self.unary[node].size == 1]
+        for node in single:
+            if node in self.held:
+                continue
             for neighbour, matrix in self.adjacent[node].items():
                 self.unary[neighbour] = self.unary[neighbour] + matrix[0]
             self.offset += float(self.unary[node][0])
@@ -245,7 +252,7 @@ class Network:
             either = np.isfinite(self.adjacent[u][v])
             count = np.count_nonzero(either)  # quickly found, and mostly tells
             for node, leader, finite in ((u, v, either), (v, u, either.T)):
-                if count == finite.shape[1] and finite.any(axis=0).all():
+                if node not in self.held and count == finite.shape[1] and finite.any(axis=0).all():
                     touched = [other for other in self.adjacent[node] if other != leader]
                     follows = finite.argmax(axis=0)
                     followers.setdefault(leader, []).append((node, follows))
@@ -263,14 +270,14 @@ class Network:
         waiting = _Queue(node for node in nodes if node in self.unary)
         while waiting:
             node = waiting.pop()
-            if self.usages[node] or len(self.adjacent[node]) > 2:
+            if self.usages[node] or len(self.adjacent[node]) > 2 or node in self.held:
                 continue
             waiting.add(self.adjacent[node])
             self._eliminate(node)
 
     def remove_dominated(self, nodes: Iterable[int]) -> None:
         """Step 4, one sweep over some nodes."""
-        for node in [node for node in nodes if node in self.unary]:
+        for node in [node for node in nodes if node in self.unary and node not in self.held]:
             self._drop_pairs(node)
             cost = self.unary[node]
             if cost.size == 1:
@@ -282,9 +289,12 @@ class Network:
             used = np.stack([amount for _, _, amount in spans], axis=1) if spans else np.zeros((cost.size, 0))
             self.keep(node, undominated(cost, links, borders, used))
 
-    def reduce(self, *, dominated: bool) -> None:
-        """All reductions until none finds anything more, each only where something changed; raises Contradiction."""
-        changed, inconsistent = dict.fromkeys(self.unary), self.touched
+    def reduce(self, *, dominated: bool, again: bool = False) -> None:
+        """All reductions until none finds anything more, each only where something changed; raises Contradiction.
+
+        again: it was reduced before, so that only what was changed since is looked at.
+        """
+        changed, inconsistent = self.touched if again else dict.fromkeys(self.unary), self.touched
         while changed:
             self.touched = {}
             self.make_consistent(node for node in inconsistent if node in self.unary)

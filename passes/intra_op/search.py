@@ -51,6 +51,7 @@ _WHOLE = 200_000  # pair entries up to which CP-SAT gets all that is left
 _BLOCK = 5_000  # pair entries of a neighbourhood
 _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
 _STALL = 20  # neighbourhoods without success after which the search ends
+_STALL_NEAR = 5  # .. where a choice that is near the best is good enough
 _SWEEPS = 30  # of messages, to take the costs that CP-SAT gets down to what is over the bound
 _ROUNDS = 4  # of climbing by messages and forbidding what cannot be better
 _SHRUNK = 0.9  # of the strategies are left: what another round would forbid is not worth its work
@@ -78,8 +79,12 @@ class Search(Books):
         integer_program: IntegerProgram,
         gap: float = 0.0,
         patience: float = 1.0,
+        network: Network | None = None,
     ) -> None:
+        """`network`: of the problem, or of a part of it, reduced already."""
         super().__init__(problem, seconds, patience, gap)
+        self.network = network
+        self.stall = _STALL_NEAR if gap else _STALL
         self.master = master
         self.integer_program = integer_program
         self.seed = seed
@@ -90,11 +95,12 @@ class Search(Books):
 
     def run(self) -> Solution:
         try:
-            network = Network.of(self.problem)
+            network = Network.of(self.problem) if self.network is None else self.network
             full = network.copy()
-            network.reduce(dominated=False)
+            network.reduce(dominated=self.network is not None, again=self.network is not None)
             binds = network.slack.size > 0
-            self._without_memory(network.without_memory(), binds=binds)
+            if not binds or not math.isfinite(self.bound):
+                self._without_memory(network.without_memory(), binds=binds)
         except OutOfMemory:
             self._note_all_excluded()
             if self.best is None:
@@ -121,7 +127,8 @@ class Search(Books):
     def _with_memory(self, network: Network, full: Network) -> None:
         """`full`: before any reduction."""
         try:
-            network.reduce(dominated=True)
+            if self.network is None:
+                network.reduce(dominated=True)
             if not math.isfinite(self.bound) and network.pair_entries <= LARGE:  # else step 5 takes the memory along
                 free = network.without_memory()
                 free.reduce(dominated=True)
@@ -243,7 +250,7 @@ class Search(Books):
         stalled, turn, longest = 0, 0, 0.0
         before: Solution | None = None
         choice: Integers | None = None
-        while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
+        while self.best is not None and stalled < self.stall and not self._closed() and not self._spent():
             if self.best is not before:
                 before, choice = self.best, self._flat_choice(relaxation, self.best)
             started = now()
@@ -426,7 +433,7 @@ class Search(Books):
     def _neighbourhoods(self, network: Network, prices: Array) -> None:
         """Improve the best choice block by block until that stalls."""
         stalled = 0
-        while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
+        while self.best is not None and stalled < self.stall and not self._closed() and not self._spent():
             before = self.best
             self._neighbourhood(network, prices)
             stalled = stalled + 1 if self.best is before else 0

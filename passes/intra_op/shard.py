@@ -110,6 +110,7 @@ class StageProblem:
         self._edge_counts: list[int] = []
         self._equations: dict[Any, int] = {}  # the nodes of tied ones
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
+        self._ends: dict[int, tuple[list[_End], ...]] = {}  # by node of equations: of operands, of results
         self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
@@ -203,15 +204,17 @@ class StageProblem:
             else:
                 node = self._equations[key] = self._node(seconds, in_loop)
             self.lanes[program.index, eqn.id, lane.at] = (node, options)
-            by_round = _by_round(lane.rule.lanes[lane.at], options)
+            if node not in self._ends:  # tied equations have the same
+                by_round = _by_round(lane.rule.lanes[lane.at], options)
+                self._ends[node] = tuple(
+                    [_End(node, each, in_loop, _is_finer(each, by_round)) for each in side]
+                    for side in (options.operands, options.results)
+                )
+            operands, results = self._ends[node]
             for place, v in lane.inputs:
-                shardings = options.operands[place]
-                end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
-                self.readers[self._slot(program, v)].append(end)
+                self.readers[self._slot(program, v)].append(operands[place])
             for place, v in enumerate(lane.outputs):
-                shardings = options.results[place]
-                end = _End(node, shardings, in_loop, _is_finer(shardings, by_round))
-                self.makers[self._slot(program, v)] = end
+                self.makers[self._slot(program, v)] = results[place]
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""

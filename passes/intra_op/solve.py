@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from autopar.passes.intra_op.problem import Problem, Solution
+import numpy as np
+
+from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, fits
+
+if TYPE_CHECKING:
+    from autopar.passes.intra_op.network import Network
 
 
 def solve(
@@ -31,3 +40,56 @@ def solve(
     if start is not None:
         search.offer(start)
     return search.run()
+
+
+class Forced:
+    """A problem to be solved with one node's strategy after another forced; it is reduced once for all of them.
+
+    First without the memory, which takes little work and is the answer where it fits.
+    """
+
+    def __init__(self, problem: Problem, node: int) -> None:
+        from autopar.passes.intra_op.network import Contradiction, Network
+
+        self.problem, self.node = problem, node
+        self._networks: list[tuple[Problem, Network]] = []  # none: nothing fits
+        with contextlib.suppress(Contradiction):
+            network = Network.of(problem, held=(node,))
+            network.reduce(dominated=True)
+            free = network.without_memory()
+            free.reduce(dominated=True)
+            self._networks.append((dataclasses.replace(problem, limit=None), free))
+            if problem.limit is not None:
+                self._networks.append((problem, network))
+
+    def solve(
+        self, strategy: int, *, seconds: float, patience: float, gap: float, start: Sequence[int] | None = None
+    ) -> Solution:
+        """As `solve`, with the node's strategy forced; `start` has it, too."""
+        from autopar.passes.intra_op.programs import highest, solve_program
+        from autopar.passes.intra_op.search import Search
+
+        if not self._networks:
+            costs = list(self.problem.costs)
+            forbidden = np.arange(costs[self.node].size) != strategy
+            costs[self.node] = np.where(forbidden, np.inf, costs[self.node])
+            problem = dataclasses.replace(self.problem, costs=tuple(costs))
+            return solve(problem, seconds=seconds, patience=patience, gap=gap, start=start)
+        bound = -math.inf
+        for problem, network in self._networks:
+            part = network.copy()
+            part.held = ()
+            wanted = part.labels[self.node] == strategy
+            if not wanted.any():  # it goes with no strategies of others
+                raise Infeasible(math.inf, self.problem.limit, proved=True)
+            part.touched = dict.fromkeys((self.node, *part.adjacent[self.node]))
+            part.keep(self.node, wanted)
+            search = Search(problem, seconds, 0, highest, solve_program, gap, patience, part)
+            search.bound = bound
+            if start is not None:
+                search.offer(start)
+            found = search.run()
+            bound = found.lower_bound
+            if problem is self.problem or fits(self.problem, found.peak):
+                break
+        return found

@@ -22,6 +22,7 @@ from autopar.ir.graph import BatchDim, Equation, Operand, Value
 from autopar.ir.same import Signature, program_signature
 from autopar.ir.unmap import scan_counts
 from autopar.passes.rules.base import (
+    Branches,
     DimMap,
     Gathering,
     Hinted,
@@ -286,6 +287,9 @@ def _rule(
             return bind(eqn, operands)  # branches for other platforms than this one
         return run(local, pieces, eqn, operands)
 
+    def branches_with(pieces_of: Callable[[Local], Sequence[Piece]]) -> Branches | None:
+        return None if each is None else lambda local, eqn, xs: each(pieces_of(local), xs)
+
     places = {
         k: layout.inputs.index(body.carried[o]) if o in body.carried else None
         for k, o in enumerate(layout.outputs)
@@ -297,7 +301,7 @@ def _rule(
         return dataclasses.replace(
             whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}),
             hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
-            branches=each and (lambda local, eqn, xs: each([], xs)),
+            branches=branches_with(lambda local: []),
         )  # fmt: skip
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
@@ -325,7 +329,7 @@ def _rule(
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
         unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
         moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
-        branches=each and (lambda local, eqn, xs: each(pieces_of(local), xs)),
+        branches=branches_with(pieces_of),
     )  # fmt: skip
 
 

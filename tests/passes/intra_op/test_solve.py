@@ -24,7 +24,7 @@ from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, Usage
 from autopar.passes.intra_op.programs import highest, solve_program
 from autopar.passes.intra_op.relax import Relaxation
 from autopar.passes.intra_op.search import Search
-from autopar.passes.intra_op.solve import solve
+from autopar.passes.intra_op.solve import Forced, solve
 from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
 INF = math.inf
@@ -272,7 +272,7 @@ def test_prices_at_which_the_least_cut_is_greatest() -> None:
 
 # What a process that starts anew chooses, as text
 _ELSEWHERE = """
-from autopar.passes.intra_op.solve import solve
+from autopar.passes.intra_op.solve import Forced, solve
 from tests.passes.intra_op.generate import wide_problem
 found = solve(wide_problem(40, 2), seconds=60.0, seed=3)
 print(found.choice, found.cost, found.lower_bound)
@@ -391,3 +391,25 @@ def test_points_in_time_that_are_dropped_are_implied(seed: int) -> None:
         for choice in np.ndindex(*sizes):
             kept = bool((network.load(dict(enumerate(choice))) <= network.slack).all())
             assert kept == fits(problem, evaluate(problem, choice)[1])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_forced_strategy_costs_what_the_problem_without_the_others_does(seed: int) -> None:
+    """The reduction that all strategies of a node share takes none of them, however dear."""
+    problem = tiny_problem(seed, memory=seed % 2 == 0, forbidden=seed % 3 == 0)
+    for node, costs in enumerate(problem.costs):
+        asked = Forced(problem, node)
+        for strategy in range(costs.size):
+            forced = np.where(np.arange(costs.size) == strategy, costs, INF)
+            part = dataclasses.replace(
+                problem, costs=tuple(forced if n == node else cost for n, cost in enumerate(problem.costs))
+            )
+            expected = brute_force(part)
+            try:
+                found = asked.solve(strategy, seconds=1.0, patience=10.0, gap=0.0)
+            except Infeasible:
+                assert expected is None
+            else:
+                assert expected is not None
+                assert found.choice[node] == strategy
+                assert found.cost == pytest.approx(expected.cost, rel=1e-9, abs=1e-12)
