@@ -388,7 +388,7 @@ class Heads(eqx.Module):
 
 
 def heads_step(model: Any, batch: Any) -> Any:
-    loss, gradient = eqx.filter_value_and_grad(lambda model: (model(batch["x"]) ** 2).mean())(model)
+    loss, gradient = eqx.filter_value_and_grad(lambda model: (model(batch["x"]) ** 2).mean())(model)  # type: ignore[no-untyped-call]
     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), loss
 
 
