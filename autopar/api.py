@@ -439,7 +439,8 @@ class Parallelized:
         step = lowered.placed.step
         donated = inputs_of(self._donated(call, analysis.graph), step.graph)
         with jax.disable_jit(False):
-            runtime = build(lowered, plan.schedule, devices, donated, self._buffers)
+            runtime = build(lowered, plan.schedule, devices, donated)
+        runtime.buffers = self._buffers
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
 

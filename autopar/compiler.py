@@ -26,7 +26,6 @@ from autopar.ir.sharding import Sharding, TileCopies
 from autopar.passes.emit import emit, partition_spec, port_dtype, port_shape
 from autopar.passes.instructions import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep
-from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import Array, Executable, Source, Wiring, copied, on_device, weakly_typed
 from autopar.runtime.transfer import TileTransfer
 
@@ -36,12 +35,8 @@ def build(
     schedule: ScheduleName,
     devices: Sequence[jax.Device],
     donate: frozenset[int],
-    buffers: Buffers | None = None,
 ) -> Executable:
-    """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`.
-
-    `buffers`: of all executables of a step.
-    """
+    """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`."""
     placed, step = lowered.placed, lowered.placed.step
     graph = step.graph
     meshes = [device_mesh(s.mesh, devices) for s in lowered.shardings]
@@ -79,7 +74,7 @@ def build(
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},
         transfers, results, donate,
     )  # fmt: skip
-    return Executable(sources, wiring, buffers)
+    return Executable(sources, wiring)
 
 
 def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozenset[int]) -> InstructionList:

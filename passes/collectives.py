@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.extend.core
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
@@ -63,6 +64,36 @@ def psum_at_once(x: Any, axes: Sequence[str], dtype: Any, narrow: bool) -> Any:
     if len(sum_kinds(x.size, jnp.dtype(dtype).itemsize, jax.lax.axis_size(tuple(axes)), narrow)) == 1:
         return jax.lax.psum(x, tuple(axes))
     return all_gather(psum_scatter(x.reshape(-1), axes, 0).astype(dtype), axes, 0).reshape(x.shape)
+
+
+def extreme_itemsize(dtype: Any) -> int:
+    """Bytes of an element while the largest or smallest over devices is looked for: floats have four at least."""
+    itemsize = int(jnp.dtype(dtype).itemsize)
+    return max(itemsize, 4) if jnp.issubdtype(dtype, jnp.floating) else itemsize
+
+
+def extreme(x: Any, axes: Sequence[str], largest: bool) -> Any:
+    """The largest (or smallest) over mesh axes, element by element; a NaN anywhere is a NaN, as on one device.
+
+    Neither XLA's all-reduce for CPUs nor NCCL's has NaN win over numbers, and which of two zeros wins is left open.
+    Floats therefore travel as integers of the same order.
+    """
+    reduce: Any = jax.lax.pmax if largest else jax.lax.pmin
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return reduce(x, tuple(axes))
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    number: Any = np.int32 if wide.dtype.itemsize == 4 else np.int64
+    limits = np.iinfo(number)
+    # The bits of floats below zero rise as the floats fall; those of NaN stand above or below all others by their sign.
+    keys = _as_ordered(jax.lax.bitcast_convert_type(wide, number), limits.max)
+    keys = jnp.where(jnp.isnan(wide), jnp.asarray(limits.max if largest else limits.min, number), keys)
+    found = _as_ordered(reduce(keys, tuple(axes)), limits.max)
+    return jax.lax.bitcast_convert_type(found, wide.dtype).astype(x.dtype)
+
+
+def _as_ordered(bits: Any, most: int) -> Any:
+    """Integers in the order of the floats that have these bits, and back again."""
+    return jnp.where(bits < 0, bits ^ jnp.asarray(most, bits.dtype), bits)
 
 
 def psum_scatter(x: Any, axes: Sequence[str], dim: int) -> Any:

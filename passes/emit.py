@@ -18,13 +18,31 @@ from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
-from autopar.passes.collectives import Halos, all_gather, apply_steps, psum_at_once, psum_scatter, take_piece
+from autopar.passes.collectives import (
+    Halos,
+    all_gather,
+    apply_steps,
+    extreme,
+    extreme_itemsize,
+    psum_at_once,
+    psum_scatter,
+    take_piece,
+)
 from autopar.passes.intra_op.strategies import Kept, combined_axes, kept_operands, kept_results, pieces, splitting_axes
 from autopar.passes.rules.base import Local, Rule, emit_piece
 
-# The operations for which there is an all-reduce. Booleans go as bytes, for which "and" is min and "or" is max.
-_COMBINE: Mapping[str, Callable[..., Any]] = {"max": jax.lax.pmax, "min": jax.lax.pmin}
-_COMBINE_BOOLEANS: Mapping[str, Callable[..., Any]] = {**_COMBINE, "and": jax.lax.pmin, "or": jax.lax.pmax}
+# The operations for which there is an all-reduce, and whether it is of the largest. Booleans go as bytes, for which
+# "and" is the smallest and "or" the largest.
+_EXTREMES: Mapping[str, bool] = {"max": True, "min": False}
+_EXTREMES_OF_BOOLEANS: Mapping[str, bool] = {**_EXTREMES, "and": False, "or": True}
+# What all pieces are gathered for.
+_REDUCE: Mapping[str, Callable[..., Any]] = {
+    "prod": jax.lax.reduce_prod,
+    "and": jax.lax.reduce_and,
+    "or": jax.lax.reduce_or,
+    "max": jax.lax.reduce_max,
+    "min": jax.lax.reduce_min,
+}
 
 
 @dataclasses.dataclass
@@ -254,19 +272,27 @@ def _combined(op: Compute, rule: Rule, results: Sequence[Any], mesh: Mesh) -> Se
 
 def combination(operation: str, axes: tuple[str, ...], value: Value, sharding: Sharding, mesh: Mesh) -> Collective:
     """The collective that `_combine` needs for one result."""
-    payload = value.nbytes // math.prod(sharding.tiles(mesh))
-    if operation in (_COMBINE_BOOLEANS if value.dtype == jnp.bool_ else _COMBINE):
-        return Collective("all_reduce", axes, payload)
-    return Collective("all_gather", axes, payload * math.prod(mesh.axis_size(axis) for axis in axes))
+    count = math.prod(value.shape) // math.prod(sharding.tiles(mesh))
+    if _is_extreme(operation, value.dtype):
+        return Collective("all_reduce", axes, count * extreme_itemsize(value.dtype))
+    pieces = math.prod(mesh.axis_size(axis) for axis in axes)
+    return Collective("all_gather", axes, count * value.itemsize * pieces)
+
+
+def _is_extreme(operation: str, dtype: Any) -> bool:
+    """Whether an all-reduce combines the pieces; complex numbers have no order that one knows."""
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return False
+    return operation in (_EXTREMES_OF_BOOLEANS if dtype == jnp.bool_ else _EXTREMES)
 
 
 def _combine(operation: str, x: Any, axes: tuple[str, ...]) -> Any:
-    if x.dtype == jnp.bool_ and operation in _COMBINE_BOOLEANS:
-        return _COMBINE_BOOLEANS[operation](x.astype(jnp.uint8), axes).astype(jnp.bool_)
-    if operation in _COMBINE:
-        return _COMBINE[operation](x, axes)
-    reduce = {"prod": jnp.prod, "and": jnp.bitwise_and.reduce, "or": jnp.bitwise_or.reduce}[operation]
-    return reduce(jax.lax.all_gather(x, axes), axis=0)
+    if not _is_extreme(operation, x.dtype):
+        pieces = jax.lax.all_gather(x, axes)
+        return _REDUCE[operation](pieces, (0,))
+    if x.dtype == jnp.bool_:
+        return extreme(x.astype(jnp.uint8), axes, _EXTREMES_OF_BOOLEANS[operation]).astype(jnp.bool_)
+    return extreme(x, axes, _EXTREMES[operation])
 
 
 def partition_spec(sharding: Sharding) -> jax.sharding.PartitionSpec:

@@ -97,14 +97,11 @@ class Wiring:
 
 
 class Executable:
-    """Runs a step. Everything is compiled and constants are placed when it is made.
+    """Runs a step. Everything is compiled and constants are placed when it is made."""
 
-    `buffers`: of all executables that hand one another state.
-    """
-
-    def __init__(self, sources: Sequence[Source], wiring: Wiring, buffers: Buffers | None = None) -> None:
+    def __init__(self, sources: Sequence[Source], wiring: Wiring) -> None:
         self.wiring = wiring
-        self._buffers = buffers or Buffers()
+        self.buffers = Buffers()  # one for all executables that hand one another state, where they are told so
         self.sources = tuple(sources)
         self.programs = _compile(sources)
         for transfer in wiring.transfers:
@@ -181,7 +178,7 @@ class Executable:
         results = wiring.instructions.results
         if self._given:
             made = [registers[register] for register in set(results) if register is not None]
-            self._buffers.remember([*made, *(leaves[at] for at in in_place if at not in self._given)])
+            self.buffers.remember([*made, *(leaves[at] for at in in_place if at not in self._given)])
         return [
             argument if register is None else registers[register]
             for register, argument in zip(results, passed, strict=True)
@@ -219,7 +216,7 @@ class Executable:
             moves.append((register, copied(leaf) if at in wiring.donated else leaf, array.sharding))
         if self._given:
             # XLA ends the process where a buffer is given away twice, or given away and read.
-            for at in self._buffers.shared(leaves, tuple(in_place), self._given) & in_place.keys():
+            for at in self.buffers.shared(leaves, tuple(in_place), self._given) & in_place.keys():
                 register, array = in_place.pop(at)
                 moves.append((register, leaves[at], array.sharding))
         for register, (at, batch, microbatch, array) in wiring.feeds.items():

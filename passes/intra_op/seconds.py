@@ -13,6 +13,7 @@ from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind, Mesh, Pooling
+from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
     combined_axes,
@@ -50,7 +51,10 @@ class StrategySeconds:
         if lane_rule.reduced:
             for i, lane in enumerate(options.lanes):
                 for axes in combined_axes(lane_rule, lane, self.mesh).values():
-                    payload = sum(v.nbytes * options.results[k].share[i] for k, v in enumerate(outputs))
+                    payload = sum(
+                        math.prod(v.shape) * extreme_itemsize(v.dtype) * options.results[k].share[i]
+                        for k, v in enumerate(outputs)
+                    )
                     seconds[i] += self.price("all_reduce", axes, int(payload))
         if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
             for i, lane in enumerate(options.lanes):
