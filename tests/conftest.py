@@ -1,13 +1,31 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import settings
 
 # GPUs that happen to be there are left alone unless someone asks for them.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
-import pytest
-from hypothesis import settings
+
+@contextlib.contextmanager
+def _nothing_on_stderr() -> Iterator[None]:
+    kept = os.dup(2)
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+
+
+# XLA's compiler for GPUs says as it is loaded that there is no driver. pytest would print that last, after its summary.
+with _nothing_on_stderr():
+    import jax
 
 jax.config.update("jax_num_cpu_devices", 8)
 # A program from an earlier run's cache would hide what the compiler does now.

@@ -388,7 +388,11 @@ class Heads(eqx.Module):
 
 
 def heads_step(model: Any, batch: Any) -> Any:
-    loss, gradient = eqx.filter_value_and_grad(lambda model: (model(batch["x"]) ** 2).mean())(model)  # type: ignore[no-untyped-call]
+    def loss_of(model: Any) -> Any:
+        return (model(batch["x"]) ** 2).mean()
+
+    value_and_grad: Any = eqx.filter_value_and_grad(loss_of)
+    loss, gradient = value_and_grad(model)
     return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), loss
 
 
