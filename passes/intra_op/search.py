@@ -198,7 +198,7 @@ class Search(Books):
                     return
             if network.num_strategies > _SHRUNK * before:
                 break
-        if self._closed() or self._spent():
+        if self._closed() or self._spent() or not self.stall:
             return
         if network.pair_entries <= _WHOLE:
             self.bound = max(self.bound, self._by_program(network, prices, self.work / RATE / 2))

@@ -85,7 +85,7 @@ class Forced:
             part.touched = dict.fromkeys((self.node, *part.adjacent[self.node]))
             part.keep(self.node, wanted)
             search = Search(problem, seconds, 0, highest, solve_program, gap, patience, part)
-            search.bound = bound
+            search.bound, search.stall = bound, 0  # what climbs find is good enough to compare
             if start is not None:
                 search.offer(start)
             found = search.run()
