@@ -12,26 +12,35 @@ first), and what lies in another order is read element by element (`layouts.py`)
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
 from autopar.passes.rules.layouts import Layouts
+from autopar.passes.rules.materialize import MOST_OPERANDS, computed_anew
 
-_MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
+_MOST_IN_A_ROW, _MOST_IN_A_COLUMN = 16384, 4096  # that one kernel reduces at once; see XLA's tree reductions
+_FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
 _Place = tuple[int, int]  # an equation and the position of its operand
 
 
 @dataclasses.dataclass(eq=False)
 class _Kernel:
-    number: int
-    key: tuple[Hashable, ...]  # equal for kernels that may become one
+    level: int  # above that of all kernels that it needs something of
+    loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
+    reduced: tuple[int, ...] | None  # the dimensions of it that are reduced, if any
     reads: set[Value] = dataclasses.field(default_factory=set)
+    at_end: set[Value] = dataclasses.field(default_factory=set)  # of what it makes: what is not there before
+
+    def takes(self, loop: tuple[int, ...], reduced: tuple[int, ...] | None) -> bool:
+        """Whether what goes through this can be computed along."""
+        return self.loop == loop and (self.reduced is None or reduced is None or self.reduced == reduced)
 
 
 def _is_view(eqn: Equation, rule: Rule) -> bool:
@@ -109,6 +118,13 @@ def _memory(
             multiplied = made is not None and _is_product(rules[made.id])
             needed.update(v for v in (made.values if made and multiplied else [summed]) if v not in uniform)
     needed = {viewed.get(v, v) for v in needed}
+    if not single_output:
+        anew = computed_anew(equations, rules, needed, viewed)
+        for k, eqn in enumerate(equations):
+            if k in anew:
+                needed.difference_update(eqn.outputs)
+            elif is_fusible(rules[eqn.id]) and not sparse.intersection(eqn.values):
+                needed.update(v for v in eqn.outputs if v not in viewed and read[v])
     return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places)
 
 
@@ -134,11 +150,10 @@ def memory_traffic(
     copied: dict[_Place, int] = defaultdict(int)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
-    readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
+    readers: dict[Value, dict[tuple[int, ...], list[_Kernel]]] = defaultdict(lambda: defaultdict(list))
     reads: dict[_Place, int] = defaultdict(int)
     launches: dict[int, int] = {}
     writes: dict[int, tuple[bool, ...]] = {}
-    count = 0
     for eqn in equations:
         rule = rules[eqn.id]
         made = tuple(v in memory.stored for v in eqn.outputs)
@@ -160,16 +175,22 @@ def memory_traffic(
             if single_output:
                 layouts.fuse(eqn, rule)
             continue
-        kernel = None if single_output else _partner(_kind(eqn, rule), needs, maker, readers)
+        loop, reduced = _loop(eqn, rule)
+        kernel = None if single_output else _partner(loop, reduced, needs, maker, readers)
         if kernel is None:
-            kernel = _Kernel(count, _kind(eqn, rule))
-            count += 1
+            kernel = _Kernel(1 + max((maker[v].level for v in needs if v in maker), default=0), loop, reduced)
             launches[eqn.id] = 1
+        elif reduced is not None:
+            kernel.reduced = reduced
+        if reduced is not None:
+            kernel.at_end.update(eqn.outputs)
+            if not single_output and _in_two_steps(loop, reduced):
+                launches[eqn.id] = launches.get(eqn.id, 0) + 1
         for source, place in needs.items():
             if source not in kernel.reads and maker.get(source) is not kernel:
                 kernel.reads.add(source)
                 reads[place] += 1
-                readers[source][kernel.key] = kernel
+                readers[source][kernel.loop].append(kernel)
         for reading in layouts.run(eqn, rule) if single_output else ():
             place = needs[reading.value]
             against[place] += reading.against
@@ -194,27 +215,43 @@ def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:
     return tuple([counts.get((eqn.id, position), 0) for position in range(number)]) if counts else (0,) * number
 
 
-def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:
-    """What kernels that may be merged have in common; that of others is their own."""
-    shape = eqn.outputs[0].shape
+def _loop(eqn: Equation, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """What a kernel goes through, and which dimensions of it are reduced; kernels of a kind of their own share none."""
     if is_fusible(rule):
-        return ("elementwise", shape)
+        return _long(eqn.outputs[0].shape), None
     if is_reduction(eqn, rule):
-        return ("reduction", shape, *(v.shape for v in eqn.values))
-    return ("alone", eqn.id)
+        ((summed,), (dims,)) = eqn.values, rule.inputs[:1]
+        reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
+        numbers = itertools.accumulate(size > 1 for size in summed.shape)
+        sizes = zip(numbers, summed.shape, reduced, strict=True)
+        return _long(summed.shape), tuple(d - 1 for d, size, is_reduced in sizes if is_reduced and size > 1)
+    return (-1, eqn.id), None
+
+
+def _in_two_steps(loop: Sequence[int], reduced: Sequence[int]) -> bool:
+    """Whether so much is reduced that parts of it are first, and another kernel reduces what comes of these."""
+    of_rows = reduced[-1:] == (len(loop) - 1,)
+    return math.prod(loop[d] for d in reduced) > (_MOST_IN_A_ROW if of_rows else _MOST_IN_A_COLUMN)
+
+
+def _long(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
 
 
 def _partner(
-    key: tuple[Hashable, ...], needs: Mapping[Value, _Place], maker: Mapping[Value, _Kernel],
-    readers: Mapping[Value, Mapping[Hashable, _Kernel]],
+    loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place], maker: Mapping[Value, _Kernel],
+    readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
 ) -> _Kernel | None:  # fmt: skip
     """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
-    candidates = [k for v in needs if (k := maker.get(v)) is not None and k.key == key]
-    candidates += [k for v in needs if v in readers and (k := readers[v].get(key)) is not None]
-    latest = max((maker[v].number for v in needs if v in maker), default=-1)
+    candidates = [k for v in needs if (k := maker.get(v)) is not None]
+    candidates += [k for v in needs if v in readers and math.prod(v.shape) > 1
+                   for k in reversed(readers[v].get(loop, ())[-_FEW:])]  # fmt: skip
+    made = [(v, maker[v]) for v in needs if v in maker]
     for kernel in candidates:
-        waits = latest - (key[0] == "elementwise") >= kernel.number  # a reduction's result is there at its end
-        if not waits and len(kernel.reads.union(needs)) <= _MOST_OPERANDS:
+        if not kernel.takes(loop, reduced):
+            continue
+        waits = any(v in k.at_end if k is kernel else k.level >= kernel.level for v, k in made)
+        if not waits and len(kernel.reads.union(needs)) <= MOST_OPERANDS:
             return kernel
     return None
 
