@@ -1,12 +1,15 @@
 """What XLA's kernels read from memory and write to it: which equations share a kernel, as its fusion passes decide.
 
-An elementwise equation is computed inside every kernel that needs its result, from what is in memory. A kernel has one
-result in memory, or several that are elementwise over one shape (or reduce the same dimensions of one shape) and read
-the same or one another: XLA's multi-output fusion. Products of matrices, sorts and bodies are kernels of their own,
-whose operands are in memory. Transposes and reshapes of what is in memory are views: layouts absorb them.
+An elementwise equation is computed inside every kernel that needs its result, or once, in a kernel of its own: see
+`materialize.py`. Kernels that go through the same elements, and read the same or one another, become one with several
+results in memory, of which one kind at most is reduced: XLA's multi-output fusion. Products of matrices, sorts and
+bodies are kernels of their own, whose operands are in memory. Reshapes of what is in memory are views, and so are
+transposes, which layouts absorb; but where a product needs what was not computed element by element in another order,
+a kernel copies it.
 
-XLA for CPUs gives a kernel a single output: it merges none, reductions read what is in memory (and may multiply it
-first), and what lies in another order is read element by element (`layouts.py`).
+XLA for CPUs gives a kernel a single output: it merges none, computes elementwise equations wherever they are needed,
+reductions read what is in memory (and may multiply it first), and what lies in another order is read element by element
+(`layouts.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
-from autopar.passes.rules.layouts import Layouts
+from autopar.passes.rules.layouts import Layouts, Order, is_apart
 from autopar.passes.rules.materialize import MOST_OPERANDS, computed_anew
 
 _MOST_IN_A_ROW, _MOST_IN_A_COLUMN = 16384, 4096  # that one kernel reduces at once; see XLA's tree reductions
@@ -57,6 +60,7 @@ def _is_view(eqn: Equation, rule: Rule) -> bool:
 class _Memory:
     stored: set[Value]  # what goes through memory, views included
     places: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
+    filled: Collection[int]  # equations that write to an array of one number, which a kernel makes before
 
 
 def stored(
@@ -82,6 +86,7 @@ def _memory(
                            if isinstance(u, Value)})  # fmt: skip
     needed = {*inputs, *outputs}
     uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
+    filled: set[int] = set()  # equations that write little to such an array, which a kernel makes before
     sparse: set[Value] = set()  # such a number but for a few places
     places: dict[int, tuple[tuple[int, int | None], ...]] = {}
     maker = {v: eqn for eqn in equations for v in eqn.outputs} if single_output else {}
@@ -96,6 +101,10 @@ def _memory(
             (taken,) = (eqn.inputs[i] for i in rule.places.values() if i is not None)
             if taken in uniform and read[eqn.outputs[0]] == 1:
                 sparse.update(eqn.outputs)
+                continue
+            if taken in uniform and not single_output:
+                filled.add(eqn.id)
+                needed.update(eqn.outputs)
                 continue
             places[eqn.id] = tuple(rule.places.items())
             needed.update(v for v in [taken] if isinstance(v, Value) and v not in uniform)
@@ -125,7 +134,7 @@ def _memory(
                 needed.difference_update(eqn.outputs)
             elif is_fusible(rules[eqn.id]) and not sparse.intersection(eqn.values):
                 needed.update(v for v in eqn.outputs if v not in viewed and read[v])
-    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places)
+    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places, filled)
 
 
 def _is_sum(rule: Rule) -> bool:
@@ -152,6 +161,8 @@ def memory_traffic(
     maker: dict[Value, _Kernel] = {}
     readers: dict[Value, dict[tuple[int, ...], list[_Kernel]]] = defaultdict(lambda: defaultdict(list))
     reads: dict[_Place, int] = defaultdict(int)
+    bases: dict[Value, Value] = {}  # view -> what it is a view of
+    ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
     launches: dict[int, int] = {}
     writes: dict[int, tuple[bool, ...]] = {}
     for eqn in equations:
@@ -159,8 +170,9 @@ def memory_traffic(
         made = tuple(v in memory.stored for v in eqn.outputs)
         is_view = made[:1] == (True,) and _is_view(eqn, rule)
         if rule.separable or is_view:
-            if single_output:
-                layouts.view(eqn, rule)
+            layouts.view(eqn, rule)
+            bases.update({v: bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                          if isinstance(u, Value)})  # fmt: skip
             maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value) and u in maker})  # fmt: skip
             continue
@@ -179,7 +191,7 @@ def memory_traffic(
         kernel = None if single_output else _partner(loop, reduced, needs, maker, readers)
         if kernel is None:
             kernel = _Kernel(1 + max((maker[v].level for v in needs if v in maker), default=0), loop, reduced)
-            launches[eqn.id] = 1
+            launches[eqn.id] = 1 + (eqn.id in memory.filled)
         elif reduced is not None:
             kernel.reduced = reduced
         if reduced is not None:
@@ -191,6 +203,15 @@ def memory_traffic(
                 kernel.reads.add(source)
                 reads[place] += 1
                 readers[source][kernel.loop].append(kernel)
+        if rule.sides is not None and rule.patches is None and not single_output:
+            for position, v in enumerate(eqn.inputs[:2]):
+                # What a kernel computes element by element it leaves in the order that is wanted.
+                if isinstance(v, Value) and is_apart(rule, position, order := layouts.order(v)):
+                    base = bases.get(v, v)
+                    if (base, order) not in ordered and (base not in maker or maker[base].loop[:1] == (-1,)):
+                        launches[eqn.id] += 1
+                        reads[eqn.id, position] += 2
+                    ordered.add((base, order))
         for reading in layouts.run(eqn, rule) if single_output else ():
             place = needs[reading.value]
             against[place] += reading.against
@@ -239,8 +260,8 @@ def _long(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _partner(
-    loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place], maker: Mapping[Value, _Kernel],
-    readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
+    loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place],
+    maker: Mapping[Value, _Kernel], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
 ) -> _Kernel | None:  # fmt: skip
     """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
     candidates = [k for v in needs if (k := maker.get(v)) is not None]
@@ -250,6 +271,8 @@ def _partner(
     for kernel in candidates:
         if not kernel.takes(loop, reduced):
             continue
+        if kernel.at_end and reduced and reduced[-1] < len(loop) - 1 and kernel.reads != needs.keys():
+            continue  # columns are reduced together only where they are of the same
         waits = any(v in k.at_end if k is kernel else k.level >= kernel.level for v, k in made)
         if not waits and len(kernel.reads.union(needs)) <= MOST_OPERANDS:
             return kernel

@@ -24,7 +24,7 @@ MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
 # What XLA's performance model takes for an H100, in bytes that memory moves in the same time.
 _LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
 _OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
-_CYCLES = 6.0  # of a sum or a product; comparisons, choices and conversions take one
+_CYCLES = 7.0  # of a sum or a product; comparisons, choices and conversions take one
 _CYCLES_OF_A_FUNCTION = 30.0  # by operation of a transcendental function
 _FUNCTION = 4.0  # operations that make one
 _OVERLAP = 0.95  # of the shorter one of computing and moving
