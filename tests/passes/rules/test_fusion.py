@@ -185,15 +185,16 @@ def test_traffic_is_linear_in_the_depth() -> None:
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("layers", [2, 8])
-def test_traffic_of_any_depth_is_that_of_xlas_kernels_for_h100(layers: int) -> None:
+def test_traffic_of_any_depth_is_that_of_xlas_kernels_for_h100() -> None:
     sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
-    step, args = residual_step(layers)
-    there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
-    wanted, kernels = moved_in_hlo(jax.jit(step, donate_argnums=0).lower(*there).compile().as_text() or "")
-    nbytes, launches = moved(step, *args)
-    assert nbytes == pytest.approx(wanted, rel=0.12)
-    assert launches == pytest.approx(kernels, rel=0.2)
+    ratios = []
+    for layers in (2, 8):
+        step, args = residual_step(layers)
+        there = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+        wanted = moved_in_hlo(jax.jit(step, donate_argnums=0).lower(*there).compile().as_text() or "")
+        ratios.append([mine / xlas for mine, xlas in zip(moved(step, *args), wanted, strict=True)])
+    assert ratios[0] == pytest.approx([1, 1], abs=0.2)
+    assert ratios[1] == pytest.approx(ratios[0], rel=0.04)
 
 
 @pytest.mark.parametrize("name", STEPS)
