@@ -1,37 +1,49 @@
 """What XLA's kernels read from memory and write to it: which equations share a kernel, as its fusion passes decide.
 
-An elementwise equation is computed inside every kernel that needs its result, from what is in memory. A kernel has one
-result in memory, or several that are elementwise over one shape (or reduce the same dimensions of one shape) and read
-the same or one another: XLA's multi-output fusion. Products of matrices, sorts and bodies are kernels of their own,
-whose operands are in memory. Transposes and reshapes of what is in memory are views: layouts absorb them.
+An elementwise equation is computed inside every kernel that needs its result, or once, in a kernel of its own: see
+`materialize.py`. Kernels that go through the same elements, and read the same or one another, become one with several
+results in memory, of which one kind at most is reduced: XLA's multi-output fusion. Products of matrices, sorts and
+bodies are kernels of their own, whose operands are in memory. Reshapes of what is in memory are views, and so are
+transposes, which layouts absorb; but where a product needs what was not computed element by element in another order,
+a kernel copies it.
 
-XLA for CPUs gives a kernel a single output: it merges none, reductions read what is in memory (and may multiply it
-first), and what lies in another order is read element by element (`layouts.py`).
+XLA for CPUs gives a kernel a single output: it merges none, computes elementwise equations wherever they are needed,
+reductions read what is in memory (and may multiply it first), and what lies in another order is read element by element
+(`layouts.py`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
-from autopar.passes.rules.layouts import Layouts
+from autopar.passes.rules.layouts import Layouts, Order, is_apart
+from autopar.passes.rules.materialize import MOST_OPERANDS, computed_anew
 
-_MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
+_MOST_IN_A_ROW, _MOST_IN_A_COLUMN = 16384, 4096  # that one kernel reduces at once; see XLA's tree reductions
+_FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
 _Place = tuple[int, int]  # an equation and the position of its operand
 
 
 @dataclasses.dataclass(eq=False)
 class _Kernel:
-    number: int
-    key: tuple[Hashable, ...]  # equal for kernels that may become one
+    level: int  # above that of all kernels that it needs something of
+    loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
+    reduced: tuple[int, ...] | None  # the dimensions of it that are reduced, if any
     reads: set[Value] = dataclasses.field(default_factory=set)
+    at_end: set[Value] = dataclasses.field(default_factory=set)  # of what it makes: what is not there before
+
+    def takes(self, loop: tuple[int, ...], reduced: tuple[int, ...] | None) -> bool:
+        """Whether what goes through this can be computed along."""
+        return self.loop == loop and (self.reduced is None or reduced is None or self.reduced == reduced)
 
 
 def _is_view(eqn: Equation, rule: Rule) -> bool:
@@ -48,6 +60,7 @@ def _is_view(eqn: Equation, rule: Rule) -> bool:
 class _Memory:
     stored: set[Value]  # what goes through memory, views included
     places: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
+    filled: Collection[int]  # equations that write to an array of one number, which a kernel makes before
 
 
 def stored(
@@ -73,6 +86,7 @@ def _memory(
                            if isinstance(u, Value)})  # fmt: skip
     needed = {*inputs, *outputs}
     uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
+    filled: set[int] = set()  # equations that write little to such an array, which a kernel makes before
     sparse: set[Value] = set()  # such a number but for a few places
     places: dict[int, tuple[tuple[int, int | None], ...]] = {}
     maker = {v: eqn for eqn in equations for v in eqn.outputs} if single_output else {}
@@ -87,6 +101,10 @@ def _memory(
             (taken,) = (eqn.inputs[i] for i in rule.places.values() if i is not None)
             if taken in uniform and read[eqn.outputs[0]] == 1:
                 sparse.update(eqn.outputs)
+                continue
+            if taken in uniform and not single_output:
+                filled.add(eqn.id)
+                needed.update(eqn.outputs)
                 continue
             places[eqn.id] = tuple(rule.places.items())
             needed.update(v for v in [taken] if isinstance(v, Value) and v not in uniform)
@@ -109,7 +127,14 @@ def _memory(
             multiplied = made is not None and _is_product(rules[made.id])
             needed.update(v for v in (made.values if made and multiplied else [summed]) if v not in uniform)
     needed = {viewed.get(v, v) for v in needed}
-    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places)
+    if not single_output:
+        anew = computed_anew(equations, rules, needed, viewed)
+        for k, eqn in enumerate(equations):
+            if k in anew:
+                needed.difference_update(eqn.outputs)
+            elif is_fusible(rules[eqn.id]) and not sparse.intersection(eqn.values):
+                needed.update(v for v in eqn.outputs if v not in viewed and read[v])
+    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places, filled)
 
 
 def _is_sum(rule: Rule) -> bool:
@@ -134,18 +159,20 @@ def memory_traffic(
     copied: dict[_Place, int] = defaultdict(int)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
-    readers: dict[Value, dict[Hashable, _Kernel]] = defaultdict(dict)
+    readers: dict[Value, dict[tuple[int, ...], list[_Kernel]]] = defaultdict(lambda: defaultdict(list))
     reads: dict[_Place, int] = defaultdict(int)
+    bases: dict[Value, Value] = {}  # view -> what it is a view of
+    ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
     launches: dict[int, int] = {}
     writes: dict[int, tuple[bool, ...]] = {}
-    count = 0
     for eqn in equations:
         rule = rules[eqn.id]
         made = tuple(v in memory.stored for v in eqn.outputs)
         is_view = made[:1] == (True,) and _is_view(eqn, rule)
         if rule.separable or is_view:
-            if single_output:
-                layouts.view(eqn, rule)
+            layouts.view(eqn, rule)
+            bases.update({v: bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                          if isinstance(u, Value)})  # fmt: skip
             maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value) and u in maker})  # fmt: skip
             continue
@@ -160,16 +187,31 @@ def memory_traffic(
             if single_output:
                 layouts.fuse(eqn, rule)
             continue
-        kernel = None if single_output else _partner(_kind(eqn, rule), needs, maker, readers)
+        loop, reduced = _loop(eqn, rule)
+        kernel = None if single_output else _partner(loop, reduced, needs, maker, readers)
         if kernel is None:
-            kernel = _Kernel(count, _kind(eqn, rule))
-            count += 1
-            launches[eqn.id] = 1
+            kernel = _Kernel(1 + max((maker[v].level for v in needs if v in maker), default=0), loop, reduced)
+            launches[eqn.id] = 1 + (eqn.id in memory.filled)
+        elif reduced is not None:
+            kernel.reduced = reduced
+        if reduced is not None:
+            kernel.at_end.update(eqn.outputs)
+            if not single_output and _in_two_steps(loop, reduced):
+                launches[eqn.id] = launches.get(eqn.id, 0) + 1
         for source, place in needs.items():
             if source not in kernel.reads and maker.get(source) is not kernel:
                 kernel.reads.add(source)
                 reads[place] += 1
-                readers[source][kernel.key] = kernel
+                readers[source][kernel.loop].append(kernel)
+        if rule.sides is not None and rule.patches is None and not single_output:
+            for position, v in enumerate(eqn.inputs[:2]):
+                # What a kernel computes element by element it leaves in the order that is wanted.
+                if isinstance(v, Value) and is_apart(rule, position, order := layouts.order(v)):
+                    base = bases.get(v, v)
+                    if (base, order) not in ordered and (base not in maker or maker[base].loop[:1] == (-1,)):
+                        launches[eqn.id] += 1
+                        reads[eqn.id, position] += 2
+                    ordered.add((base, order))
         for reading in layouts.run(eqn, rule) if single_output else ():
             place = needs[reading.value]
             against[place] += reading.against
@@ -194,27 +236,45 @@ def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:
     return tuple([counts.get((eqn.id, position), 0) for position in range(number)]) if counts else (0,) * number
 
 
-def _kind(eqn: Equation, rule: Rule) -> tuple[Hashable, ...]:
-    """What kernels that may be merged have in common; that of others is their own."""
-    shape = eqn.outputs[0].shape
+def _loop(eqn: Equation, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """What a kernel goes through, and which dimensions of it are reduced; kernels of a kind of their own share none."""
     if is_fusible(rule):
-        return ("elementwise", shape)
+        return _long(eqn.outputs[0].shape), None
     if is_reduction(eqn, rule):
-        return ("reduction", shape, *(v.shape for v in eqn.values))
-    return ("alone", eqn.id)
+        ((summed,), (dims,)) = eqn.values, rule.inputs[:1]
+        reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
+        numbers = itertools.accumulate(size > 1 for size in summed.shape)
+        sizes = zip(numbers, summed.shape, reduced, strict=True)
+        return _long(summed.shape), tuple(d - 1 for d, size, is_reduced in sizes if is_reduced and size > 1)
+    return (-1, eqn.id), None
+
+
+def _in_two_steps(loop: Sequence[int], reduced: Sequence[int]) -> bool:
+    """Whether so much is reduced that parts of it are first, and another kernel reduces what comes of these."""
+    of_rows = reduced[-1:] == (len(loop) - 1,)
+    return math.prod(loop[d] for d in reduced) > (_MOST_IN_A_ROW if of_rows else _MOST_IN_A_COLUMN)
+
+
+def _long(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
 
 
 def _partner(
-    key: tuple[Hashable, ...], needs: Mapping[Value, _Place], maker: Mapping[Value, _Kernel],
-    readers: Mapping[Value, Mapping[Hashable, _Kernel]],
+    loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place],
+    maker: Mapping[Value, _Kernel], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
 ) -> _Kernel | None:  # fmt: skip
     """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
-    candidates = [k for v in needs if (k := maker.get(v)) is not None and k.key == key]
-    candidates += [k for v in needs if v in readers and (k := readers[v].get(key)) is not None]
-    latest = max((maker[v].number for v in needs if v in maker), default=-1)
+    candidates = [k for v in needs if (k := maker.get(v)) is not None]
+    candidates += [k for v in needs if v in readers and math.prod(v.shape) > 1
+                   for k in reversed(readers[v].get(loop, ())[-_FEW:])]  # fmt: skip
+    made = [(v, maker[v]) for v in needs if v in maker]
     for kernel in candidates:
-        waits = latest - (key[0] == "elementwise") >= kernel.number  # a reduction's result is there at its end
-        if not waits and len(kernel.reads.union(needs)) <= _MOST_OPERANDS:
+        if not kernel.takes(loop, reduced):
+            continue
+        if kernel.at_end and reduced and reduced[-1] < len(loop) - 1 and kernel.reads != needs.keys():
+            continue  # columns are reduced together only where they are of the same
+        waits = any(v in k.at_end if k is kernel else k.level >= kernel.level for v, k in made)
+        if not waits and len(kernel.reads.union(needs)) <= MOST_OPERANDS:
             return kernel
     return None
 

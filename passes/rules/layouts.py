@@ -58,6 +58,10 @@ class Layouts:
             return [_of_reduction(summed, v, order) for v, order in self._read_for(summed)]
         return []
 
+    def order(self, value: Value) -> Order:
+        """In which a value lies, or is seen as a view."""
+        return self._of(value)
+
     def _of(self, value: Value) -> Order:
         return self._views.get(value, _row_major(value))
 
@@ -99,6 +103,18 @@ def _of_reduction(summed: Value, value: Value, order: Order) -> Reading:
     if order is not None and order == tuple(sorted(order)):
         return Reading(value, False, False)
     return Reading(value, _is_against(order, _row_major(summed)[-1:]), True)
+
+
+def is_apart(rule: Rule, position: int, order: Order) -> bool:
+    """Whether an operand of a product cannot be read as matrices: after what is batched, rows and columns are mixed."""
+    if order is None:
+        return True
+    assert rule.sides is not None
+    (_, batch), _, _, (_, summed) = rule.sides.each
+    sorts = ["batch" if f in batch else "sum" if f in summed else "own"
+             for d in order for f in rule.inputs[position][d]]  # fmt: skip
+    changes = [sort for i, sort in enumerate(sorts) if i == 0 or sorts[i - 1] != sort]
+    return "batch" in changes[1:] or len(changes) > len(set(changes))
 
 
 def _of_product(rule: Rule, position: int, value: Value, order: Order) -> Reading:

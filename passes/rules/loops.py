@@ -297,7 +297,7 @@ def _rule(
     }
     if not cuts:
         whole = replicated(eqn)
-        kernels = _kernels(body, [], times)
+        kernels = _kernels(body, [], layout, times)
         return dataclasses.replace(
             whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}),
             hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
@@ -320,7 +320,7 @@ def _rule(
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return run_or_bind(local, pieces_of(local), eqn, operands)
 
-    kernels = _kernels(body, numbered, times)
+    kernels = _kernels(body, numbered, layout, times)
     gatherings = _gatherings(body, numbered, layout, int(times))
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
@@ -470,7 +470,9 @@ def _unit(kernels: Sequence[Kernel]) -> Unit:
     return "matmul" if any(kernel.sides for kernel in kernels) else "vector"
 
 
-def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> tuple[Kernel, ...]:
+def _kernels(
+    body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, times: float
+) -> tuple[Kernel, ...]:  # fmt: skip
     """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
     outputs = [v for v in body.outputs if isinstance(v, Value)]
     traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
@@ -490,7 +492,24 @@ def _kernels(body: Body, numbered: Sequence[tuple[int, Cut]], times: float) -> t
             found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling))
         else:
             fused[held, dtype] += flops
+    found += [
+        Kernel(0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count)
+        for v, often, count in _stacked(body, layout)
+    ]
     return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
+
+
+def _stacked(body: Body, layout: _Layout) -> list[tuple[Value, int, int]]:
+    """What a round copies from stacks and to them: how often it is read or written for that, by how many kernels.
+
+    What products read is copied from a stack before, and what is read in the round to a stack afterwards. A stack is
+    filled with zeros before all rounds.
+    """
+    outputs = [v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)]
+    in_memory = stored(body.equations, body.rules, (), outputs)
+    read = {v for e in body.equations for v in e.values}.union(v for v in body.inputs if isinstance(v, Value))
+    taken = [(v, 2, 1) for i in layout.stacked_in if (v := body.inputs[i]) in in_memory]
+    return taken + [(v, 3, 1) if v in read else (v, 1, 0) for v in outputs]
 
 
 def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:

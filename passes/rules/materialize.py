@@ -1,0 +1,265 @@
+"""Which values XLA for GPUs puts into memory, and which it computes anew in every kernel that reads them.
+
+A model of its priority fusion. At first every equation is a kernel. Again and again the kernel whose result is best
+computed inside all of its readers is: that which saves most seconds, by bytes through memory, operations and launches
+as XLA's performance model counts them. A kernel that would not save any stays, and its result goes through memory. So
+a chain is one kernel, what is cheap is made again, and a sum that many read is not.
+
+Rows that are reduced and then combined with what they were reduced of, as a softmax does, are one kernel, which goes
+through them once (XLA's normalization fusions): what it makes can be made again in kernels of the same kind.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import jax.numpy as jnp
+
+from autopar.ir.graph import Equation, Value
+from autopar.passes.rules.base import Rule, is_fusible, is_reduction
+
+MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
+# What XLA's performance model takes for an H100, in bytes that memory moves in the same time.
+_LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
+_OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
+_CYCLES = 7.0  # of a sum or a product; comparisons, choices and conversions take one
+_CYCLES_OF_A_FUNCTION = 30.0  # by operation of a transcendental function
+_FUNCTION = 4.0  # operations that make one
+_OVERLAP = 0.95  # of the shorter one of computing and moving
+
+
+def computed_anew(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], stored: Collection[Value], views: Mapping[Value, Value]
+) -> set[int]:
+    """The numbers of the equations whose results are computed in their readers.
+
+    Args:
+      equations: a program.
+      rules: theirs.
+      stored: what is in memory in any case.
+      views: of values that are others in another order or shape, what they are views of.
+    """
+    queue = _Queue(equations, rules, stored, views)
+    queue.run()
+    return queue.gone
+
+
+class _Queue:
+    """Kernels by number: that of the equation that makes their result. Inputs have negative numbers."""
+
+    def __init__(
+        self, equations: Sequence[Equation], rules: Mapping[int, Rule], stored: Collection[Value],
+        views: Mapping[Value, Value],
+    ) -> None:  # fmt: skip
+        self.gone: set[int] = set()
+        number: dict[Value, int] = {}
+        self.reads: dict[int, dict[int, None]] = {}
+        self.users: dict[int, dict[int, None]] = {}
+        self.nbytes: dict[int, float] = {}  # of a result
+        self.itemsize: dict[int, float] = {}
+        self.elements: dict[int, float] = {}  # of a result
+        self.points: dict[int, float] = {}  # through which a kernel goes
+        self.work: dict[int, float] = {}  # cycles
+        self.fusible: set[int] = set()
+        self.takes: set[int] = set()  # kernels that compute what they read
+        self.rows: set[int] = set()  # kernels that go through rows, and reduce them in between
+        self.plain: set[int] = set()  # kernels that could: these go through rows in order
+        self.sums: set[int] = set()  # kernels whose result is one number a row
+        inputs = 0
+        for k, eqn in enumerate(equations):
+            rule = rules[eqn.id]
+            if all(v in views for v in eqn.outputs):
+                continue
+            found: dict[int, None] = {}
+            for v in eqn.values:
+                v = views.get(v, v)
+                n = number.get(v)
+                if n is None:
+                    inputs -= 1
+                    n = number[v] = inputs
+                    self._result(n, [v])
+                found[n] = None
+                self.users[n][k] = None
+            number.update(dict.fromkeys(eqn.outputs, k))
+            self.reads[k] = found
+            self._result(k, eqn.outputs)
+            loop = eqn.values if is_reduction(eqn, rule) else eqn.outputs
+            self.points[k] = max((math.prod(v.shape) for v in loop), default=0.0)
+            self.work[k] = _cycles(eqn, rule) * self.points[k] if found or self.elements[k] > 1 else 0.0
+            if is_fusible(rule):
+                self.takes.add(k)
+                if not any(v in stored for v in eqn.outputs):
+                    self.fusible.add(k)
+                if not rule.whole:
+                    self.plain.add(k)
+            elif is_reduction(eqn, rule):
+                self.takes.add(k)
+                if _reduces_rows(rule):
+                    self.plain.add(k)
+                    self.sums.add(k)
+            elif rule.places:
+                self.takes.add(k)
+        self.moved = {k: sum(self._read(n, k) for n in reads) + self.nbytes[k] for k, reads in self.reads.items()}
+        self.seconds = {k: _seconds(self.work[k], self.moved[k]) for k in self.reads}
+
+    def _result(self, k: int, values: Sequence[Value]) -> None:
+        self.users[k] = {}
+        self.nbytes[k] = float(sum(v.nbytes for v in values))
+        self.elements[k] = float(max((math.prod(v.shape) for v in values), default=0))
+        self.itemsize[k] = self.nbytes[k] / max(1.0, self.elements[k])
+
+    def _read(self, n: int, k: int) -> float:
+        """Bytes that kernel k reads of n."""
+        return min(self.nbytes[n], self.itemsize[n] * self.points[k])
+
+    def _saved_by(self, p: int, c: int) -> float:
+        """By computing p in its reader c, beside what p costs itself; -inf if that cannot be."""
+        if c not in self.takes or (p in self.rows and not self._takes_rows(c, p)):
+            return -math.inf
+        own, reads = self.reads[p], self.reads[c]
+        new = [n for n in own if n not in reads]
+        if len(reads) + len(new) > MOST_OPERANDS:
+            return -math.inf
+        moved = self.moved[c] - self._read(p, c)
+        for n in new:
+            moved += self._read(n, c)
+        work = self.work[c] + self.work[p] / max(1.0, self.elements[p]) * self.points[c]
+        return self.seconds[c] - _seconds(work, moved)
+
+    def _takes_rows(self, c: int, p: int) -> bool:
+        return c in self.plain and self.points[c] == self.points[p]
+
+    def _join_rows(self) -> None:
+        """Fuse what is reduced into what combines it with what it is reduced of."""
+        for r in sorted(self.sums):
+            path, at = [r], self._only_user(r)
+            while at is not None and at in self.fusible and self.points[at] == self.elements[r]:
+                path.append(at)
+                at = self._only_user(at)
+            if at is None or at not in self.plain or at in self.sums or self.points[at] != self.points[r]:
+                continue
+            if self._origins(r) & {n for operand in self.reads[at] for n in self._origins(operand)}:
+                for p in path:
+                    self._fuse(p, 1.0)
+                self.rows.add(at)
+
+    def _only_user(self, k: int) -> int | None:
+        users = self.users[k]
+        return next(iter(users)) if len(users) == 1 else None
+
+    def _origins(self, k: int) -> set[int]:
+        """What is before a chain of kernels that each have one operand and one reader, the links included."""
+        found = {k}
+        while k in self.reads and len(self.reads[k]) == 1 and (k in self.fusible or k in self.sums):
+            (k,) = self.reads[k]
+            found.add(k)
+            if len(self.users[k]) > 1:
+                break
+        return found
+
+    def _fuse(self, p: int, times: float | None = None) -> None:
+        """Compute p in its readers, so often for each; else once for each point that they go through."""
+        own, work = self.reads[p], self.work[p] / max(1.0, self.elements[p])
+        for c in self.users[p]:
+            reads = self.reads[c]
+            self.moved[c] -= self._read(p, c)
+            del reads[p]
+            for n in own:
+                if n not in reads:
+                    reads[n] = None
+                    self.users[n][c] = None
+                    self.moved[c] += self._read(n, c)
+            self.work[c] += work * self.points[c] if times is None else times * self.work[p]
+            self.seconds[c] = _seconds(self.work[c], self.moved[c])
+            if p not in self.plain:
+                self.plain.discard(c)
+            if p in self.rows:
+                self.rows.add(c)
+                if c in self.sums and len(self.users[c]) == 1:
+                    self.fusible.add(c)
+        for n in own:
+            del self.users[n][p]
+        self.gone.add(p)
+
+    def run(self) -> None:
+        self._join_rows()
+        by_user: dict[int, dict[int, float]] = {}
+        total: dict[int, float] = {}  # of what is finite
+        never: dict[int, int] = {}  # users that cannot compute it
+        rank: dict[int, float] = {}
+        heap: list[tuple[float, int]] = []
+
+        def forget(p: int, c: int) -> None:
+            saved = by_user[p].pop(c, None)
+            if saved == -math.inf:
+                never[p] -= 1
+            elif saved is not None:
+                total[p] -= saved
+
+        def note(p: int, c: int) -> None:
+            forget(p, c)
+            saved = by_user[p][c] = self._saved_by(p, c)
+            if saved == -math.inf:
+                never[p] += 1
+            else:
+                total[p] += saved
+
+        def note_all(p: int) -> None:
+            by_user[p], total[p], never[p] = {}, 0.0, 0
+            for c in self.users[p]:
+                note(p, c)
+
+        def put(p: int) -> None:
+            saved = _LAUNCH + self.seconds[p] + total[p]
+            if never[p] or not self.users[p]:
+                saved = -1.0
+            if rank.get(p) != saved:
+                rank[p] = saved
+                if saved >= 0:
+                    heapq.heappush(heap, (-saved, p))
+
+        for p in sorted(self.fusible - self.gone):
+            note_all(p)
+            put(p)
+        while heap:
+            saved, p = heapq.heappop(heap)
+            if p in self.gone or rank[p] != -saved:
+                continue
+            own, users = self.reads[p], self.users[p]
+            self._fuse(p)
+            changed = {n: None for n in own if n in by_user}
+            for n in changed:
+                forget(n, p)
+            for c in users:
+                for n in self.reads[c]:
+                    if n in by_user:
+                        note(n, c)
+                        changed[n] = None
+            for c in users:
+                if c in self.fusible:
+                    note_all(c)
+                    changed[c] = None
+            for n in changed:
+                put(n)
+
+
+def _reduces_rows(rule: Rule) -> bool:
+    (dims,) = rule.inputs
+    reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
+    return reduced[-1:] == [True] and reduced == sorted(reduced)
+
+
+def _cycles(eqn: Equation, rule: Rule) -> float:
+    """For each point."""
+    if rule.flops >= _FUNCTION:
+        return rule.flops * _CYCLES_OF_A_FUNCTION
+    computes = len(eqn.inputs) > 1 and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (*eqn.inputs, *eqn.outputs))
+    return rule.flops * (_CYCLES if computes else 1.0)
+
+
+def _seconds(work: float, moved: float) -> float:
+    """In bytes."""
+    computing = work * _OPERATION
+    return computing + moved - _OVERLAP * min(computing, moved)
