@@ -146,7 +146,7 @@ class StageCosts:
     ) -> PricedStage | None:
         """None where hints contradict one another."""
         way, placed, stage = self._span_placed(layered, level, span)
-        key = (placed, self._kind_of_mesh(mesh))
+        key = (placed, stage, self._kind_of_mesh(mesh))
         if key not in self._priced:
             m = layered.step.num_microbatches
             most = m if schedule == "gpipe" else min(m, layered.num_layers, self.prices.cluster.num_devices)
@@ -166,9 +166,9 @@ class StageCosts:
         Then other shapes of these meshes are in vain, too. False if one was not asked for.
         """
         for at, level in enumerate(self._allowed(layered)):
-            _, placed, _ = self._span_placed(layered, level, (0, layered.num_layers))
+            _, placed, stage = self._span_placed(layered, level, (0, layered.num_layers))
             for mesh in meshes:
-                priced = self._priced.get((placed, self._kind_of_mesh(mesh)))
+                priced = self._priced.get((placed, stage, self._kind_of_mesh(mesh)))
                 if priced is None and at > 0:
                     continue  # the level before needs no more memory than there is
                 if priced is None:

@@ -51,7 +51,6 @@ _WHOLE = 200_000  # pair entries up to which CP-SAT gets all that is left
 _BLOCK = 5_000  # pair entries of a neighbourhood
 _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
 _STALL = 20  # neighbourhoods without success after which the search ends
-_STALL_NEAR = 5  # .. where a choice that is near the best is good enough
 _SWEEPS = 30  # of messages, to take the costs that CP-SAT gets down to what is over the bound
 _ROUNDS = 4  # of climbing by messages and forbidding what cannot be better
 _SHRUNK = 0.9  # of the strategies are left: what another round would forbid is not worth its work
@@ -84,7 +83,7 @@ class Search(Books):
         """`network`: of the problem, or of a part of it, reduced already."""
         super().__init__(problem, seconds, patience, gap)
         self.network = network
-        self.stall = _STALL_NEAR if gap else _STALL
+        self.stall = _STALL
         self.master = master
         self.integer_program = integer_program
         self.seed = seed
