@@ -25,7 +25,7 @@ MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
 _LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
 _OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
 _CYCLES = 7.0  # of a sum or a product; comparisons, choices and conversions take one
-_CYCLES_OF_A_FUNCTION = 30.0  # by operation of a transcendental function
+_CYCLES_OF_A_FUNCTION = 20.0  # by operation of a transcendental function
 _FUNCTION = 4.0  # operations that make one
 _OVERLAP = 0.95  # of the shorter one of computing and moving
 
