@@ -13,6 +13,8 @@ megatron: the configurations of Megatron-LM (SC'21), 1.7B on 32 to 1008B on 3,07
 tensor, pipeline and data parallelism, in the published microbatch size or the best of a few, and the same recipes.
 Bars: ours takes no longer; the largest is planned in 5 minutes.
 
+presets: models of Alpa's weak scaling on 1, 8 and 64 devices of each preset beside the same recipes. Bars: the same.
+
 growth: planning time against the number of layers, scanned and unrolled, and of devices. Bars: the exponents.
 
 public: planning time of code as the users of public frameworks write it (`benchmarks/public/planned.py`).
@@ -154,6 +156,22 @@ def _megatron_case(row: Mapping[str, str]) -> Case:
             and row.spec["num_layers"] == layers
         },
     )
+
+
+def preset_cases() -> list[Case]:
+    """Models of Alpa's weak scaling on other clusters: those for 1, 8 and 16 V100s on 1, 8 and 64 devices of each."""
+    alpa = {(case.spec["family"], case.cluster.num_devices): case for case in alpa_cases()}
+    return [
+        dataclasses.replace(
+            case, name=f"{case.name.split(' on ')[0]} on {devices} of {name}", rivals={}, measured={},
+            cluster=autopar.load_preset(name, num_hosts=-(-devices // 8), devices_per_host=min(8, devices)),
+        )
+        for name in autopar.preset_names()
+        if name not in ("cpu", published.ALPAS, published.MEGATRONS)
+        for devices, size in {1: 1, 8: 8, 64: 16}.items()
+        for family in COMMON
+        for case in [alpa[family, size]]
+    ]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +324,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.planner", description="The planner at the scale of the papers."
     )
-    parser.add_argument("--suite", choices=["alpa", "megatron", "growth", "public"], required=True, help="which cases")
+    parser.add_argument(
+        "--suite", choices=["alpa", "megatron", "presets", "growth", "public"], required=True, help="which cases"
+    )
     parser.add_argument("--only", help="cases whose name contains this text")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
@@ -319,8 +339,8 @@ def main() -> None:
 
         public.run(arguments.only, arguments.json)
         return
-    suite = alpa_cases() if arguments.suite == "alpa" else megatron_cases()
-    cases = [case for case in suite if arguments.only is None or arguments.only in case.name]
+    suites = {"alpa": alpa_cases, "megatron": megatron_cases, "presets": preset_cases}
+    cases = [case for case in suites[arguments.suite]() if arguments.only is None or arguments.only in case.name]
     if not cases:
         parser.error(f"--only {arguments.only!r}: no case has this in its name")
     found_by_us = list(common.each_in_a_process(ours, cases))  # alone: their time counts

@@ -119,6 +119,12 @@ SUITES = (
         ("--suite", "megatron"), ("--only", "megatron 1.7B"),
     ),
     Suite(
+        "planner_presets", "benchmarks.planner", "Plans on 1, 8 and 64 devices of every preset",
+        "Models of Alpa's weak scaling on today's machines: the predicted time of our plan over that of the best of "
+        "the usual recipes with as many microbatches as is best for each.",
+        ("--suite", "presets"), ("--only", "gpt 350M on 1 of dgx-h100"),
+    ),
+    Suite(
         "planner_public", "benchmarks.planner", "Planning time on public code",
         "Train steps as public code has them: CPU seconds to plan them.",
         ("--suite", "public"), ("--only", "residual"),

@@ -137,3 +137,12 @@ def test_growth() -> None:
     assert found["exponent_operators"].value == pytest.approx(2.0)
     assert found["exponent_hosts"].value == pytest.approx(1.5)
     assert found["exponent_hosts"].holds
+
+
+def test_cases_of_every_preset() -> None:
+    cases = planner.preset_cases()
+    assert len(cases) == 6 * 3 * 3
+    case = next(case for case in cases if case.name == "gpt 6.7B on 64 of dgx-h100")
+    assert (len(case.cluster.hosts), case.cluster.num_devices) == (8, 64)
+    assert case.cluster.xla.hides_latency
+    assert not case.rivals

@@ -182,3 +182,19 @@ def test_finishing_does_not_begin_with_a_solution_far_from_its_bound() -> None:
             assert planner.finisher.finish(layered, placed, [mesh], "1f1b") is not None
         sizes = {len(call.args[0].costs) for call in solved.call_args_list}
         assert (len(tied.costs) in sizes) == is_solved_again
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_spans_on_both_sides_of_a_cut_are_priced_apart(first: int) -> None:
+    """They are stages of one placed step: three layers take nine products, one without its input's gradient two."""
+    planner = planner_of_mlp(4)
+    layered = planner.layering.layered(2, True)
+    assert layered.num_layers == 4
+    spans = [(0, 1), (1, 4)]
+    found = {
+        span: planner.stages.cost(layered, "1f1b", span, Mesh((0,), (1,), ("x",)), 1)
+        for span in (spans[first], spans[1 - first])
+    }
+    one, three = (found[span] for span in spans)
+    assert one is not None and three is not None
+    assert three.per_microbatch == pytest.approx(4.5 * one.per_microbatch, rel=0.2)
