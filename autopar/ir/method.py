@@ -40,7 +40,7 @@ class Method:
     axes: tuple[str, ...] = ()  # that have several devices in every stage's mesh
     memory_limit: int | None = None  # bytes per device, where that is less than the cluster has
     time_limit: float | None = None  # seconds after which the search ends with the best plan that it has
-    baselines: bool = False  # whether recipes are priced beside what the search finds, and win where they are better
+    baselines: bool = False  # whether recipes are planned beside the search, and win where they are quicker
     options: tuple[tuple[str, Any], ...] = ()  # of `recipes.auto`, as the user gave them
 
     def __post_init__(self) -> None:
