@@ -13,46 +13,88 @@ from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
+from autopar.ir.units import seconds_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import mesh_at
 from autopar.planner import OutOfTime, Planner
+from autopar.stage_costs import StageCosts
+
+_ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
+
+_Found = tuple[Plan, LoweredStep]
 
 
 def plan_beside_recipes(
     analysis: BatchAnalysis, cluster: Cluster, method: Method, num_microbatches: int | None
 ) -> tuple[Plan, LoweredStep]:
-    """The planner's plan, or that of a usual recipe where it is quicker or the planner finds none.
+    """The planner's plan, with a note of what recipes within one stage take; one of these where it is quicker.
 
-    Each recipe has as many microbatches as is best for it, unless their number is fixed; a note says which were tried.
-    Without time for any plan, it is the best of a few recipes, with a warning.
+    Each recipe has as many microbatches as is best for it, unless their number is fixed. Where the planner finds
+    nothing, the best of these and of Megatron-LM's degrees of parallelism. Without time for any plan, it is the best of
+    a few recipes, with a warning.
 
     Raises:
       InfeasiblePlanError: nothing fits, or no recipe does and there was too little time for anything else.
     """
     planner = Planner(analysis, cluster, method)
-    best, nothing_fits = None, None
+    fixed = num_microbatches or method.num_microbatches
     try:
         best = planner.plan(num_microbatches)
     except OutOfTime:
         return _best_recipe(planner, num_microbatches)
-    except InfeasiblePlanError as error:
-        nothing_fits = error
-    tried = []
-    fixed = num_microbatches or method.num_microbatches
-    for recipe in _rivals(planner, fixed) if method.baselines and cluster.num_devices > 1 else ():
-        if _heeds(recipe, method):
-            tried.append(recipe.name)
-            if (found := planner.better_by(_adapted(recipe, method))) is not None:
-                best = found
-    if best is None:
-        assert nothing_fits is not None
-        raise nothing_fits
-    if not tried:
+    except InfeasiblePlanError:
+        rivals = (*_within_one_stage(fixed), *_degrees(planner, fixed)) if method.baselines else ()
+        found = [better for rival in rivals if (better := _better(planner, rival)) is not None]
+        if not found:
+            raise
+        text = f"The search found no plan that fits; {found[-1][0].method} is the best recipe that does."
+        return _with_note(found[-1], text)
+    if not method.baselines or cluster.num_devices == 1:
         return best
-    verdict = "none is quicker" if best[0].method == method.name else f"{best[0].method} is the quickest"
-    note = f"Recipes tried beside the search: {', '.join(tried)}; {verdict}."
-    return dataclasses.replace(best[0], notes=(*best[0].notes, note)), best[1]
+    notes = []
+    for recipe in _within_one_stage(None):
+        estimate = _quickest(planner, recipe, fixed) if _heeds(recipe, method) else None
+        if estimate is None:
+            continue
+        seconds, m = estimate
+        notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {seconds_text(seconds)}")
+        if seconds < planner.best_estimate:
+            best = _better(planner, dataclasses.replace(recipe, num_microbatches=m)) or best
+    text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
+    return _with_note(best, f"{text}.")
+
+
+def _with_note(found: _Found, note: str) -> _Found:
+    return dataclasses.replace(found[0], notes=(*found[0].notes, note)), found[1]
+
+
+def _better(planner: Planner, recipe: Method) -> _Found | None:
+    """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
+    return planner.better_by(_adapted(recipe, planner.method)) if _heeds(recipe, planner.method) else None
+
+
+def _quickest(planner: Planner, recipe: Method, fixed: int | None) -> tuple[float, int] | None:
+    """Seconds per step of a recipe within one stage, as the stage search estimates them, and its microbatches.
+
+    None if it does not fit. The fewest microbatches that fit are the best, or where they leave little memory the next.
+    """
+    stages = StageCosts(planner.prices, recipe)
+    mesh = mesh_at(0, (planner.cluster.num_devices,))
+    best: tuple[float, int] | None = None
+    for m in [fixed] if fixed else [1, *planner.candidates.many[::-1]]:
+        with contextlib.suppress(UserError):  # the batch cannot be cut so
+            layered = planner.layering.layered(m, False)
+            cost = stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+            if cost is None:
+                continue
+            seconds = m * cost.per_microbatch + cost.per_step
+            if best is not None and seconds >= best[0]:
+                break
+            best = seconds, m
+            if cost.memory < _ROOMY * planner.prices.memory(mesh):
+                break
+    return best
 
 
 def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
@@ -74,13 +116,12 @@ def _within_one_stage(num_microbatches: int | None) -> tuple[Method, ...]:
     return recipes.data_parallel(num_microbatches), *(recipes.zero(stage, num_microbatches) for stage in (1, 2, 3))
 
 
-def _rivals(planner: Planner, num_microbatches: int | None) -> Iterator[Method]:
-    """What an expert would try: data parallelism, ZeRO, and Megatron-LM's degrees of parallelism.
+def _degrees(planner: Planner, num_microbatches: int | None) -> Iterator[Method]:
+    """Megatron-LM's degrees of parallelism that an expert would try.
 
     For each degree of tensor parallelism within a host the two shallowest pipelines that divide the state enough
     (takeaways 1 and 2 of Narayanan et al. 2021).
     """
-    yield from _within_one_stage(num_microbatches)
     hosts, devices = planner.cluster.hosts, planner.cluster.num_devices
     if len(set(hosts)) > 1:
         return

@@ -58,6 +58,7 @@ class _Best:
     step_time: float = math.inf  # seconds
     estimate: float = math.inf  # as the stage search estimated it
     first_estimate: float = math.inf  # and with few shapes of meshes, if it began with those
+    num_stages: int = 0
 
 
 class Planner:
@@ -101,6 +102,11 @@ class Planner:
                 raise self.stages.infeasible(self.graph.name)
             return self._noted(best)
 
+    @property
+    def best_estimate(self) -> float:
+        """Seconds of the best plan found, as the stage search estimates plans of one stage."""
+        return self._best.estimate if self._best.num_stages == 1 else self._best.step_time
+
     def better_by(self, method: Method) -> _Found | None:
         """The best plan that is found by another method, if it is quicker than the best so far."""
         best: _Found | None = None
@@ -114,7 +120,7 @@ class Planner:
                 best = found
         if best is None:
             return None
-        self._best.step_time = best[0].step_time
+        self._best = planner._best
         return planner._noted(best)
 
     def _noted(self, found: _Found) -> _Found:
@@ -436,7 +442,7 @@ class Planner:
         found = self._plan_for(m, stages, groups)
         if found is None or found[0].step_time >= self._best.step_time:
             return None
-        self._best.step_time = found[0].step_time
+        self._best.step_time, self._best.num_stages = found[0].step_time, len(found[0].stages)
         self._one_stage_fits |= m == 1 and len(found[0].stages) == 1 and not found[0].stages[0].recomputed
         return found
 

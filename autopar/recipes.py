@@ -46,8 +46,8 @@ def auto(
       memory_limit: bytes that a plan may use of each device, where that is less than there are.
       time_limit: seconds after which planning ends soon, with the best plan found by then; without one it warns and
         takes the best recipe that fits. Plans then depend on how busy the machine is.
-      baselines: False: plan without the recipes that are otherwise planned beside the search (named in the plan's
-        notes), and taken where one is quicker, or fits where the search finds nothing.
+      baselines: False: plan without the recipes that are otherwise priced beside the search (in the plan's notes), and
+        taken where one is quicker, or fits where the search finds nothing.
 
     Raises:
       PlanError: a value is out of range, or two contradict each other.

@@ -335,11 +335,13 @@ def test_recipes_stand_beside_the_plan() -> None:
     notes = {}
     for baselines in (True, False):
         plan = plan_of(CLUSTER, baselines=baselines)
-        [notes[baselines]] = [[note for note in plan.notes if note.startswith("Recipes tried")]]
+        [notes[baselines]] = [[note for note in plan.notes if note.startswith("recipes would take")]]
     assert notes[False] == []
     [note] = notes[True]
-    assert "data_parallel, zero_1, zero_2, zero_3, megatron(" in note
-    assert note.endswith("; none is quicker.")
+    for recipe in (recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))):
+        step_time = autopar.parallelize(make_step()).plan(*shapes(), cluster=CLUSTER, method=recipe).step_time
+        [number, unit] = note.split(f"{recipe.name} in 1 microbatch ")[1].split(",")[0].strip(".").split()
+        assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] == pytest.approx(step_time, rel=0.1)
 
 
 def test_a_recipe_wins_where_the_search_is_worse() -> None:
@@ -355,14 +357,13 @@ def test_a_recipe_wins_where_the_search_is_worse() -> None:
     with nothing:
         alone, beside = plan_of(CLUSTER, baselines=False), plan_of(CLUSTER)
     assert len(alone.stages) == 4
-    assert beside.method != alone.method
+    assert beside.method in ("data_parallel", "zero_1", "zero_2", "zero_3")
     assert beside.step_time < alone.step_time
-    assert beside.notes[-1].endswith(f"{beside.method} is the quickest.")
 
 
 def test_a_recipe_is_the_plan_where_the_search_finds_none() -> None:
     def none(planner: Planner, fixed: int | None) -> Iterator[Any]:
-        if planner.method.name == "auto":
+        if planner.method.name.startswith("auto"):
             return
         yield from improving(planner, fixed)
 
@@ -371,7 +372,7 @@ def test_a_recipe_is_the_plan_where_the_search_finds_none() -> None:
         plan = plan_of(CLUSTER)
         with pytest.raises(InfeasiblePlanError):
             plan_of(CLUSTER, baselines=False)
-    assert plan.notes[-1].endswith(f"{plan.method} is the quickest.")
+    assert plan.notes[-1] == f"The search found no plan that fits; {plan.method} is the best recipe that does."
 
 
 def test_why_tells_each_operators_alternatives() -> None:
