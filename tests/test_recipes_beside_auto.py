@@ -24,8 +24,8 @@ Made = tuple[Callable[..., Any], Any, Any]  # a train step, and the shapes of it
 
 
 def _gpt(**changes: Any) -> Made:
-    config = gpt.GPTConfig(256, 64, 2, 64, 4, **{"dropout": 0.0, "dtype": jnp.float32, **changes})
-    return of_model(gpt, config, 32)
+    config = gpt.GPTConfig(256, 64, 1, 64, 4, **{"dropout": 0.0, "dtype": jnp.float32, **changes})
+    return of_model(gpt, config, 8)
 
 
 def of_model(model: Any, config: Any, batch_size: int) -> Made:
@@ -35,29 +35,29 @@ def of_model(model: Any, config: Any, batch_size: int) -> Made:
 
 
 def _moe() -> Made:
-    config = moe.MoEConfig(256, 64, 2, 64, 4, num_experts=4, group_size=64, dropout=0.0, dtype=jnp.float32)
-    return of_model(moe, config, 32)
+    config = moe.MoEConfig(256, 64, 1, 64, 4, num_experts=4, group_size=64, dropout=0.0, dtype=jnp.float32)
+    return of_model(moe, config, 8)
 
 
 def _mlp(*widths: int) -> Made:
     params = jax.eval_shape(lambda: mlp_params(widths))
-    return adam(mlp_loss), jax.eval_shape(adam_state, params), mlp_batch(256, widths)
+    return adam(mlp_loss), jax.eval_shape(adam_state, params), mlp_batch(16, widths)
 
 
 # The model, and the cluster: hosts and devices of each, bytes of memory and so on.
 CASES: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
-    "mlp, much memory": (lambda: _mlp(64, 256, 256, 64), {"devices": 8}),
-    "mlp, little memory": (lambda: _mlp(64, 256, 256, 64), {"devices": 8, "memory": _MB // 2}),
-    "mlp, wide layers": (lambda: _mlp(256, 1024, 1024, 256), {"devices": 4, "memory": 12 * _MB}),
-    "mlp, narrow layers": (lambda: _mlp(*[32] * 9), {"hosts": 2, "devices": 4, "network": 1e7}),
-    "mlp, a slow link": (lambda: _mlp(*[128] * 5), {"devices": 4, "memory": _MB, "link": 1e7}),
-    "mlp, a slow network": (lambda: _mlp(*[256] * 5), {"hosts": 4, "devices": 2, "memory": 2 * _MB, "network": 1e6}),
-    "mlp, launches cost": (lambda: _mlp(*[128] * 9), {"devices": 8, "memory": _MB, "launch": 1e-4}),
-    "mlp, latency costs": (lambda: _mlp(*[128] * 9), {"devices": 8, "memory": _MB, "latency": 1e-3}),
-    "gpt, little memory": (_gpt, {"devices": 8, "memory": 3 * _MB // 2}),
-    "gpt, a slow network": (_gpt, {"hosts": 2, "devices": 2, "memory": 4 * _MB, "network": 1e6}),
-    "gpt scanned": (lambda: _gpt(scan=True, num_layers=4), {"devices": 4, "memory": 3 * _MB}),
-    "moe": (_moe, {"devices": 4, "memory": 8 * _MB, "link": 1e8}),
+    "mlp, much memory": (lambda: _mlp(64, 256, 64), {"devices": 4}),
+    "mlp, little memory": (lambda: _mlp(64, 256, 64), {"devices": 4, "memory": _MB // 4}),
+    "mlp, wide layers": (lambda: _mlp(256, 1024, 256), {"devices": 4, "memory": 6 * _MB}),
+    "mlp, narrow layers": (lambda: _mlp(*[32] * 5), {"hosts": 2, "devices": 2, "network": 1e7}),
+    "mlp, a slow link": (lambda: _mlp(*[128] * 4), {"devices": 2, "memory": _MB, "link": 1e7}),
+    "mlp, a slow network": (lambda: _mlp(*[256] * 4), {"hosts": 2, "devices": 2, "memory": 2 * _MB, "network": 1e6}),
+    "mlp, launches cost": (lambda: _mlp(*[128] * 4), {"devices": 4, "memory": _MB, "launch": 1e-4}),
+    "mlp, latency costs": (lambda: _mlp(*[128] * 4), {"devices": 4, "memory": _MB, "latency": 1e-3}),
+    "mlp, state in pieces": (lambda: _mlp(*[256] * 3), {"devices": 4, "memory": 3 * _MB // 4, "link": 1e9}),
+    "gpt, little memory": (_gpt, {"devices": 2, "memory": 2 * _MB}),
+    "mlp, four hosts": (lambda: _mlp(*[256] * 3), {"hosts": 4, "devices": 1, "memory": 3 * _MB // 2, "network": 1e8}),
+    "moe": (_moe, {"devices": 2, "memory": 8 * _MB, "link": 1e8}),
 }
 
 
