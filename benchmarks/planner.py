@@ -245,11 +245,13 @@ def rivals(case: Case) -> dict[str, Outcome]:
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     others = {**case.rivals, **usual_recipes(case.cluster, nbytes)}
     found = {name: planned(case, method) for name, method in others.items()}
-    pipelines = [name for name, method in others.items() if method.num_stages not in (None, 1) and found[name].seconds]
+    # Of equal meshes, one stage each.
+    pipelines = [name for name, method in others.items() if method.mesh_shape and method.num_stages not in (None, 1)]
+    pipelines = [name for name in pipelines if found[name].seconds is not None]
     for name in sorted(pipelines, key=lambda name: found[name].seconds or math.inf)[:1]:
         method = others[name]
-        assert method.num_stages is not None
-        dealt_out = (StageMethod(1, method.mesh_shape or (-1,)),) * (2 * method.num_stages)
+        assert method.num_stages is not None and method.mesh_shape is not None
+        dealt_out = (StageMethod(1, method.mesh_shape),) * (2 * method.num_stages)
         interleaved = dataclasses.replace(method, stages=dealt_out, mesh_shape=None, schedule="interleaved")
         found[f"{name}, GPipe"] = planned(case, dataclasses.replace(method, schedule="gpipe"))
         found[f"{name}, interleaved"] = planned(case, interleaved)
