@@ -151,9 +151,10 @@ class Parallelized:
         elif verify and isinstance(chosen, Method):
             found = self._found_to_fit(call, analysis, cluster, chosen, verify)
         else:
-            found = self._planned_anew(analysis, cluster, chosen)
+            found = self._planned_anew(call, analysis, cluster, chosen)
         plan, lowered = found
-        plan = dataclasses.replace(plan, origin=self._origin(call, analysis, chosen, self._since(started, chosen)))
+        if plan.origin is None:
+            plan = dataclasses.replace(plan, origin=self._origin(call, analysis, chosen, self._since(started, chosen)))
         if verify and (led or isinstance(chosen, Plan)):
             plan = checked(plan, verify)
         if own:
@@ -165,7 +166,7 @@ class Parallelized:
     ) -> tuple[Plan, LoweredStep]:
         def search(tightened: Cluster) -> Plan:
             found = self._planned_anew if tightened == cluster else self._planned_on
-            return found(analysis, tightened, method)[0]
+            return found(call, analysis, tightened, method)[0]
 
         def priced(plan: Plan) -> tuple[Plan, LoweredStep]:
             finisher = Finisher(analysis, cluster, method)
@@ -210,13 +211,14 @@ class Parallelized:
                 f"fewest_devices(step_time={step_time!r}, clusters={len(clusters)} of them): give seconds above 0, and "
                 "at least one cluster."
             )
-        analysis = self._analyse(self._call(args, kwargs))
+        call = self._call(args, kwargs)
+        analysis = self._analyse(call)
         chosen = self._method if method is None else _method(method)
         best: Plan | None = None
         reason = ""
         for cluster in sorted(clusters, key=lambda c: c.num_devices):
             try:
-                plan, _ = self._planned_on(analysis, cluster, chosen)
+                plan, _ = self._planned_on(call, analysis, cluster, chosen)
             except InfeasiblePlanError as error:
                 reason = str(error)
                 continue
@@ -379,7 +381,7 @@ class Parallelized:
         """Where the state lies already; the first time wherever is best."""
         leader = self._leader()
         if leader is None:
-            return self._planned_anew(analysis, self.cluster, self._method)
+            return self._planned_anew(call, analysis, self.cluster, self._method)
         lies = _homes(leader, analysis.graph, call.leaves)
         finisher = Finisher(analysis, leader.plan.cluster)
         limit = analysis.most_microbatches
@@ -388,11 +390,11 @@ class Parallelized:
         return finisher.follow(leader.plan.stages, count, lies)
 
     def _planned_anew(
-        self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
+        self, call: _Call, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
     ) -> tuple[Plan, LoweredStep]:
         """An infeasible request is told what it has to give up."""
         try:
-            return self._planned_on(analysis, cluster, method)
+            return self._planned_on(call, analysis, cluster, method)
         except InfeasiblePlanError as error:
             if isinstance(method, Plan):
                 raise
@@ -401,7 +403,9 @@ class Parallelized:
                 raise InfeasiblePlanError(f"{error} {relaxations}") from error
             raise
 
-    def _planned_on(self, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan) -> tuple[Plan, LoweredStep]:
+    def _planned_on(
+        self, call: _Call, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
+    ) -> tuple[Plan, LoweredStep]:
         check_cluster(cluster)
         if isinstance(method, Plan):
             if self._hints:
@@ -415,8 +419,9 @@ class Parallelized:
                     f"{method.cluster.num_devices} devices, {self._name} was given cluster {cluster.name!r} of "
                     f"{cluster.num_devices}: make a plan for this cluster, or leave out cluster."
                 )
-            plan, lowered, _ = Finisher(analysis, cluster).restore(method)
-            return plan, lowered
+            restored = Finisher(analysis, cluster).restore(method)
+            origin = dataclasses.replace(self._origin(call, analysis, method, None), restored=restored)
+            return dataclasses.replace(restored.plan, origin=origin), restored.lowered
         shards = _data_shards(method, cluster.num_devices)
         if shards > 1:
             analysis.check_shards(self._num_microbatches or method.num_microbatches or 1, shards, method.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from autopar.errors import InternalError, PlanMismatchError
 from autopar.ir.graph import Block, LeafCut, Phase, Value
@@ -46,6 +47,14 @@ class LeafHome:
 
 
 _Known = tuple[StageNumbers, int, Solution]  # a problem, the microbatches in flight
+
+
+class Restored(NamedTuple):
+    """A plan that was made before, priced anew, with its programs."""
+
+    plan: Plan
+    lowered: LoweredStep
+    layered: Layered
 
 
 class Finisher:
@@ -205,7 +214,7 @@ class Finisher:
         layered = Layered(analysis, step, rules, layers, len(plan.stages))
         return layered.recomputing([block for stage in plan.stages for block in stage.recomputed])
 
-    def restore(self, plan: Plan) -> tuple[Plan, LoweredStep, Layered]:
+    def restore(self, plan: Plan) -> Restored:
         """The programs of a plan that was made before, priced anew.
 
         Raises:
@@ -242,7 +251,7 @@ class Finisher:
             ) from error
         fresh = self._price(layered, lowered, plan.schedule, plan.lower_bound, plan.gap)
         fresh = with_layers(fresh, [stage.layers for stage in plan.stages])
-        return dataclasses.replace(fresh, method=plan.method, notes=plan.notes), lowered, layered
+        return Restored(dataclasses.replace(fresh, method=plan.method, notes=plan.notes), lowered, layered)
 
     def lower(self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding]) -> LoweredStep:
         """Local programs of all stages, with the transfers between them."""

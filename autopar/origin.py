@@ -7,7 +7,7 @@ import functools
 from typing import TYPE_CHECKING
 
 from autopar.baselines import plan_beside_recipes, usual_methods
-from autopar.finisher import Finisher
+from autopar.finisher import Finisher, Restored
 from autopar.ir.comparison import Comparison
 from autopar.ir.graph import Graph
 from autopar.ir.method import AUTO, Method
@@ -34,11 +34,12 @@ class StepOrigin:
     donated: frozenset[int]  # argument leaves
     memory_limit: int | None  # bytes of each device
     seconds: float | None  # that planning took; None: the plan was given
+    restored: Restored | None = None  # of a plan that was given
 
     def verify(self, plan: Plan, target: str | None, show_progress: bool, most_operations: int | None) -> Verification:
         """See `Plan.verify_with_xla`."""
         finisher = self._finisher(plan)
-        fresh, lowered, _ = finisher.restore(plan)
+        fresh, lowered, _ = self._restored(plan, finisher)
         donated = inputs_of(self.donated, lowered.placed.step.graph)
         with ProgramBar(f"compiling {plan.function}", show_progress) as bar:
             return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
@@ -48,14 +49,22 @@ class StepOrigin:
         show_progress: bool,
     ) -> Report:  # fmt: skip
         """See `Plan.report`."""
-        fresh, details = gather_details(self._finisher(plan), plan, most_explained, self.seconds)
+        finisher = self._finisher(plan)
+        restored = self._restored(plan, finisher)
+        details = gather_details(finisher, restored, most_explained, self.seconds)
+        fresh = restored.plan
         comparison = self._compared(fresh, show_progress) if compare else None
         diff = None if against is None else PlanDiff.of(fresh, against)
         return Report(fresh, details, comparison, verification, diff)
 
     def why(self, plan: Plan, where: str, most: int) -> tuple[Why, ...]:
         """See `Parallelized.why`."""
-        return explain(self._finisher(plan), plan, where, most)
+        finisher = self._finisher(plan)
+        return explain(finisher, self._restored(plan, finisher), where, most)
+
+    def _restored(self, plan: Plan, finisher: Finisher) -> Restored:
+        known = self.restored
+        return known if known is not None and known.plan == plan else finisher.restore(plan)
 
     def _finisher(self, plan: Plan) -> Finisher:
         return Finisher(self.analysis, plan.cluster, dataclasses.replace(AUTO, memory_limit=self.memory_limit))

@@ -20,7 +20,7 @@ from autopar.cost_model.compute import peak_flops
 from autopar.cost_model.program import OpCost, local_bytes, op_costs, phases_of
 from autopar.cost_model.reshard import SUM_KINDS
 from autopar.cost_model.timeline import Timeline, memory_over_time
-from autopar.finisher import Finisher
+from autopar.finisher import Finisher, Restored
 from autopar.ir.build import source_of
 from autopar.ir.graph import Equation, Graph, Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Reread, Reshard
@@ -56,14 +56,10 @@ _TITLES = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_
 
 
 def gather_details(
-    finisher: Finisher, plan: Plan, most_explained: int, planning_seconds: float | None
-) -> tuple[Plan, Details]:
-    """What a traced step tells of its plan; the operators that take longest, at most so many, say why they are so.
-
-    Raises:
-      PlanMismatchError: the plan was edited inconsistently.
-    """
-    plan, lowered, layered = finisher.restore(plan)
+    finisher: Finisher, restored: Restored, most_explained: int, planning_seconds: float | None
+) -> Details:
+    """What a traced step tells of its plan; the operators that take longest, at most so many, say why they are so."""
+    plan, lowered, layered = restored
     prices = finisher.stages.prices
     played = prices.play(lowered, plan.schedule)
     programs = []
@@ -86,7 +82,7 @@ def gather_details(
             whys[k] = found
     operators = [row.operator(whys.get(k, ())) for k, row in enumerate(listed)]
     model_flops, ideal_seconds = _model_flops(finisher.graph, plan.cluster)
-    return plan, Details(
+    return Details(
         model_flops, ideal_seconds,
         tuple(_split(group, programs, played.timeline, _beside(group, groups, plan.cluster)) for group in groups),
         _spans(groups, programs, played.timeline),

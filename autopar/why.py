@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import PlanError
-from autopar.finisher import Finisher
+from autopar.finisher import Finisher, Restored
 from autopar.ir.graph import Equation, Phase
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import schedule_for
@@ -27,7 +27,7 @@ _TIED_SECONDS = 0.02  # .. where alike operators choose alike
 _GAP = 0.002  # relative to the stage's seconds
 
 
-def explain(finisher: Finisher, plan: Plan, where: str, most: int) -> tuple[Why, ...]:
+def explain(finisher: Finisher, restored: Restored, where: str, most: int) -> tuple[Why, ...]:
     """Of the operators of a plan whose name or line of code contains `where` those of most work, at most so many.
 
     Raises:
@@ -35,7 +35,7 @@ def explain(finisher: Finisher, plan: Plan, where: str, most: int) -> tuple[Why,
     """
     if type(most) is not int or most < 1:
         raise PlanError(f"why(most={most!r}): most must be a whole number above 0.")
-    _, lowered, layered = finisher.restore(plan)
+    plan, lowered, layered = restored
     rules = layered.rules
     m = layered.step.num_microbatches
     found = [

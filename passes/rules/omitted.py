@@ -11,6 +11,7 @@ _HIGHER = "it works on types beyond arrays"
 _MEMORY = "it is about memory, not about what is in it"
 _CALLBACK = "Python is called, which may look at all of its operands"
 _EFFECT = "Python is called for what it does, not for a result"
+_SPARSE = "which entries of a sparse array lie where is known at run time only"
 _UNUSED = "nothing in JAX makes it: gradients of maxima over windows are select_and_scatter_add"
 
 _GROUPS: dict[str, str] = {
@@ -33,6 +34,10 @@ _GROUPS: dict[str, str] = {
         log_read new_box new_log to_edtype""",
     _MEMORY: "empty with_memory_space_constraint",
     _CALLBACK: "pure_callback",
+    _SPARSE: """bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
+        bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
+        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm
+        csr_spmv csr_todense spsolve todense""",
     _UNUSED: "select_and_scatter",
     _EFFECT: "debug_callback debug_print inspect_sharding io_callback",
 }

@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 # What a Pallas kernel is written in, which is compiled as a whole.
 _IN_KERNELS = ("jax._src.pallas.", "jax.experimental.pallas.", "jax.experimental.mosaic.")
 # Where a user's step can come by primitives; each of their modules is imported.
-_PACKAGES = ("jax._src.lax", "jax._src.random", "jax._src.state")
+_PACKAGES = ("jax._src.lax", "jax._src.random", "jax._src.state", "jax.experimental.sparse")
 
 
 @functools.cache
