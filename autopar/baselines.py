@@ -20,6 +20,7 @@ from autopar.passes.submeshes import mesh_at
 from autopar.planner import OutOfTime, Planner
 from autopar.stage_costs import StageCosts
 
+_CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
 _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
 
 _Found = tuple[Plan, LoweredStep]
@@ -52,6 +53,8 @@ def plan_beside_recipes(
         return _with_note(found[-1], text)
     if not method.baselines or cluster.num_devices == 1:
         return best
+    if (least := _least_within_one_stage(planner, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
+        return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     notes = []
     for recipe in _within_one_stage(None):
         estimate = _quickest(planner, recipe, fixed) if _heeds(recipe, method) else None
@@ -72,6 +75,17 @@ def _with_note(found: _Found, note: str) -> _Found:
 def _better(planner: Planner, recipe: Method) -> _Found | None:
     """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
     return planner.better_by(_adapted(recipe, planner.method)) if _heeds(recipe, planner.method) else None
+
+
+def _least_within_one_stage(planner: Planner, fixed: int | None) -> float:
+    """Seconds per step that no recipe within one stage beats, as far as the stage search knows; 0 if it knows nothing.
+
+    More microbatches take no less there: what is done once for each is done more often.
+    """
+    mesh = mesh_at(0, (planner.cluster.num_devices,))
+    with contextlib.suppress(UserError):
+        return planner.stages.known_bound(planner.layering.layered(fixed or 1, False), mesh, _CLOSE / 2)
+    return 0.0
 
 
 def _quickest(planner: Planner, recipe: Method, fixed: int | None) -> tuple[float, int] | None:

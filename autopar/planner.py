@@ -161,17 +161,22 @@ class Planner:
         if fixed is not None:
             self.layering.layered(fixed, stages != 1)  # raises what is wrong with it
         numbers = self.candidates.likely if fixed is None else [fixed]
+        may_be_one = fixed is None and stages in (None, 1) and self.method.min_stages == 1
+        one = self._look(1, 1, self.candidates.first_shapes, self._best.estimate) if may_be_one else None
+        first = [(one.step_time, 1, 1)] if one is not None else []  # estimate, microbatches, stages
         if numbers and stages is None and 1 < hosts <= MAX_LAYERS:
-            m = numbers[0]
+            below = self._best.estimate if one is None else one.step_time
+            m, over_hosts = numbers[0], below
             if fixed is None:
-                m = self._fewest(m, hosts, self.candidates.shapes_of_hosts)
-            if (found := self._better(m, hosts)) is not None:
+                m, over_hosts = self._fewest(m, hosts, self.candidates.shapes_of_hosts, below)
+            first.append((over_hosts, m, hosts))
+        if may_be_one and one is None:
+            first.append((math.inf, 1, 1))
+        for _, m, number in sorted(first, key=lambda each: each[0]):
+            if (found := self._better(m, number)) is not None:
                 yield found
-                if m < numbers[0]:
+                if number > 1 and m < numbers[0]:
                     numbers = [m]  # others would need far more stages
-        may_be_one = stages in (None, 1) and self.method.min_stages == 1
-        if fixed is None and may_be_one and (found := self._better(1, 1)) is not None:
-            yield found
         for found in self._uniform(fixed):
             yield found
             if hosts > MAX_LAYERS:
@@ -192,7 +197,8 @@ class Planner:
         may_be_one = self.method.num_stages in (None, 1) and self.method.min_stages == 1
         if best is None or len(best[0].stages) == 1 or not may_be_one or not self.candidates.many:
             return None
-        return self._better(self._fewest(self.candidates.many[0], 1, self.candidates.first_shapes), 1)
+        fewest, _ = self._fewest(self.candidates.many[0], 1, self.candidates.first_shapes, self._best.estimate)
+        return self._better(fewest, 1)
 
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
@@ -226,7 +232,9 @@ class Planner:
         last = None  # the number of the best plan on given groups
         while best is not None and (fewer := self.candidates.fewer(best[0])) is not None:
             groups = groups_of(best[0]) if are_free else None
-            fewest = fewer if groups is None else self._fewest(fewer, stages, shapes_on(groups))
+            fewest = fewer
+            if groups is not None:
+                fewest, _ = self._fewest(fewer, stages, shapes_on(groups), self._best.estimate)
             best = self._better(fewest, stages, groups)
             if best is None and fewest < fewer:
                 best, fewest = self._better(fewer, stages, groups), fewer
@@ -395,10 +403,11 @@ class Planner:
                     yield better
                     break
 
-    def _fewest(self, most: int, stages: int | None, shapes: ShapesFn) -> int:
+    def _fewest(self, most: int, stages: int | None, shapes: ShapesFn, below: float) -> tuple[int, float]:
         """The number of microbatches, at most so many, of which fewer are no gain by the stage search alone.
 
-        From the usual number for so many stages it goes down as long as that is a gain, or else up.
+        With its seconds as that estimates them, `below` if it finds nothing quicker. From the usual number for so many
+        stages it goes down as long as that is a gain, or else up.
         """
         numbers = [n for n in self.candidates.many if n <= most]  # falling
         usual = most if stages is None else _USUAL * stages
@@ -412,19 +421,18 @@ class Planner:
             least = 1 - _DEAR if self._is_tight(fewer) else 1.0
             return fewer.step_time < least * more.step_time
 
-        found, first = look(at, self._best.estimate), at
+        found, first = look(at, below), at
         while found is not None and at + 1 < len(numbers):
             fewer = look(at + 1, found.step_time)
             if fewer is None or not is_gain(fewer, found):
                 break
             found, at = fewer, at + 1
         while at <= first and at > 0:
-            below = self._best.estimate if found is None else found.step_time / (1 - _DEAR)
-            more = look(at - 1, below)
+            more = look(at - 1, below if found is None else found.step_time / (1 - _DEAR))
             if found is not None and (more is None or is_gain(found, more)):
                 break
             found, at = more, at - 1
-        return numbers[at] if found is not None else most
+        return (numbers[at], found.step_time) if found is not None else (most, below)
 
     def _look(self, m: int, stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
         """What the stage search finds that takes less than `below` seconds, if the step can be cut so."""

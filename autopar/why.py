@@ -23,7 +23,7 @@ from autopar.passes.intra_op.solve import Forced
 from autopar.passes.lower import LoweredStep
 
 _SECONDS = 0.2  # the work limit of the solver for each alternative
-_TIED_SECONDS = 0.02  # .. where alike operators choose alike
+_TIED_SECONDS = 0.0  # .. where alike operators choose alike: the first bound and choice are as good as any
 _GAP = 0.002  # relative to the stage's seconds
 
 

@@ -73,6 +73,14 @@ class PricedStage:
             gap=_ALIKE,
         )
 
+    def lower_bound(self, gap: float) -> float:
+        """What no choice costs less than, in any memory: within this share of the best, if found."""
+        if self.cheapest.lower_bound < (1 - gap) * self.cheapest.cost:
+            problem = dataclasses.replace(self.numbers.problem(1), limit=None)
+            start = self.cheapest.choice
+            self.cheapest = solve(problem, seconds=self.seconds, patience=PATIENCE, gap=gap, start=start)
+        return self.cheapest.lower_bound
+
     @property
     def known_cost(self) -> float:
         """What it costs with one microbatch in flight, if that is known; else what it does whatever the memory."""

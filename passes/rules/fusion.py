@@ -5,7 +5,8 @@ An elementwise equation is computed inside every kernel that needs its result, o
 results in memory, of which one kind at most is reduced: XLA's multi-output fusion. Products of matrices, sorts and
 bodies are kernels of their own, whose operands are in memory. Reshapes of what is in memory are views, and so are
 transposes, which layouts absorb; but where a product needs what was not computed element by element in another order,
-a kernel copies it.
+a kernel copies it. So it is with the filters of convolutions; and what is computed from their gradients lies in the
+order of these, and is copied back where it leaves the program.
 
 XLA for CPUs gives a kernel a single output: it merges none, computes elementwise equations wherever they are needed,
 reductions read what is in memory (and may multiply it first), and what lies in another order is read element by element
@@ -24,7 +25,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
-from autopar.passes.rules.layouts import Layouts, Order, is_apart
+from autopar.passes.rules.layouts import Layouts, Order, comes_turned, filters_to_turn, is_apart
 from autopar.passes.rules.materialize import MOST_OPERANDS, computed_anew
 
 _MOST_IN_A_ROW, _MOST_IN_A_COLUMN = 16384, 4096  # that one kernel reduces at once; see XLA's tree reductions
@@ -165,9 +166,13 @@ def memory_traffic(
     ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
     launches: dict[int, int] = {}
     writes: dict[int, tuple[bool, ...]] = {}
+    turned: set[Value] = set()  # in the order of a convolution, not their own
+    leaving = {*outputs}
     for eqn in equations:
         rule = rules[eqn.id]
         made = tuple(v in memory.stored for v in eqn.outputs)
+        if comes_turned(eqn, rule, turned):
+            turned.update(eqn.outputs)
         is_view = made[:1] == (True,) and _is_view(eqn, rule)
         if rule.separable or is_view:
             layouts.view(eqn, rule)
@@ -212,6 +217,19 @@ def memory_traffic(
                         launches[eqn.id] += 1
                         reads[eqn.id, position] += 2
                     ordered.add((base, order))
+        for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
+            v = eqn.inputs[position]
+            # What a kernel computes element by element it leaves in the order that is wanted.
+            if isinstance(v, Value) and bases.get(v, v) not in maker and (v, ()) not in ordered:
+                launches[eqn.id] += 1
+                reads[eqn.id, position] += 2
+                ordered.add((v, ()))
+        if not single_output and leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs):
+            # Copied back, as many bytes as an operand of the same size.
+            alike = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v.nbytes == eqn.outputs[0].nbytes]
+            launches[eqn.id] = launches.get(eqn.id, 0) + 1
+            if alike:
+                reads[eqn.id, alike[0]] += 2
         for reading in layouts.run(eqn, rule) if single_output else ():
             place = needs[reading.value]
             against[place] += reading.against

@@ -7,7 +7,7 @@ lie in another one. Orders are those of whole arrays: that a piece may be one lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from autopar.ir.graph import Equation, Value
@@ -103,6 +103,32 @@ def _of_reduction(summed: Value, value: Value, order: Order) -> Reading:
     if order is not None and order == tuple(sorted(order)):
         return Reading(value, False, False)
     return Reading(value, _is_against(order, _row_major(summed)[-1:]), True)
+
+
+def comes_turned(eqn: Equation, rule: Rule, turned: Collection[Value]) -> bool:
+    """Whether the results lie in a convolution's order on GPUs: channels last, and filters with what they make first.
+
+    `turned`: the values before that do.
+    """
+    if rule.patches is not None:
+        return not _is_channels_last(eqn.params["dimension_numbers"].out_spec)
+    return is_fusible(rule) and any(v in turned and v.shape == eqn.outputs[0].shape for v in eqn.values)
+
+
+def filters_to_turn(eqn: Equation, rule: Rule, turned: Collection[Value]) -> list[int]:
+    """The operands that a convolution needs in another order than they lie in; of a filter's gradient none."""
+    if rule.patches is None:
+        return []
+    dims = eqn.params["dimension_numbers"]
+    if not _is_channels_last(dims.out_spec):
+        return []
+    specs = enumerate((dims.lhs_spec, dims.rhs_spec))
+    return [i for i, spec in specs if not _is_channels_last(spec) and eqn.inputs[i] not in turned]
+
+
+def _is_channels_last(spec: Sequence[int]) -> bool:
+    """Examples, or what a filter makes, first; then space; then channels."""
+    return spec[0] == 0 and spec[1] == len(spec) - 1
 
 
 def is_apart(rule: Rule, position: int, order: Order) -> bool:

@@ -34,10 +34,10 @@ _GROUPS: dict[str, str] = {
         log_read new_box new_log to_edtype""",
     _MEMORY: "empty with_memory_space_constraint",
     _CALLBACK: "pure_callback",
-    _SPARSE: """bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices bcoo_spdot_general
-        bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense
-        coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense csr_fromdense csr_matmat csr_matvec csr_spmm
-        csr_spmv csr_todense spsolve todense""",
+    _SPARSE: """bcoo_dot_general bcoo_dot_general_sampled bcoo_extract bcoo_fromdense bcoo_sort_indices
+        bcoo_spdot_general bcoo_sum_duplicates bcoo_todense bcoo_transpose bcsr_dot_general bcsr_extract
+        bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense
+        csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense spsolve todense""",
     _UNUSED: "select_and_scatter",
     _EFFECT: "debug_callback debug_print inspect_sharding io_callback",
 }
