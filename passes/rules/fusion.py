@@ -220,12 +220,14 @@ def memory_traffic(
         for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
             v = eqn.inputs[position]
             # What a kernel computes element by element it leaves in the order that is wanted.
-            if isinstance(v, Value) and bases.get(v, v) not in maker and (v, ()) not in ordered:
+            filters = bases.get(v, v) if isinstance(v, Value) else None
+            if filters is not None and filters not in maker and (filters, ()) not in ordered:
                 launches[eqn.id] += 1
                 reads[eqn.id, position] += 2
-                ordered.add((v, ()))
-        if not single_output and leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs):
-            # Copied back, as many bytes as an operand of the same size.
+                ordered.add((filters, ()))
+        is_copied = leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs)
+        if not single_output and is_copied and not any((v, ()) in ordered for v in eqn.values):
+            # Back, as many bytes as an operand of the same size; of what is read turned, too, the kernel turns one.
             alike = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v.nbytes == eqn.outputs[0].nbytes]
             launches[eqn.id] = launches.get(eqn.id, 0) + 1
             if alike:

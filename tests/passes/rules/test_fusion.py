@@ -211,3 +211,34 @@ def test_traffic_is_that_of_xlas_kernels_for_cpus(name: str) -> None:
     assert nbytes == pytest.approx(sum(kernel.nbytes for kernel in kernels), rel=0.25)
     # A scatter is a loop over all that is scattered there, of a few kernels for each element.
     assert launches == pytest.approx(len(kernels), rel=0.4)
+
+
+def filters_step(state: Any, x: Any) -> Any:
+    """One step of momentum of a stack of convolutions of a few pixels, whose filters are most of what is moved."""
+
+    def loss(filters: Any) -> Any:
+        y = x
+        for each in filters:
+            y = jax.nn.relu(jax.lax.conv_general_dilated(y, each, (1, 1), "SAME", dimension_numbers=_CHANNELS_LAST))
+        return jnp.mean(y**2)
+
+    filters, moments = state
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(filters))
+    return jax.tree.map(lambda w, m: w - 0.1 * m, filters, moments), moments
+
+
+_CHANNELS_LAST = ("NHWC", "HWIO", "NHWC")
+
+
+@needs_cuda_compiler
+def test_filters_are_copied_as_by_xla_for_h100() -> None:
+    sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
+    filters = [jax.ShapeDtypeStruct((3, 3, 256, 256), jnp.float32, sharding=sharding)] * 4
+    images = jax.ShapeDtypeStruct((2, 8, 8, 256), jnp.float32, sharding=sharding)
+    args = ((filters, filters), images)
+    compiled = jax.jit(filters_step, donate_argnums=0).lower(*args).compile()
+    kernels = kernels_in_hlo(compiled.as_text() or "")
+    nbytes, launches = moved(filters_step, *args)
+    assert any(kernel.name.startswith("copy") for kernel in kernels)  # what this is about
+    assert nbytes == pytest.approx(sum(kernel.nbytes for kernel in kernels), rel=0.1)
+    assert launches == pytest.approx(sum(kernel.times for kernel in kernels), rel=0.15)
