@@ -97,12 +97,12 @@ def _commit(root: pathlib.Path, files: Sequence[pathlib.Path]) -> str:
 
 
 def _running() -> tuple[str, list[str]]:
-    """The module that `python -m` was told to run, and its arguments but for where the result goes."""
+    """The module that `python -m` was told to run, and its arguments but for where results go."""
     arguments, rest = [], iter(sys.argv[1:])
     for argument in rest:
         if argument == "--json":
             next(rest, None)
-        elif not argument.startswith("--json="):
+        elif not argument.startswith("--json=") and argument != "--write":
             arguments.append(argument)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec else "", arguments
