@@ -123,6 +123,11 @@ class Planner:
         self._best = planner._best
         return planner._noted(best)
 
+    @property
+    def _may_be_one(self) -> bool:
+        """Whether the method allows plans of one stage."""
+        return self.method.num_stages in (None, 1) and self.method.min_stages == 1
+
     def _noted(self, found: _Found) -> _Found:
         plan, lowered = found
         return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
@@ -161,7 +166,7 @@ class Planner:
         if fixed is not None:
             self.layering.layered(fixed, stages != 1)  # raises what is wrong with it
         numbers = self.candidates.likely if fixed is None else [fixed]
-        may_be_one = fixed is None and stages in (None, 1) and self.method.min_stages == 1
+        may_be_one = fixed is None and self._may_be_one
         one = self._look(1, 1, self.candidates.first_shapes, self._best.estimate) if may_be_one else None
         first = [(one.step_time, 1, 1)] if one is not None else []  # estimate, microbatches, stages
         if numbers and stages is None and 1 < hosts <= MAX_LAYERS:
@@ -194,8 +199,7 @@ class Planner:
 
         They are as few as the stage search alone thinks a gain.
         """
-        may_be_one = self.method.num_stages in (None, 1) and self.method.min_stages == 1
-        if best is None or len(best[0].stages) == 1 or not may_be_one or not self.candidates.many:
+        if best is None or len(best[0].stages) == 1 or not self._may_be_one or not self.candidates.many:
             return None
         fewest, _ = self._fewest(self.candidates.many[0], 1, self.candidates.first_shapes, self._best.estimate)
         return self._better(fewest, 1)

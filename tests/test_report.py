@@ -22,6 +22,8 @@ from rich.console import Console
 import autopar
 from autopar import recipes
 from autopar.errors import ReportError
+from autopar.finisher import Finisher, Restored
+from autopar.ir.plan import Plan
 from autopar.ir.plan_diff import PlanDiff
 from autopar.ir.report import Report
 from autopar.ir.report_record import Details
@@ -480,3 +482,24 @@ def test_plans_and_clusters_are_shown_in_notebooks_and_terminals() -> None:
     assert all(line in _Page(plan._repr_html_()).text for line in ("4 stages", "state[0]['embedding']"))
     bad = dataclasses.replace(plan.cluster, name="[bold]<b>")
     assert "[bold]<b>" in _Page(bad._repr_html_()).text
+
+
+def test_a_plan_that_was_given_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return w - gradient, loss
+
+    shapes = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+    cluster = autopar.load_preset("dgx-a100", num_hosts=1, devices_per_host=2)
+    made = autopar.parallelize(step, cluster=cluster).plan(*shapes)
+    restored: list[Plan] = []
+    restore = Finisher.restore
+
+    def counted(self: Finisher, plan: Plan) -> Restored:
+        restored.append(plan)
+        return restore(self, plan)
+
+    monkeypatch.setattr(Finisher, "restore", counted)
+    given = autopar.parallelize(step, cluster=cluster, method=made).plan(*shapes)
+    given.report().to_text()
+    assert len(restored) == 1

@@ -167,6 +167,7 @@ def memory_traffic(
     launches: dict[int, int] = {}
     writes: dict[int, tuple[bool, ...]] = {}
     turned: set[Value] = set()  # in the order of a convolution, not their own
+    copied_filters: set[Value] = set()  # of which there is such a copy
     leaving = {*outputs}
     for eqn in equations:
         rule = rules[eqn.id]
@@ -221,12 +222,12 @@ def memory_traffic(
             v = eqn.inputs[position]
             # What a kernel computes element by element it leaves in the order that is wanted.
             filters = bases.get(v, v) if isinstance(v, Value) else None
-            if filters is not None and filters not in maker and (filters, ()) not in ordered:
+            if filters is not None and filters not in maker and filters not in copied_filters:
                 launches[eqn.id] += 1
                 reads[eqn.id, position] += 2
-                ordered.add((filters, ()))
+                copied_filters.add(filters)
         is_copied = leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs)
-        if not single_output and is_copied and not any((v, ()) in ordered for v in eqn.values):
+        if not single_output and is_copied and not copied_filters.intersection(eqn.values):
             # Back, as many bytes as an operand of the same size; of what is read turned, too, the kernel turns one.
             alike = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v.nbytes == eqn.outputs[0].nbytes]
             launches[eqn.id] = launches.get(eqn.id, 0) + 1
