@@ -37,7 +37,7 @@ _RUN = 0.12  # seconds that a probe is run, compiling left out
 _TYPES = ("float32", "bfloat16")
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
 _WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
-_LAUNCHES = 64
+_LAUNCHES = 256  # in a probe: enough that they take much longer than its start
 _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
     ("all_reduce",), ("reduce_scatter", "all_gather"), ("all_to_all",), ("permute",),
 )  # fmt: skip
@@ -332,14 +332,15 @@ class _Machine:
         self._found, self._busy = found, busy
         guess = host.while_busy(busy)
         self._guess, self._link = guess.kind, guess.link
-        self._start = self._one("start of a program")
-        self._launch = max(0.0, self._one("launches") - self._start) / _LAUNCHES
+        start, launches = self._one("start of a program"), self._one("launches")
+        self._start = start.seconds
+        self._launch = max(0.0, launches.least - start.least) / _LAUNCHES
         self._guess = dataclasses.replace(self._guess, allocations=self._allocations())
         self._fault = self._seconds_of_a_fault() if self._guess.allocations else 0.0
         self._products = {task: products_of(task.probe) for task in found if task.group in _PRODUCTS}
 
-    def _one(self, group: str) -> float:
-        return next(timed.seconds for task, timed in self._found.items() if task.group == group)
+    def _one(self, group: str) -> Timed:
+        return next(timed for task, timed in self._found.items() if task.group == group)
 
     def _buffers(self) -> dict[int, tuple[Timed, Timed]]:
         """By bytes: a new result, and one in place of an operand."""
