@@ -30,6 +30,12 @@ _VECTOR_FACTORS = {"float64": 0.5, "complex64": 0.25, "complex128": 0.125}
 # Pieces of a product's result that a thread block computes: rows, columns, and the share of what the largest reaches,
 # which is assumed: small tiles read their operands more often.
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
+# XLA's choice of the parts of a sum of products, as compiling products of 220 sizes for an H100 shows it: 83 % of them
+# are made in as many parts as this says.
+_PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
+_PART_TILE = (128, 256)  # rows and columns of a tile
+_PART_STEP = 2700.0  # partial sums that cost as much as one step along the depth does for a wave of tiles
+_PART_START = 512  # steps that a wave takes before the first
 _LEAST_DEPTH = 256  # a sum of products shorter than two of these is not shared out among thread blocks
 _MOST_WAVES = 4  # nor is it where so many waves are busy anyhow
 
@@ -82,6 +88,35 @@ def _share_of(multiprocessors: int, sizes: ProductSizes) -> float:
                 if depth < parts * _LEAST_DEPTH or tiles * parts > _MOST_WAVES * multiprocessors:
                     break
     return best
+
+
+def partial_sum_bytes(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> float:
+    """Bytes by which the parts of a product's sums are more than its result.
+
+    A long sum of which there are few is made in parts, in at least 32 bits each, so that more thread blocks are busy
+    (XLA's split-K rewriter): the product writes them, and what reads its result reads them and adds them up.
+    """
+    if sizes is None or sizes.patches is not None or not kind.multiprocessors or not kind.xla.split_k:
+        return 0.0
+    if not dtype.startswith(("float", "bfloat", "complex")):
+        return 0.0
+    itemsize = _itemsize(dtype)
+    parts = _parts(kind.multiprocessors, sizes)
+    return sizes.batch * sizes.rows * sizes.columns * (parts * max(4, itemsize) - itemsize) if parts > 1 else 0.0
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _parts(multiprocessors: int, sizes: ProductSizes) -> int:
+    """Those of which waves of tiles and partial sums cost least."""
+    batch, rows, columns, depth, _ = sizes
+    tiles = batch * math.ceil(rows / _PART_TILE[0]) * math.ceil(columns / _PART_TILE[1])
+
+    def cost(parts: int) -> float:
+        waves = math.ceil(parts * tiles / multiprocessors)
+        added = (parts + 1) * batch * rows * columns if parts > 1 else 0.0
+        return waves * _PART_STEP * (math.ceil(depth / parts) + _PART_START) + added
+
+    return min(_PARTS, key=cost)
 
 
 class _Measured:

@@ -12,6 +12,8 @@ from autopar.cost_model.compute import (
     accumulate_seconds,
     allocation_seconds,
     compute_time,
+    memory_seconds,
+    partial_sum_bytes,
     product_share,
     reordering_seconds,
 )
@@ -142,12 +144,13 @@ def _op_cost(
             LocalKernel(op.flops, _moved_bytes(op, mesh, sent), op.product, dtype, op.traffic.launches, op.pooling),
         )
         for k in kernels:
+            partial = partial_sum_bytes(kind, k.product, k.dtype) * (k.times if op.kernels else 1)
             compute += compute_time(
-                kind, flops=k.flops, bytes_moved=k.nbytes, dtype=k.dtype,
+                kind, flops=k.flops, bytes_moved=k.nbytes + partial, dtype=k.dtype,
                 matmul=k.product is not None, share=product_share(kind, k.product, k.dtype), pooling=k.pooling,
-            ) + kind.launch_overhead * k.times  # fmt: skip
+            ) + memory_seconds(kind, partial) + kind.launch_overhead * k.times  # fmt: skip
             launches += k.times
-            moved += k.nbytes
+            moved += k.nbytes + 2 * partial
         flops = op.flops
         collectives += op.combined
         communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)

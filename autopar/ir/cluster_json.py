@@ -230,7 +230,7 @@ _COUNT = whole(f"a whole number from 1 to {MOST_OF_A_KIND}", least=1, most=MOST_
 _read_xla = record(
     {
         "combined_sums": whole("a whole number of bytes, 0 or more", least=0), "hides_latency": read_boolean,
-        "single_output": read_boolean,
+        "single_output": read_boolean, "split_k": read_boolean,
     },
     dataclasses.asdict(XlaBackend()),
 )  # fmt: skip

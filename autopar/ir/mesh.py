@@ -87,6 +87,8 @@ class XlaBackend:
     # Whether a kernel has one result, reduces only what is in memory, and reads arrays that lie in another order
     # element by element, as XLA's for CPUs: those for GPUs merge kernels, and transpose in tiles.
     single_output: bool = False
+    # Whether it makes long sums of products in parts where there are few of them, as XLA for GPUs does today.
+    split_k: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from autopar.cost_model.compute import compute_time, memory_seconds, product_share, reordering_seconds
+from autopar.cost_model.compute import (
+    compute_time,
+    memory_seconds,
+    partial_sum_bytes,
+    product_share,
+    reordering_seconds,
+)
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
@@ -45,7 +51,8 @@ class StrategySeconds:
             work = rule.work({}) * options.share
             dtype = eqn.kernel_dtype(matmul)
             share = self._share(rule.sides, cut, dtype)
-            seconds = self._kernel(matmul, work / share, moved, dtype, traffic.launches, rule.pooling)
+            partial = self._partial(rule.sides, cut, dtype)
+            seconds = self._kernel(matmul, work / share, moved, partial, dtype, traffic.launches, rule.pooling)
             if any(traffic.against) or any(traffic.copied):
                 seconds += self._reordered(eqn, rule, lane_index, options, traffic)
         if lane_rule.reduced:
@@ -96,6 +103,12 @@ class StrategySeconds:
             return 1.0
         return np.array([product_share(self.kind, product_sizes(sides, split), dtype) for split in cut])
 
+    def _partial(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:
+        """Bytes of partial sums beyond a product's result."""
+        if sides is None:
+            return 0.0
+        return np.array([partial_sum_bytes(self.kind, product_sizes(sides, split), dtype) for split in cut])
+
     def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]]) -> Any:
         """Every kernel of a body, in all rounds."""
         shares: dict[frozenset[int], Any] = {}
@@ -109,15 +122,19 @@ class StrategySeconds:
         for k in rule.kernels:
             moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
             work = k.flops * share(k.held) / self._share(k.sides, cut, k.dtype)
-            total += self._kernel(k.sides is not None, work, moved, k.dtype, k.times, k.pooling)
+            partial = self._partial(k.sides, cut, k.dtype) * k.times
+            total += self._kernel(k.sides is not None, work, moved, partial, k.dtype, k.times, k.pooling)
         return total
 
-    def _kernel(self, matmul: bool, work: Any, moved: Any, dtype: str, launches: float, pooling: Pooling | None) -> Any:
-        """`compute_time` of every strategy at once, with the launches."""
+    def _kernel(
+        self, matmul: bool, work: Any, moved: Any, partial: Any, dtype: str, launches: float, pooling: Pooling | None
+    ) -> Any:
+        """`compute_time` of every strategy at once, with the launches, and with reading partial sums afterwards."""
         kind = self.kind
         key = (dtype, matmul, pooling)
         if key not in self._peaks:
             self._peaks[key] = compute_time(
                 kind, flops=1.0, bytes_moved=0.0, dtype=dtype, matmul=matmul, pooling=pooling
             )
-        return np.maximum(work * self._peaks[key], memory_seconds(kind, moved)) + kind.launch_overhead * launches
+        seconds = np.maximum(work * self._peaks[key], memory_seconds(kind, moved + partial))
+        return seconds + memory_seconds(kind, partial) + kind.launch_overhead * launches
