@@ -26,9 +26,9 @@ from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
 from autopar.passes.rules.layouts import Layouts, Order, comes_turned, filters_to_turn, is_apart
-from autopar.passes.rules.materialize import MOST_OPERANDS, computed_anew
+from autopar.passes.rules.materialize import MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
 
-_MOST_IN_A_ROW, _MOST_IN_A_COLUMN = 16384, 4096  # that one kernel reduces at once; see XLA's tree reductions
+_MOST_IN_A_COLUMN = 4096  # that one kernel reduces at once; see XLA's tree reductions
 _FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
 _Place = tuple[int, int]  # an equation and the position of its operand
@@ -273,7 +273,7 @@ def _loop(eqn: Equation, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...] |
 def _in_two_steps(loop: Sequence[int], reduced: Sequence[int]) -> bool:
     """Whether so much is reduced that parts of it are first, and another kernel reduces what comes of these."""
     of_rows = reduced[-1:] == (len(loop) - 1,)
-    return math.prod(loop[d] for d in reduced) > (_MOST_IN_A_ROW if of_rows else _MOST_IN_A_COLUMN)
+    return math.prod(loop[d] for d in reduced) > (MOST_IN_A_ROW if of_rows else _MOST_IN_A_COLUMN)
 
 
 def _long(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ as XLA's performance model counts them. A kernel that would not save any stays, 
 a chain is one kernel, what is cheap is made again, and a sum that many read is not.
 
 Rows that are reduced and then combined with what they were reduced of, as a softmax does, are one kernel, which goes
-through them once (XLA's normalization fusions): what it makes can be made again in kernels of the same kind.
+through them once (XLA's normalization fusions) unless they are too long: what it makes can be made again in kernels of
+the same kind.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
 
 MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
+MOST_IN_A_ROW = 16384  # elements that one kernel reduces at once; see XLA's tree reductions
 # What XLA's performance model takes for an H100, in bytes that memory moves in the same time.
 _LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
 _OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
@@ -96,7 +98,7 @@ class _Queue:
                     self.plain.add(k)
             elif is_reduction(eqn, rule):
                 self.takes.add(k)
-                if _reduces_rows(rule):
+                if _reduces_rows(rule) and self.points[k] <= MOST_IN_A_ROW * self.elements[k]:
                     self.plain.add(k)
                     self.sums.add(k)
             elif rule.places:

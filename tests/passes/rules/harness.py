@@ -319,7 +319,10 @@ def check_linear(application: Application, tolerance: float = 1e-4) -> int:
 
 
 def check_narrow_addends(fun: Callable[..., Any], args: Sequence[Any], narrow: Any = jnp.bfloat16) -> int:
-    """Addends of an application in 16 bits are what it is in 32, not rounded; returns how many there are."""
+    """Addends of an application in 16 bits are what it is in 32, not rounded; returns how many there are.
+
+    Those of convolutions are rounded once, since no GPU computes them otherwise from operands in 16 bits.
+    """
 
     def cast(dtype: Any) -> list[Any]:
         return [x.astype(narrow).astype(dtype) if x.dtype == jnp.float32 else x for x in args]
@@ -338,5 +341,9 @@ def check_narrow_addends(fun: Callable[..., Any], args: Sequence[Any], narrow: A
         given = [wide.operands[i] if i in members else x for i, x in enumerate(operands)]
         for x, expected in zip(_of_addends(rule, equation, given), wide.results, strict=True):
             assert x.dtype == expected.dtype == jnp.float32
+            if equation.primitive is jax.lax.conv_general_dilated_p and not members:
+                assert (x == x.astype(narrow).astype(x.dtype)).all()
+                np.testing.assert_allclose(to_numpy(x), to_numpy(expected), rtol=1e-2, atol=1e-2)
+                continue
             assert_close(to_numpy(x), to_numpy(expected), False, f"{equation!r} of addends {set(members)}")
     return len(sets)

@@ -49,7 +49,7 @@ def test_pieces_give_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["scatter-add", "scatter-sub", "convolution", "gather"])
-def test_addends_in_16_bits_are_not_rounded(name: str) -> None:
+def test_addends_in_16_bits_are_in_32(name: str) -> None:
     fun, args = {**EXACT, **CLOSE}[name]
     assert check_narrow_addends(fun, args) > 0
 
