@@ -184,11 +184,15 @@ class StageCosts:
     def known_bound(self, layered: Layered, mesh: Mesh, gap: float) -> float:
         """Seconds per step that all layers as one stage on a mesh take at least, however they are sharded.
 
-        Within this share of the best, if the solver gets so far; 0 if that stage was not asked for.
+        Within this share of the best, if the solver gets so far; 0 if that stage was not asked for, or fits in no way,
+        as with more microbatches it may.
         """
         _, placed, stage = self._span_placed(layered, 0, (0, layered.num_layers))
         priced = self._priced.get((placed, stage, self._kind_of_mesh(mesh)))
-        return 0.0 if priced is None else priced.lower_bound(gap)
+        if priced is not None:
+            with contextlib.suppress(Infeasible):
+                return priced.lower_bound(gap)
+        return 0.0
 
     def solution(self, numbers: StageNumbers, in_flight: int) -> Solution | None:
         """That of a problem with the same numbers which was priced, if it is within this one's memory."""

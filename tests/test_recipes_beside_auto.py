@@ -44,6 +44,23 @@ def _mlp(*widths: int) -> Made:
     return adam(mlp_loss), jax.eval_shape(adam_state, params), mlp_batch(16, widths)
 
 
+def _embedded() -> Made:
+    """Activations a thousand times as large as the batch."""
+
+    def step(weights: list[jax.Array], tokens: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def loss_fn(weights: list[jax.Array]) -> jax.Array:
+            x = weights[0][tokens]
+            for kernel in weights[1:]:
+                x = jnp.tanh(x @ kernel)
+            return (x**2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), loss
+
+    square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    return step, [square] * 3, jax.ShapeDtypeStruct((16384,), jnp.int32)
+
+
 # The model, and the cluster: hosts and devices of each, bytes of memory and so on.
 CASES: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
     "mlp, much memory": (lambda: _mlp(64, 256, 64), {"devices": 4}),
@@ -57,6 +74,7 @@ CASES: dict[str, tuple[Callable[[], Made], dict[str, Any]]] = {
     "mlp, state in pieces": (lambda: _mlp(*[256] * 3), {"devices": 4, "memory": 3 * _MB // 4, "link": 1e9}),
     "gpt, little memory": (_gpt, {"devices": 2, "memory": 2 * _MB}),
     "mlp, four hosts": (lambda: _mlp(*[256] * 3), {"hosts": 4, "devices": 1, "memory": 3 * _MB // 2, "network": 1e8}),
+    "one microbatch is far too large": (_embedded, {"devices": 2, "memory": 6 * _MB}),
     "moe": (_moe, {"devices": 2, "memory": 8 * _MB, "link": 1e8}),
 }
 
