@@ -3,8 +3,8 @@
 Models other than those that `benchmarks.verify` holds plans by, or of other sizes, on other numbers of H100s. For each
 kind of program (`cost_model/xla_memory.py`) the factor is the weighted median of what XLA sets aside for temporaries
 over what was predicted, drawn towards 1 where programs are few. The held-out error is that of each family of models
-with the factors of all others. Bars: its median and 95th percentile, relative to all bytes of a program. `--write`
-renews the data that the cost model reads.
+with the factors of all others. Bars: its median and 95th percentile, relative to all bytes of a program, of programs of
+1 MiB and more. `--write` renews the data that the cost model reads.
 
 Needs XLA's compiler for NVIDIA GPUs: `pip install 'autopar[verify]'`.
 """
@@ -38,6 +38,7 @@ from benchmarks.models import encoder_decoder, gpt, moe, unet, wide_resnet
 from benchmarks.verify import plan_on_h100s
 
 DATA = pathlib.Path(__file__).parent.parent / "cost_model" / "data" / "memory" / "gpu.json"
+_LEAST = 1 << 20  # bytes of a program: of what smaller ones take nothing depends
 _PRIOR = 3.0  # programs of factor 1 that each kind begins with
 _GPT = gpt.GPTConfig(32000, 512, 3, 1536, 12, dropout=0.0, dtype=jnp.bfloat16)
 _RESNET = wide_resnet.WideResNetConfig((1, 1, 2, 1), 128, 2, image_size=192, dtype=jnp.bfloat16)
@@ -122,7 +123,7 @@ def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
     for check in verdict.programs:
         local = programs[check.names[0]]
         kind = finisher.stages.prices.kind(local.mesh)
-        if not check.names[0].startswith("bridge"):
+        if not check.names[0].startswith("bridge") and check.found.total >= _LEAST:
             rest, found = check.found.total - check.found.temporaries, check.found.temporaries
             rows.append(Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, kind), found))
     return rows, name

@@ -8,7 +8,8 @@ XLA forgets the order in which a program was written, barriers aside (`Optimizat
    frees most beyond what it makes; depth first, operands with most readers before them first; depth first as written.
 3. Where there are collectives, to run beside other kernels (`LatencyHidingScheduler`, from the end on), what leads to
    nothing but sums over devices and results waits until a sum needs it, or the end: products that give gradients of
-   parameters wait for the sum that theirs is part of, and what they read is held until then.
+   parameters wait for the sum that theirs is part of, and what they read is held until then. What makes no more than a
+   number, as the loss is, does not wait: much of it is computed along with what else reads the same.
 
 The names are those of XLA's passes. The third is a likeness of theirs: which of several kernels that can wait it takes
 first follows from estimated seconds. A rule by the bytes that each holds fits some programs better, more of them worse.
@@ -21,6 +22,7 @@ import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 _MOST_COMBINED = 256  # collectives that become one
+_NUMBER = 16  # bytes, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -295,7 +297,7 @@ def _late(graph: _Graph, order: Sequence[int]) -> list[int]:
     waits = bytearray(len(kernels))
     for i in reversed(order):
         kernel = kernels[i]
-        if kernel.combining is not None:
+        if kernel.combining is not None or 0 < sum(graph.sizes[b] for b in kernel.makes) <= _NUMBER:
             continue
         readers = [k for b in kernel.makes for k in graph.readers[b]]
         waits[i] = all(waits[k] or ((how := kernels[k].combining) is not None and how.sums) for k in readers)

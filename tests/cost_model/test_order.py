@@ -92,15 +92,15 @@ def test_a_loop_begins_with_zeros_in_the_place_of_what_its_rounds_fill() -> None
 
 
 def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
-    """A cotangent goes through layers, each with 10 bytes of residuals; gradients of 4 bytes are summed."""
+    """A cotangent goes through layers, each with 1000 bytes of residuals; gradients of 400 bytes are summed."""
     told = Kernels()
-    told.run([], [(("cotangent", 0), 1)])
+    told.run([], [(("cotangent", 0), 100)])
     for k in range(layers):
         how = Combining(keys[k], True) if keys else SUM
-        told.run([("cotangent", k)], [(("residual", k), 10)])
-        told.run([("cotangent", k), ("residual", k)], [(("cotangent", k + 1), 1)])
-        told.run([("cotangent", k), ("residual", k)], [(("gradient", k), 4)])
-        told.run([("gradient", k)], [(("sum", k), 4)], places={("sum", k): ("gradient", k)}, combining=how)
+        told.run([("cotangent", k)], [(("residual", k), 1000)])
+        told.run([("cotangent", k), ("residual", k)], [(("cotangent", k + 1), 100)])
+        told.run([("cotangent", k), ("residual", k)], [(("gradient", k), 400)])
+        told.run([("gradient", k)], [(("sum", k), 400)], places={("sum", k): ("gradient", k)}, combining=how)
         told.leave(("sum", k))
     told.leave(("cotangent", layers))
     return told
@@ -115,15 +115,33 @@ def test_gradients_that_are_no_part_of_a_sum_wait_for_their_own() -> None:
         first = next(p for p, kernel in enumerate(found.order) if len(kernel.makes) == 2)
         return found.ranges[residual][0] < first < found.ranges[residual][1]
 
-    late = live(told, combined=100, late=True)
+    late = live(told, combined=10000, late=True)
     assert held_at_the_first_sum(late)
     assert most(told, late) > most(told, live(told))
 
 
+def test_a_number_does_not_wait_to_be_summed() -> None:
+    """The loss reads logits that nothing else reads later, and is part of a sum with gradients."""
+    for nbytes in (4, 400):
+        told = Kernels()
+        told.run([], [("logits", 1000)])
+        told.run(["logits"], [("loss", nbytes)])
+        told.run(["logits"], [("cotangent", 100)])
+        told.run(["cotangent"], [("cotangents", 100)], combining=Combining("gathered", False))
+        told.run(["cotangents"], [("gradient", 400)])
+        told.run(["loss"], [("total", nbytes)], combining=SUM)
+        told.run(["gradient"], [("sum", 400)], combining=SUM)
+        told.leave("total")
+        told.leave("sum")
+        found = live(told, combined=10000, late=True)
+        held, made = told.values.index("logits"), told.values.index("cotangents")
+        assert (found.ranges[held][1] < found.ranges[made][0]) == (nbytes == 4)
+
+
 def test_sums_of_more_than_the_threshold_are_several() -> None:
     told = gradients(4)
-    assert sum(kernel.combining is not None for kernel in live(told, combined=8).order) == 2
-    assert sum(kernel.combining is not None for kernel in live(told, combined=3).order) == 4
+    assert sum(kernel.combining is not None for kernel in live(told, combined=800).order) == 2
+    assert sum(kernel.combining is not None for kernel in live(told, combined=300).order) == 4
 
 
 def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
