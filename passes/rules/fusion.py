@@ -29,6 +29,7 @@ from autopar.passes.rules.layouts import Layouts, Order, comes_turned, filters_t
 from autopar.passes.rules.materialize import MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
 
 _MOST_IN_A_COLUMN = 4096  # that one kernel reduces at once; see XLA's tree reductions
+_INDEX = 4  # bytes
 _FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
 _Place = tuple[int, int]  # an equation and the position of its operand
@@ -218,6 +219,11 @@ def memory_traffic(
                         launches[eqn.id] += 1
                         reads[eqn.id, position] += 2
                     ordered.add((base, order))
+        if rule.pooling == "gradient" and not single_output:
+            # First where in its window each of the largest is, which another kernel adds its gradient to.
+            gradients = eqn.outputs[0].itemsize
+            launches[eqn.id] += 1
+            reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * _INDEX + 2 * gradients + _INDEX) // gradients
         for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
             v = eqn.inputs[position]
             # What a kernel computes element by element it leaves in the order that is wanted.

@@ -242,3 +242,20 @@ def test_filters_are_copied_as_by_xla_for_h100() -> None:
     assert any(kernel.name.startswith("copy") for kernel in kernels)  # what this is about
     assert nbytes == pytest.approx(sum(kernel.nbytes for kernel in kernels), rel=0.1)
     assert launches == pytest.approx(sum(kernel.times for kernel in kernels), rel=0.15)
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_of_maxima_over_windows_move_what_they_do_by_xla_for_h100(dtype: str) -> None:
+    def pooled(x: Any) -> Any:
+        return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")
+
+    def gradient(x: Any) -> Any:
+        return jax.grad(lambda x: (pooled(x).astype(jnp.float32) ** 2).sum())(x)
+
+    sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
+    x = jax.ShapeDtypeStruct((32, 64, 64, 64), dtype, sharding=sharding)
+    kernels = kernels_in_hlo(jax.jit(gradient).lower(x).compile().as_text() or "")
+    nbytes, launches = moved(gradient, x)
+    assert nbytes == pytest.approx(sum(kernel.nbytes for kernel in kernels), rel=0.2)
+    assert abs(launches - sum(kernel.times for kernel in kernels)) <= 1
