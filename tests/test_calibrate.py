@@ -150,7 +150,9 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
 
     def allocations(slower: float) -> tuple[tuple[float, float], ...]:
         tasks = {
-            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed((nbytes * (1e-9 if old else slower),))
+            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed(
+                (nbytes * (1e-9 if old else slower),)
+            )
             for nbytes in (1 << 20, 1 << 24)
             for old in (False, True)
         }

@@ -167,8 +167,8 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         count = {"feature_group_count": local_size(local, group)}
         if batch_groups > 1:
             count = {"batch_group_count": local_size(local, group)}
-        # In its own type where the operands are: cuDNN has no convolution of 16-bit floats with a result in 32 bits, and
-        # XLA would convert the operands for one.
+        # In its own type where the operands are: cuDNN has no convolution of 16-bit floats with a result in 32 bits,
+        # and XLA would convert the operands for one.
         own = x.dtype == eqn.inputs[0].dtype
         result = p["preferred_element_type"] if own else eqn.outputs[0].dtype
         return bind(
