@@ -180,7 +180,7 @@ def test_every_number_of_a_file_is_checked() -> None:
             yield from numbers(item, (*path, key))
 
     paths = list(numbers(data))
-    assert len(paths) == 21  # version, 2 counts, 13 of the device, 2 of each link
+    assert len(paths) == 22  # version, 2 counts, 11 of the device, 4 of the compiler, 2 of each link
     for path in paths:
         for bad in (-1, "1", math.inf):
             broken = copy.deepcopy(data)
