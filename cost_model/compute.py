@@ -30,14 +30,14 @@ _VECTOR_FACTORS = {"float64": 0.5, "complex64": 0.25, "complex128": 0.125}
 # Pieces of a product's result that a thread block computes: rows, columns, and the share of what the largest reaches,
 # which is assumed: small tiles read their operands more often.
 _TILES = ((256, 128, 1.0), (128, 128, 0.95), (128, 64, 0.85), (64, 64, 0.65))
-# XLA's choice of the parts of a sum of products, as compiling products of 220 sizes for an H100 shows it: 83 % of them
-# are made in as many parts as this says.
+_LEAST_DEPTH = 256  # a sum of products shorter than two of these is not shared out among thread blocks
+_MOST_WAVES = 4  # nor is it where so many waves are busy anyhow
+# XLA's own choice of the parts, before a library makes its: as compiling products of 220 sizes for an H100 shows it,
+# 83 % of them are made in as many as this says.
 _PARTS = (1, 2, 4, 8, 16, 32, 64, 128)
 _PART_TILE = (128, 256)  # rows and columns of a tile
 _PART_STEP = 2700.0  # partial sums that cost as much as one step along the depth does for a wave of tiles
 _PART_START = 512  # steps that a wave takes before the first
-_LEAST_DEPTH = 256  # a sum of products shorter than two of these is not shared out among thread blocks
-_MOST_WAVES = 4  # nor is it where so many waves are busy anyhow
 
 
 def peak_flops(kind: DeviceKind, dtype: str, *, matmul: bool) -> float:
@@ -100,6 +100,8 @@ def partial_sum_bytes(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) 
         return 0.0
     if not dtype.startswith(("float", "bfloat", "complex")):
         return 0.0
+    if kind.products and _measured(kind).flops(sizes, dtype):
+        return 0.0  # in what was measured
     itemsize = _itemsize(dtype)
     parts = _parts(kind.multiprocessors, sizes)
     return sizes.batch * sizes.rows * sizes.columns * (parts * max(4, itemsize) - itemsize) if parts > 1 else 0.0

@@ -297,7 +297,8 @@ def _late(graph: _Graph, order: Sequence[int]) -> list[int]:
     waits = bytearray(len(kernels))
     for i in reversed(order):
         kernel = kernels[i]
-        if kernel.combining is not None or 0 < sum(graph.sizes[b] for b in kernel.makes) <= _NUMBER:
+        makes_a_number = not kernel.last and 0 < sum(graph.sizes[b] for b in kernel.makes) <= _NUMBER
+        if kernel.combining is not None or makes_a_number:
             continue
         readers = [k for b in kernel.makes for k in graph.readers[b]]
         waits[i] = all(waits[k] or ((how := kernels[k].combining) is not None and how.sums) for k in readers)

@@ -144,7 +144,7 @@ def _op_cost(
             LocalKernel(op.flops, _moved_bytes(op, mesh, sent), op.product, dtype, op.traffic.launches, op.pooling),
         )
         for k in kernels:
-            partial = partial_sum_bytes(kind, k.product, k.dtype) * (k.times if op.kernels else 1)
+            partial = k.rounds * partial_sum_bytes(kind, k.product, k.dtype)
             compute += compute_time(
                 kind, flops=k.flops, bytes_moved=k.nbytes + partial, dtype=k.dtype,
                 matmul=k.product is not None, share=product_share(kind, k.product, k.dtype), pooling=k.pooling,

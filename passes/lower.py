@@ -320,6 +320,7 @@ class _Writer:
                         k.dtype,
                         k.times,
                         k.pooling,
+                        k.rounds,
                     )
                     for k in rule.kernels
                 ),

@@ -31,8 +31,9 @@ class LocalKernel:
     nbytes: float  # read from memory and written to it
     product: ProductSizes | None  # of one round
     dtype: str
-    times: float
+    times: float  # that it is launched
     pooling: Pooling | None = None
+    rounds: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -122,7 +122,7 @@ class StrategySeconds:
         for k in rule.kernels:
             moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
             work = k.flops * share(k.held) / self._share(k.sides, cut, k.dtype)
-            partial = self._partial(k.sides, cut, k.dtype) * k.times
+            partial = k.rounds * self._partial(k.sides, cut, k.dtype)
             total += self._kernel(k.sides is not None, work, moved, partial, k.dtype, k.times, k.pooling)
         return total
 

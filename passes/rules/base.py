@@ -180,9 +180,10 @@ class Kernel:
     traffic: tuple[tuple[float, frozenset[int]], ...]  # bytes through memory, and the factors that cut them
     sides: Sides | None  # of a product, in one round
     dtype: str
-    times: float
+    times: float  # that it is launched
     again: bool = False  # see `Equation`
     pooling: Pooling | None = None
+    rounds: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -360,7 +361,7 @@ def is_fusible(rule: Rule) -> bool:
 
     That is what moves elements, and what computes each from one of each operand.
     """
-    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places:
+    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places or rule.pooling == "gradient":
         return False
     return not rule.flops or not (rule.reduced or rule.whole)
 

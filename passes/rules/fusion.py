@@ -222,7 +222,7 @@ def memory_traffic(
         if rule.pooling == "gradient" and not single_output:
             # First where in its window each of the largest is, which another kernel adds its gradient to.
             gradients = eqn.outputs[0].itemsize
-            launches[eqn.id] += 1
+            launches[eqn.id] = launches.get(eqn.id, 0) + 1
             reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * _INDEX + 2 * gradients + _INDEX) // gradients
         for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
             v = eqn.inputs[position]

@@ -489,7 +489,7 @@ def _kernels(
         dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
         if moved or sides:
             launches = times * traffic[e.id].launches
-            found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling))
+            found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling, times))
         else:
             fused[held, dtype] += flops
     found += [
@@ -518,7 +518,7 @@ def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
     sides = _outer_sides(kernel.sides, splits)
     return dataclasses.replace(
         kernel, flops=times * kernel.flops, held=_outer(kernel.held, splits), traffic=traffic, sides=sides,
-        times=times * kernel.times,
+        times=times * kernel.times, rounds=times * kernel.rounds,
     )  # fmt: skip
 
 

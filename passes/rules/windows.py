@@ -169,8 +169,9 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
             count = {"batch_group_count": local_size(local, group)}
         # In its own type where the operands are: cuDNN has no convolution of 16-bit floats with a result in 32 bits,
         # and XLA would convert the operands for one.
-        own = x.dtype == eqn.inputs[0].dtype
-        result = p["preferred_element_type"] if own else eqn.outputs[0].dtype
+        dtype = jnp.promote_types(x.dtype, kernel.dtype)
+        x, kernel = x.astype(dtype), kernel.astype(dtype)
+        result = p["preferred_element_type"] if dtype == eqn.inputs[0].dtype else eqn.outputs[0].dtype
         return bind(
             eqn, [x, kernel], padding=tuple(padding), preferred_element_type=result, **count,
             **without_sharding(eqn, "out_sharding"),

@@ -45,7 +45,7 @@ def _measured() -> Cluster:
         toy_kind(),
         products=products,
         bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
-        xla=XlaBackend(combined_sums=7, hides_latency=False, single_output=True),
+        xla=XlaBackend(combined_sums=7, hides_latency=False, single_output=True, split_k=False),
         reorderings=((1e5, 4e9), (1e6, 4e8)),
         pooling={"result": 4e8, "gradient": 3e7},
         allocations=((1e6, 5e9),),

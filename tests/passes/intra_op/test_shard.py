@@ -10,7 +10,9 @@ import optax
 import pytest
 
 from autopar import recipes
+from autopar.cost_model.compute import partial_sum_bytes
 from autopar.cost_model.program import program_cost
+from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.method import Method
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.stage import most_pieces
@@ -26,10 +28,13 @@ MOE = moe.MoEConfig(
 )
 
 
-@pytest.mark.parametrize("m", [1, 8])
+@pytest.mark.parametrize(("m", "multiprocessors"), [(1, 0), (8, 0), (1, 132)])
 @pytest.mark.parametrize("model", ["gpt", "scan", "moe"])
-def test_a_choice_costs_what_its_programs_do(model: str, m: int) -> None:
-    """Sums over microbatches take time, too: 1/m of a choice's seconds each time, or it looks too cheap."""
+def test_a_choice_costs_what_its_programs_do(model: str, m: int, multiprocessors: int) -> None:
+    """Sums over microbatches take time, too: 1/m of a choice's seconds each time, or it looks too cheap.
+
+    So do partial sums, where products are so small that multiprocessors would be idle.
+    """
     config = {"gpt": GPT, "scan": dataclasses.replace(GPT, scan=True), "moe": MOE}[model]
     of = moe if model == "moe" else gpt
     optimizer = optax.adam(1e-3)
@@ -37,8 +42,18 @@ def test_a_choice_costs_what_its_programs_do(model: str, m: int) -> None:
     analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 32))
     # Memory is as slow as arithmetic: what goes through it counts.
     cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e10, link=1e10, latency=1e-6, launch=1e-7)
+    kind = dataclasses.replace(cluster.hosts[0].kind, multiprocessors=multiprocessors)
+    cluster = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
     plan, lowered = Planner(analysis, cluster, Method("one stage", num_stages=1)).plan(m)
     prices = Prices(cluster)
+    parts = [
+        partial_sum_bytes(kind, kernel.product, kernel.dtype)
+        for local in lowered.programs
+        for op in local.ops
+        if isinstance(op, Compute) and (op.kernels or op.product)
+        for kernel in op.kernels or [LocalKernel(0.0, 0.0, op.product, op.equation.kernel_dtype(True), 1.0)]
+    ]
+    assert any(parts) == (multiprocessors > 0)
     seconds = sum(
         program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]).seconds
         * (m if local.program.in_loop else 1)

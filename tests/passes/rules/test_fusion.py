@@ -244,6 +244,25 @@ def test_filters_are_copied_as_by_xla_for_h100() -> None:
     assert launches == pytest.approx(sum(kernel.times for kernel in kernels), rel=0.15)
 
 
+def test_gradients_of_maxima_over_windows_are_kernels_of_their_own() -> None:
+    """Also where each window begins one further, so that nothing is reduced: a loss that reads the array is beside."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            pooled = jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (3, 3), (1, 1), "SAME")
+            return (pooled**2).sum()
+
+        return jax.value_and_grad(loss)(w)
+
+    operands = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    graph = trace(step, operands, {}, name="step")
+    rules = {equation.id: rule_of(equation) for equation in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
+    (gradient,) = (e for e in graph.equations if rules[e.id].pooling == "gradient")
+    assert traffic[gradient.id].launches == 2
+
+
 @needs_cuda_compiler
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_of_maxima_over_windows_move_what_they_do_by_xla_for_h100(dtype: str) -> None:
