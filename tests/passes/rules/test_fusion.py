@@ -254,7 +254,7 @@ def test_gradients_of_maxima_over_windows_are_kernels_of_their_own() -> None:
 
         return jax.value_and_grad(loss)(w)
 
-    operands = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * 2
+    operands = (jax.ShapeDtypeStruct((64, 64), jnp.float32),) * 2
     graph = trace(step, operands, {}, name="step")
     rules = {equation.id: rule_of(equation) for equation in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
