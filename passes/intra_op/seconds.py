@@ -50,8 +50,7 @@ class StrategySeconds:
             matmul = rule.unit == "matmul"
             work = rule.work({}) * options.share
             dtype = eqn.kernel_dtype(matmul)
-            share = self._share(rule.sides, cut, dtype)
-            partial = self._partial(rule.sides, cut, dtype)
+            share, partial = self._product(rule.sides, cut, dtype)
             seconds = self._kernel(matmul, work / share, moved, partial, dtype, traffic.launches, rule.pooling)
             if any(traffic.against) or any(traffic.copied):
                 seconds += self._reordered(eqn, rule, lane_index, options, traffic)
@@ -97,17 +96,13 @@ class StrategySeconds:
                 seconds += reordering_seconds(self.kind, nbytes, against=against, copied=copied)
         return seconds
 
-    def _share(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:
-        """Of the speed of large products."""
+    def _product(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> tuple[Any, Any]:
+        """Shares of the speed of large products, and bytes of partial sums beyond the result."""
         if sides is None:
-            return 1.0
-        return np.array([product_share(self.kind, product_sizes(sides, split), dtype) for split in cut])
-
-    def _partial(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> Any:
-        """Bytes of partial sums beyond a product's result."""
-        if sides is None:
-            return 0.0
-        return np.array([partial_sum_bytes(self.kind, product_sizes(sides, split), dtype) for split in cut])
+            return 1.0, 0.0
+        sizes = [product_sizes(sides, split) for split in cut]
+        shares = np.array([product_share(self.kind, each, dtype) for each in sizes])
+        return shares, np.array([partial_sum_bytes(self.kind, each, dtype) for each in sizes])
 
     def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]]) -> Any:
         """Every kernel of a body, in all rounds."""
@@ -121,9 +116,11 @@ class StrategySeconds:
         total = np.zeros(len(cut))
         for k in rule.kernels:
             moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
-            work = k.flops * share(k.held) / self._share(k.sides, cut, k.dtype)
-            partial = k.rounds * self._partial(k.sides, cut, k.dtype)
-            total += self._kernel(k.sides is not None, work, moved, partial, k.dtype, k.times, k.pooling)
+            speed, partial = self._product(k.sides, cut, k.dtype)
+            total += self._kernel(
+                k.sides is not None, k.flops * share(k.held) / speed, moved, k.rounds * partial, k.dtype, k.times,
+                k.pooling,
+            )  # fmt: skip
         return total
 
     def _kernel(

@@ -220,7 +220,8 @@ def memory_traffic(
                         reads[eqn.id, position] += 2
                     ordered.add((base, order))
         if rule.pooling == "gradient" and not single_output:
-            # First where in its window each of the largest is, which another kernel adds its gradient to.
+            # First where in its window each of the largest is, in indices that are written and read, beside what it
+            # is; then another kernel adds its gradient there.
             gradients = eqn.outputs[0].itemsize
             launches[eqn.id] = launches.get(eqn.id, 0) + 1
             reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * _INDEX + 2 * gradients + _INDEX) // gradients
