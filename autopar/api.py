@@ -11,6 +11,7 @@ import re
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
 from typing import Any, overload
 
 import jax
@@ -43,6 +44,8 @@ from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
+from autopar.runtime.placement import absent, is_here
+from autopar.runtime.processes import Processes, this_job
 from autopar.state import argument_like, gather, homes_of, pieces_of, uncommitted
 from autopar.trace import call_specs, configuration, name_of, trace, with_examples
 
@@ -294,6 +297,14 @@ class Parallelized:
             by_mesh.setdefault(None if sharding is None else sharding.mesh, []).append(piece)
         placed: dict[tuple[int, int], Any] = {}
         for mesh, pieces in by_mesh.items():
+            if mesh is not None and not is_here(mesh):
+                apart = [(i, k) for i, k in pieces if i not in cuts and leaves[i].ndim == 0]
+                for i, k in set(pieces) - set(apart):
+                    home = homes[planned.inputs[planned.inputs_of[first + i][k]]]
+                    placed[i, k] = absent(dataclasses.replace(home, weak_type=leaves[i].weak_type))
+                mesh, pieces = None, apart  # numbers are known to all processes: they are made here, too
+            if not pieces:
+                continue
 
             def make(*xs: Any, pieces: list[tuple[int, int]] = pieces) -> list[Any]:
                 state = make_leaves(*xs)
@@ -437,17 +448,43 @@ class Parallelized:
         check_devices(self.cluster.num_devices if leader is None else 0, devices)
         shown, self._shown = self._shown, None  # state may lie otherwise afterwards
         started = time.perf_counter()
-        plan, lowered = shown[1] if shown is not None and shown[0] == call.key else self._planned(call, analysis)
+        mine = shown[1] if shown is not None and shown[0] == call.key else None
+        job = this_job()
+        if job is None or leader is not None:
+            plan, lowered = mine or self._planned(call, analysis)
+        else:
+            plan, lowered = self._planned_by_first(job, call, analysis, mine)
         if plan.origin is None:
             origin = self._origin(call, analysis, self._method, self._since(started, self._method))
             plan = dataclasses.replace(plan, origin=origin)
         step = lowered.placed.step
         donated = inputs_of(self._donated(call, analysis.graph), step.graph)
         with jax.disable_jit(False):
-            runtime = build(lowered, plan.schedule, devices, donated)
+            runtime = build(lowered, plan.schedule, devices, donated, job)
         runtime.buffers = self._buffers
         self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
         return self._executables[call.key]
+
+    def _planned_by_first(
+        self, job: Processes, call: _Call, analysis: BatchAnalysis, mine: tuple[Plan, LoweredStep] | None
+    ) -> tuple[Plan, LoweredStep]:
+        """Process 0 plans, and the others take its plan."""
+        step = f"{self._name} of fingerprint {analysis.graph.fingerprint}"
+        versions = {"the version of jax": jax.__version__, "the version of autopar": metadata.version("autopar")}
+        job.agree(self._name, {**versions, "the step": step})
+        found = mine
+
+        def plan() -> str:
+            nonlocal found
+            found = found or self._planned(call, analysis)
+            return found[0].to_json()
+
+        text = job.from_first(plan)
+        if job.index or found is None:
+            made = Plan.from_json(text)
+            restored = Finisher(analysis, made.cluster).restore(made)
+            found = restored.plan, restored.lowered
+        return found
 
     @staticmethod
     def _since(started: float, method: Method | Plan) -> float | None:

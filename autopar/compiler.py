@@ -9,6 +9,8 @@ The whole pipeline, a line a pass:
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,15 +20,18 @@ import numpy as np
 
 from autopar.cost_model.reshard import tile_copies
 from autopar.ir.graph import Graph, Literal, Value
-from autopar.ir.instructions import InstructionList, Run
+from autopar.ir.instructions import InstructionList, Register, Run
 from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding, TileCopies
 from autopar.passes.emit import emit, partition_spec, port_dtype, port_shape
 from autopar.passes.instructions import write_instructions
+from autopar.passes.launches import check_launches
 from autopar.passes.lower import Crossing, LoweredStep
-from autopar.runtime.executable import Array, Executable, Source, Wiring, copied, on_device, weakly_typed
+from autopar.runtime.executable import Executable, Source, Wiring, copied, on_device
+from autopar.runtime.placement import Array, weakly_typed
+from autopar.runtime.processes import Processes
 from autopar.runtime.transfer import TileTransfer
 
 
@@ -35,8 +40,12 @@ def build(
     schedule: ScheduleName,
     devices: Sequence[jax.Device],
     donate: frozenset[int],
+    job: Processes | None = None,
 ) -> Executable:
-    """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`."""
+    """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`.
+
+    Where the devices are those of several processes, `job`, each compiles the programs that it has devices for.
+    """
     placed, step = lowered.placed, lowered.placed.step
     graph = step.graph
     meshes = [device_mesh(s.mesh, devices) for s in lowered.shardings]
@@ -73,8 +82,43 @@ def build(
         {r: (i, array(s, Port(step.microbatch, Sharding(())))) for (s, i), r in instructions.microbatch.items()},
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},
         transfers, results, donate,
+        *_made(lowered, instructions, array),
+        tuple(frozenset(device.process_index for device in mesh.devices.flat) for mesh in meshes),
     )  # fmt: skip
-    return Executable(sources, wiring)
+    if job is not None:
+        job.agree(graph.name, {"the plan": fingerprint(lowered, instructions)})
+        job.share(meshes)
+    check_launches(
+        [instructions.of_stages({s for s, there in enumerate(wiring.processes) if process in there})
+         for process in range(job.count if job else 1)],
+        wiring.processes,
+    )  # fmt: skip
+    return Executable(sources, wiring, job)
+
+
+# Bytes of a result that all processes get to know, though its stage is on others: what a script reads after a step. Of
+# the state only numbers, such as that of the step.
+_MOST_BYTES_KNOWN = 2**20
+
+
+def _made(
+    lowered: LoweredStep, instructions: InstructionList, array: Callable[[int, Port], Array]
+) -> tuple[dict[Register, Array], frozenset[Register], frozenset[Register]]:
+    """Results of programs; of these what every process gets to know, such as metrics that are not cut; the state."""
+    graph = lowered.placed.step.graph
+    made: dict[Register, Array] = {}
+    known, carried = set(), set()
+    for number, (register, held) in enumerate(zip(instructions.results, lowered.results, strict=True)):
+        if register is None or held is None:
+            continue
+        out = graph.outputs[number]
+        made[register] = dataclasses.replace(array(*held), weak_type=out.weak_type)
+        if number in graph.carried:
+            carried.add(register)
+        most = 1 if number in graph.carried else _MOST_BYTES_KNOWN // out.dtype.itemsize
+        if made[register].sharding.is_fully_replicated and math.prod(out.shape) <= most:
+            known.add(register)
+    return made, frozenset(known), frozenset(carried)
 
 
 def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozenset[int]) -> InstructionList:
@@ -82,6 +126,18 @@ def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozen
     step = lowered.placed.step
     rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], step.num_microbatches)
     return write_instructions(lowered, rows, frozenset(step.graph.inputs[i] for i in donate))
+
+
+def fingerprint(lowered: LoweredStep, instructions: InstructionList) -> str:
+    """Equal where processes run the same programs, send the same and in the same order."""
+
+    def ports(of: Sequence[Port]) -> list[tuple[int, str]]:
+        return [(port.value.id, str(port.sharding)) for port in of]
+
+    programs = [(p.program.name, p.mesh, ports(p.inputs), ports(p.outputs), len(p.ops)) for p in lowered.programs]
+    crossings = [(c.source, c.target, c.value.id, str(c.plan.sent), str(c.plan.received)) for c in lowered.crossings]
+    text = repr((programs, crossings, instructions.instructions))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def write_sources(

@@ -60,6 +60,10 @@ class StateError(UserError):
     """The state passed in is unusable: donated before, or not where its plan put it."""
 
 
+class PeerError(UserError):
+    """Another process of the job failed: says which, and with what."""
+
+
 class NotFiniteError(UserError, FloatingPointError):
     """A step returned a NaN or an infinity while JAX was told to look for them (`jax_debug_nans`, `jax_debug_infs`)."""
 

@@ -16,6 +16,8 @@ from autopar.ir.graph import Graph, LeafCut
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
+from autopar.runtime.gathering import whole_arrays
+from autopar.runtime.processes import this_job
 from autopar.trace import matching_leaves, state_specs
 
 
@@ -102,8 +104,20 @@ def _sharding_of(sharding: jax.sharding.NamedSharding, rank: int) -> Sharding:
 
 
 def gather(tree: Any) -> Any:
-    """A pytree whose arrays lie whole on the first device: what `jax.jit` accepts, whatever the plan was."""
-    device = jax.devices()[0]
+    """A pytree whose arrays lie whole on the first device: what `jax.jit` accepts, whatever the plan was.
+
+    In a job of several processes all of them have to call this, with the same tree; each gets the whole on its own
+    first device.
+    """
+    job, device = this_job(), jax.local_devices()[0]
+
+    if job is not None:
+        leaves, structure = jax.tree.flatten(tree)
+        # What lies on a mesh of a plan: to the others it does, too, whoever has its devices.
+        apart = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) and job.shares(x.sharding)}
+        for i, x in whole_arrays(apart, job).items():
+            leaves[i] = jax.device_put(x, device)
+        tree = jax.tree.unflatten(structure, leaves)
 
     def whole(x: Any) -> Any:
         if isinstance(x, Pieces):

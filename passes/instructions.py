@@ -41,6 +41,7 @@ class _Writer:
             self.leaves[value] = register
             self.ready.add(register)
         self.instructions: list[Instruction] = []
+        self.copies = 0
 
     def _number(self, key: Hashable) -> Register:
         return self.numbers.setdefault(key, len(self.numbers))
@@ -181,7 +182,8 @@ class _Writer:
             value, piece = self.kept[port.value]
             target = self._number((crossing.target, value, crossing.plan.received, piece))
         self.ready.add(target)
-        self.instructions.append(Copy(crossing.source, number, source, target))
+        self.copies += 1
+        self.instructions.append(Copy(crossing.source, crossing.target, self.copies - 1, number, source, target))
 
     def _with_frees(self, results: set[Register]) -> list[Instruction]:
         """Free each register after its last use; what outlives the step (constants, indices) stays."""

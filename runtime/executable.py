@@ -13,23 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import jaxprs_in_params
-from jax.extend.core.primitives import convert_element_type_p
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, InstructionList, Register, Run
 from autopar.runtime.buffers import Buffers
-from autopar.runtime.transfer import TileTransfer, send
-
-
-@dataclasses.dataclass(frozen=True)
-class Array:
-    """A global array at the border of a program."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: jax.sharding.NamedSharding
-    weak_type: bool = False  # of a result
+from autopar.runtime.mail import Mail
+from autopar.runtime.placement import Array, absent, is_here, place, weakly_typed
+from autopar.runtime.processes import Processes
+from autopar.runtime.transfer import TileTransfer, needs_waits, send
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,37 +86,54 @@ class Wiring:
     transfers: tuple[TileTransfer, ...]  # by crossing
     results: tuple[Callable[[Sequence[Any]], Any] | None, ...]  # from the arguments; None: from the registers
     donated: frozenset[int]  # argument leaves that are given away
+    made: Mapping[Register, Array]  # results that are made by programs
+    known: frozenset[Register]  # of these: brought to all processes
+    carried: frozenset[Register]  # of these: state
+    processes: tuple[frozenset[int], ...]  # by stage: those that have devices of it
 
 
 class Executable:
-    """Runs a step. Everything is compiled and constants are placed when it is made."""
+    """Runs a step. Everything is compiled and constants are placed when it is made.
 
-    def __init__(self, sources: Sequence[Source], wiring: Wiring) -> None:
+    Of several processes each compiles and runs what it has devices for. Results of other processes' stages are arrays
+    without data, which say only where they lie.
+    """
+
+    def __init__(self, sources: Sequence[Source], wiring: Wiring, job: Processes | None = None) -> None:
         self.wiring = wiring
         self.buffers = Buffers()  # one for all executables that hand one another state, where they are told so
-        self.sources = tuple(sources)
-        self.programs = _compile(sources)
+        here = [i for i, source in enumerate(sources) if is_here(source.mesh)]
+        self.sources = tuple(sources[i] for i in here)  # of this process
+        self.programs = _compile(self.sources)
         for transfer in wiring.transfers:
             transfer.compile()
-        self._calls = list(self.programs)
-        # Launching a program on virtual CPU devices while the one before still runs on some of them, XLA can leave a
-        # device out for which the others then wait; it ends the process after 40 seconds (jaxlib 0.10.2).
-        self._waits = [_is_cpu_mesh(source.mesh) for source in sources]
+        self._calls = dict(zip(here, self.programs, strict=True))
+        self._waits = {i: needs_waits(sources[i].mesh) for i in here}
         self.dispatch_seconds = 0.0  # host time of the last step's instructions, waits left out
         permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
         permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
-        placed = jax.device_put([c for _, c, _ in permanent], [a.sharding for _, _, a in permanent])
+        permanent = [(r, x, a) for r, x, a in permanent if is_here(a.sharding.mesh)]
+        placed = place([c for _, c, _ in permanent], [a.sharding for _, _, a in permanent])
         self._permanent = [(r, x) for (r, _, _), x in zip(permanent, placed, strict=True)]
-        self._sums = _zero_programs(wiring.sums)
+        self._sums = _zero_programs({r: a for r, a in wiring.sums.items() if is_here(a.sharding.mesh)})
+        self._homes = {v: a for v, a in wiring.homes.items() if is_here(a.sharding.mesh)}
+        self._feeds = {r: feed for r, feed in wiring.feeds.items() if is_here(feed[-1].sharding.mesh)}
         self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
         instructions = wiring.instructions
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
+        self._instructions = instructions.of_stages(
+            {stage for stage, there in enumerate(wiring.processes) if jax.process_index() in there}
+        )
+        self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
+        self._mail = (
+            None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
+        )
 
     @property
     def instruction_count(self) -> int:
-        """Instructions of one step, frees left out."""
-        return sum(isinstance(i, Run | Copy) for i in self.wiring.instructions.instructions)
+        """Instructions of one step on this process, frees left out."""
+        return sum(isinstance(i, Run | Copy) for i in self._instructions)
 
     def __call__(self, leaves: Sequence[Any]) -> list[Any]:
         """One step on the arguments' leaves; returns the outputs' leaves.
@@ -134,22 +143,24 @@ class Executable:
           StateLostError: a program failed after the state had been given to an update program.
         """
         wiring = self.wiring
+        if self._mail is not None:
+            self._mail.next_step()
         registers: list[Any] = [None] * wiring.instructions.num_registers
         for register, value in self._permanent:
             registers[register] = value
         in_place = self._place(leaves, registers)
         for target, zeros in self._sums:
             totals = zeros()
-            if any(self._waits):
+            if any(self._waits.values()):
                 jax.block_until_ready(totals)
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
         passed = [None if result is None else result(leaves) for result in wiring.results]
-        if any(self._waits):
+        if any(self._waits.values()):
             jax.block_until_ready(passed)
         started, waited = time.perf_counter(), 0.0
         try:
-            for instruction in wiring.instructions.instructions:
+            for instruction in self._instructions:
                 if isinstance(instruction, Run):
                     outputs = self._calls[instruction.program](*[registers[r] for r in instruction.inputs])
                     if self._waits[instruction.program]:
@@ -159,8 +170,9 @@ class Executable:
                     for register, output in zip(instruction.outputs, outputs, strict=True):
                         registers[register] = output
                 elif isinstance(instruction, Copy):
+                    message = None if self._mail is None else self._mail.message(instruction)
                     transfer = wiring.transfers[instruction.crossing]
-                    registers[instruction.target] = send(transfer, registers[instruction.source])
+                    registers[instruction.target] = send(transfer, registers[instruction.source], message)
                 else:
                     for register in instruction.registers:
                         registers[register] = None
@@ -176,9 +188,13 @@ class Executable:
             ) from error
         self.dispatch_seconds = time.perf_counter() - started - waited
         results = wiring.instructions.results
+        for register, nothing in self._absent.items():
+            registers[register] = nothing
         if self._given:
-            made = [registers[register] for register in set(results) if register is not None]
+            made = [registers[register] for register in set(results) - self._absent.keys() if register is not None]
             self.buffers.remember([*made, *(leaves[at] for at in in_place if at not in self._given)])
+        if self._mail is not None:
+            self._mail.make_known(registers)
         return [
             argument if register is None else registers[register]
             for register, argument in zip(results, passed, strict=True)
@@ -189,7 +205,7 @@ class Executable:
         wiring = self.wiring
         in_place: dict[int, tuple[Register, Array]] = {}
         moves: list[tuple[Register, Any, Any]] = []
-        for value, array in wiring.homes.items():
+        for value, array in self._homes.items():
             at = self._leaf_at[value]
             leaf = leaves[at]
             register = wiring.instructions.leaves[value]
@@ -219,28 +235,19 @@ class Executable:
             for at in self.buffers.shared(leaves, tuple(in_place), self._given) & in_place.keys():
                 register, array = in_place.pop(at)
                 moves.append((register, leaves[at], array.sharding))
-        for register, (at, batch, microbatch, array) in wiring.feeds.items():
+        for register, (at, batch, microbatch, array) in self._feeds.items():
             moves.append(
                 (register, _microbatch(leaves[at], batch, microbatch, wiring.num_microbatches), array.sharding)
             )
         # Callers may fill their batch buffers anew while the step still runs.
-        placed = jax.device_put([x for _, x, _ in moves], [s for _, _, s in moves], may_alias=False)
+        placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
         return list(in_place)
 
 
-def _is_cpu_mesh(mesh: jax.sharding.Mesh) -> bool:
-    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
-
-
 def _is_deleted(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def weakly_typed(x: Any) -> Any:
-    """The same array, with a type that gives way to others', as those of Python numbers do."""
-    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)
 
 
 def copied(leaf: Any) -> Any:

@@ -6,14 +6,45 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.ir.sharding import TileCopies
+from autopar.runtime.mail import Message
+
+
+class Tile(NamedTuple):
+    """A part of what a device of this process holds."""
+
+    cut: int  # which part
+    device: jax.Device
+
+
+class _Wanted(NamedTuple):
+    """A part that a device of this process takes."""
+
+    device: jax.Device
+    place: int  # in its tile
+    source: Tile | tuple[int, int]  # of this process, or a number among what another process sends
+    is_first: bool  # it takes from another process, and no device before it takes the same
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """What one process does for a transfer: tiles are numbered as copies within it, then those from other processes."""
+
+    sends: bool  # it has devices of the source
+    receives: bool  # it has devices of the target
+    offers: Mapping[int, Sequence[Tile]]  # by the receiving process
+    pulls: Mapping[int, Sequence[jax.ShapeDtypeStruct]]  # by the sending process
+    tiles: tuple[Tile, ...]  # copied within the process
+    again: tuple[int, ...]  # of what has been pulled: copied to further devices
+    devices: tuple[jax.Device, ...]  # where `tiles` and `again` go
+    places: tuple[tuple[int, ...], ...]  # for each place in a tile the numbers of its parts, by device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,9 +105,82 @@ class TileTransfer:
         """Of the array of all devices' first parts, say, on the target mesh."""
         return tuple(size // n for size, n in zip(self.shape, self.tiles.joins, strict=True))
 
+    @functools.cached_property
+    def is_local(self) -> bool:
+        """Whether both meshes are this process's alone."""
+        return self.source.is_fully_addressable and self.target.is_fully_addressable
+
+    @functools.cached_property
+    def route(self) -> Route:
+        """This process's part of the copies.
+
+        A device takes a tile from a device of its own process that holds it, if there is one. What several devices of a
+        process take from others comes to the first of them, and goes on from there: it crosses once.
+        """
+        here = jax.process_index()
+        senders, receivers = list(self.source.mesh.devices.flat), list(self.target.mesh.devices.flat)
+        held = self.source.devices_indices_map(self.shape)
+        holders: dict[tuple[Any, int], Any] = {}  # (tile, process) -> its first device that holds the tile
+        for device in senders:
+            holders.setdefault((_key(held[device]), device.process_index), device)
+        offers: dict[int, list[Tile]] = {}
+        pulls: dict[int, list[jax.ShapeDtypeStruct]] = {}
+        first: dict[tuple[Any, int, int], tuple[int, int]] = {}  # (tile, part, process) -> sender, number of its tiles
+        wanted: list[_Wanted] = []
+        for copy in self.tiles.copies:
+            to, tile = receivers[copy.target], _key(held[senders[copy.source]])
+            process = to.process_index
+            near = holders.get((tile, process))
+            if near is not None:
+                if process == here:
+                    own = senders[copy.source] if senders[copy.source].process_index == here else near
+                    wanted.append(_Wanted(to, copy.place, Tile(copy.cut, own), False))
+                continue
+            met = (tile, copy.cut, process)
+            is_first = met not in first
+            if is_first:
+                sender = senders[copy.source]
+                shape = self.target.shard_shape(self.part_shape)
+                if sender.process_index == here:
+                    offers.setdefault(process, []).append(Tile(copy.cut, sender))
+                numbered = pulls.setdefault(sender.process_index, []) if process == here else []
+                first[met] = sender.process_index, len(numbered)
+                numbered.append(jax.ShapeDtypeStruct(shape, self.dtype, sharding=SingleDeviceSharding(to)))
+            if process == here:
+                wanted.append(_Wanted(to, copy.place, first[met], is_first))
+        return _route(self, offers, pulls, wanted)
+
     def compile(self) -> None:
-        """Compile what cuts and joins tiles, ahead of the first transfer."""
-        _ = self.cut, self.join
+        """Compile what cuts and joins tiles where it runs, ahead of the first transfer."""
+        if self.source.addressable_devices:
+            _ = self.cut
+        if self.target.addressable_devices:
+            _ = self.join
+
+
+def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
+    return tuple((s.start, s.stop) for s in index)
+
+
+def _route(
+    transfer: TileTransfer, offers: Mapping[int, Sequence[Tile]], pulls: Mapping[int, Sequence[jax.ShapeDtypeStruct]],
+    wanted: Sequence[_Wanted],
+) -> Route:  # fmt: skip
+    """Numbers for all that arrives: copies within the process first, then what is pulled, sender by sender."""
+    before = dict(zip(pulls, itertools.accumulate(map(len, pulls.values()), initial=0), strict=False))
+    own = [w for w in wanted if isinstance(w.source, Tile)]
+    again = [w for w in wanted if not isinstance(w.source, Tile) and not w.is_first]
+    pulled_at = {w: before[w.source[0]] + w.source[1] for w in wanted if not isinstance(w.source, Tile)}
+    number = {w: k for k, w in enumerate((*own, *again))}
+    number |= {w: len(number) + pulled_at[w] for w in wanted if w.is_first}
+    places: list[list[int]] = [[] for _ in range(math.prod(transfer.tiles.joins))]
+    for w in wanted:
+        places[w.place].append(number[w])
+    return Route(
+        bool(transfer.source.addressable_devices), bool(transfer.target.addressable_devices), offers, pulls,
+        tuple(w.source for w in own if isinstance(w.source, Tile)), tuple(pulled_at[w] for w in again),
+        tuple(w.device for w in (*own, *again)), tuple(map(tuple, places)),
+    )  # fmt: skip
 
 
 def _compiled(
@@ -90,26 +194,47 @@ def _compiled(
     return compiled
 
 
-def send(transfer: TileTransfer, array: jax.Array) -> jax.Array:
+def needs_waits(mesh: Any) -> bool:
+    """Whether programs of this mesh must not overlap with others on this process.
+
+    Launching a program on virtual CPU devices while the one before still runs on some of them, XLA can leave a device
+    out for which the others then wait; it ends the process after 40 seconds (jaxlib 0.10.2).
+    """
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" and jax.local_device_count() > 1
+
+
+def send(transfer: TileTransfer, array: jax.Array, message: Message | None = None) -> jax.Array | None:
     """The array on the target mesh. Only issues the work, and waits for it on the CPU where tiles are cut or joined.
 
-    It shares no buffer with the original, which may be given away, though two stages may have the same devices.
+    It shares no buffer with the original, which may be given away, though two stages may have the same devices. Where
+    the meshes span processes, each calls this: those without devices of the source have nothing to give for `array`,
+    those without devices of the target get None.
     """
-    if transfer.aligned:
+    if transfer.aligned and transfer.is_local:
         moved: jax.Array = jax.device_put(array, transfer.target, may_alias=False)
         return moved
-    copies = transfer.tiles.copies
-    parts = (array,) if transfer.cut is None else transfer.cut(array)
-    by_device = [{shard.device: shard.data for shard in part.addressable_shards} for part in parts]
-    sources, targets = list(transfer.source.mesh.devices.flat), list(transfer.target.mesh.devices.flat)
-    sent = [by_device[copy.cut][sources[copy.source]] for copy in copies]
-    arrived: list[Any] = jax.device_put(sent, [targets[copy.target] for copy in copies], may_alias=False)
-    places = math.prod(transfer.tiles.joins)
-    received = [
-        jax.make_array_from_single_device_arrays(transfer.part_shape, transfer.target, arrived[place::places])
-        for place in range(places)
-    ]
-    result = received[0] if transfer.join is None else transfer.join(*received)
-    if sources[0].platform == "cpu" and (transfer.cut or transfer.join):
-        jax.block_until_ready((parts, result))  # programs must not overlap there: see `Executable`
+    route = transfer.route
+    parts: Sequence[jax.Array] = ()
+    by_device: list[dict[Any, jax.Array]] = []
+    if route.sends:
+        parts = (array,) if transfer.cut is None else transfer.cut(array)
+        by_device = [{shard.device: shard.data for shard in part.addressable_shards} for part in parts]
+    pulled: list[jax.Array] = []
+    if message is not None:
+        for receiver, tiles in route.offers.items():
+            offered = [by_device[tile.cut][tile.device] for tile in tiles]
+            message.offer(receiver, offered, fresh=transfer.cut is not None)
+        for sender, structs in route.pulls.items():
+            pulled += message.pull(sender, structs)
+    result = None
+    if route.receives:
+        sent = [by_device[tile.cut][tile.device] for tile in route.tiles] + [pulled[k] for k in route.again]
+        arrived = [*jax.device_put(sent, list(route.devices), may_alias=False), *pulled]
+        received = [
+            jax.make_array_from_single_device_arrays(transfer.part_shape, transfer.target, [arrived[k] for k in place])
+            for place in route.places
+        ]
+        result = received[0] if transfer.join is None else transfer.join(*received)
+    if (transfer.cut or transfer.join) and (needs_waits(transfer.source.mesh) or needs_waits(transfer.target.mesh)):
+        jax.block_until_ready((parts, result))
     return result

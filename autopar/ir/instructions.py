@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Port
@@ -28,6 +28,8 @@ class Copy:
     """Copy a value tile by tile to another stage's mesh."""
 
     stage: int  # the sender
+    to: int  # the receiver
+    number: int  # among the copies of a step
     crossing: int  # index into the lowered step's crossings
     source: Register
     target: Register
@@ -60,3 +62,19 @@ class InstructionList:
     def of_stage(self, stage: int) -> tuple[Instruction, ...]:
         """The list of one mesh."""
         return tuple(i for i in self.instructions if i.stage == stage)
+
+    def of_stages(self, stages: Set[int]) -> tuple[Instruction, ...]:
+        """What a process plays that has devices of these stages: its part of all, in the order of all.
+
+        Programs of its stages, copies that leave or reach them, and after each what may be forgotten then.
+        """
+        found: list[Instruction] = []
+        kept = False
+        for instruction in self.instructions:
+            if isinstance(instruction, Run):
+                kept = instruction.stage in stages
+            elif isinstance(instruction, Copy):
+                kept = not stages.isdisjoint((instruction.stage, instruction.to))
+            if kept:
+                found.append(instruction)
+        return tuple(found)

@@ -1,0 +1,76 @@
+"""Whole arrays on every process, of arrays whose pieces lie on several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.runtime.processes import Channel, Processes, is_key, plain
+
+_Index = tuple[slice, ...]
+_Key = tuple[tuple[int, int], ...]
+
+
+def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes) -> dict[int, Any]:
+    """On the host, on all processes, all of which call this for the same numbered arrays; random keys as keys.
+
+    Every process pulls the pieces that it does not have, each once, those that several have from them in turn. Numbers
+    (arrays of no dimension) are known to all processes already: see `Mail`.
+    """
+    channel = job.gatherings
+    channel.next_step()
+    tiles = {number: _tiles(array) for number, array in arrays.items()}
+    for number, array in arrays.items():
+        mine = {_key(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+        for receiver in range(job.count):
+            wanted = [key for key, there in tiles[number].items() if _sender(there, receiver) == job.index]
+            if wanted:
+                # The caller may give the arrays away before the others have fetched them.
+                job.offer(channel.uuid(number, receiver), [mine[key].copy() for key in wanted])
+    return {number: _whole(array, tiles[number], number, job, channel) for number, array in arrays.items()}
+
+
+def _whole(array: jax.Array, tiles: dict[_Key, list[int]], number: int, job: Processes, channel: Channel) -> Any:
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    found = {_key(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    by_sender: dict[int, list[_Key]] = {}
+    for key, there in tiles.items():
+        sender = _sender(there, job.index)
+        if sender is not None:
+            by_sender.setdefault(sender, []).append(key)
+    for sender, keys in by_sender.items():
+        shapes = [tuple(stop - start for start, stop in key) for key in keys]
+        structs = [jax.ShapeDtypeStruct(shape, array.dtype, sharding=here) for shape in shapes]
+        found.update(zip(keys, job.pull(channel.uuid(number, job.index), sender, structs), strict=True))
+    numbers = {key: np.asarray(plain(piece)) for key, piece in found.items()}
+    first = next(iter(numbers.values()))
+    result = np.empty((*array.shape, *first.shape[array.ndim :]), first.dtype)
+    for key, piece in numbers.items():
+        result[tuple(slice(start, stop) for start, stop in key)] = piece
+    return jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)) if is_key(array) else result  # type: ignore[arg-type]
+
+
+def _tiles(array: jax.Array) -> dict[_Key, list[int]]:
+    """The processes that hold each piece; empty for what all know."""
+    if array.ndim == 0:
+        return {}
+    found: dict[_Key, list[int]] = {}
+    index_of: Mapping[Any, _Index] = array.sharding.devices_indices_map(array.shape)
+    for device, index in index_of.items():
+        there = found.setdefault(_key(index, array.shape), [])
+        if device.process_index not in there:
+            there.append(device.process_index)
+    return found
+
+
+def _sender(there: Sequence[int], receiver: int) -> int | None:
+    """Who sends a piece to a process; nobody where it has the piece."""
+    return None if receiver in there else there[receiver % len(there)]
+
+
+def _key(index: _Index, shape: Sequence[int]) -> _Key:
+    dims = zip(index, shape, strict=False)  # pieces of random keys have one more, of their numbers
+    return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in dims)

@@ -1,0 +1,89 @@
+"""What the programs of a step send to other processes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence, Set
+
+import jax
+
+from autopar.ir.instructions import Copy, InstructionList, Register
+from autopar.runtime.placement import Array, weakly_typed
+from autopar.runtime.processes import Channel, Processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """The tiles of one copy of one step."""
+
+    job: Processes
+    channel: Channel
+    number: int  # among the messages of a step
+    fragile: bool  # what is sent may be given away before others have fetched it
+
+    def offer(self, receiver: int, arrays: Sequence[jax.Array], *, fresh: bool) -> None:
+        """Let another process have these; `fresh`: nobody else holds them."""
+        if self.fragile and not fresh:
+            arrays = [x.copy() for x in arrays]
+        self.job.offer(self.channel.uuid(self.number, receiver), arrays)
+
+    def pull(self, sender: int, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """What another process offers as this message."""
+        return self.job.pull(self.channel.uuid(self.number, self.job.index), sender, arrays)
+
+
+class Mail:
+    """The messages of an executable: its copies between meshes, and the results that every process gets to know."""
+
+    def __init__(
+        self, job: Processes, instructions: InstructionList, known: Mapping[Register, Array], carried: Set[Register]
+    ) -> None:
+        self._job, self._channel = job, job.channel()
+        copies = [i for i in instructions.instructions if isinstance(i, Copy)]
+        self._number = max((copy.number for copy in copies), default=-1) + 1  # of the message after the copies
+        # State may be given away in this step or the next.
+        self._state = frozenset(instructions.leaves.values()) | {r for r in instructions.results if r is not None}
+        self._known = known
+        self._sent: dict[int, list[Register]] = {}  # to other processes
+        self._got: dict[int, list[Register]] = {}  # from other processes
+        self._own: list[Register] = []  # of this process, and of one device alone as on all others
+        here, everybody = job.index, range(job.count)
+        for register, array in known.items():
+            there = {device.process_index for device in array.sharding.mesh.devices.flat}
+            if there == set(everybody):
+                continue
+            if here in there and register not in carried:
+                self._own.append(register)
+            if here not in there:
+                self._got.setdefault(min(there), []).append(register)
+            elif here == min(there):
+                for other in set(everybody) - there:
+                    self._sent.setdefault(other, []).append(register)
+        self._device = jax.local_devices()[0]
+        job.connect()
+
+    def next_step(self) -> None:
+        """The messages that follow are those of the next step."""
+        self._channel.next_step()
+
+    def message(self, copy: Copy) -> Message:
+        """For the tiles of this copy, in this step."""
+        return Message(self._job, self._channel, copy.number, copy.source in self._state)
+
+    def make_known(self, registers: list[jax.Array]) -> None:
+        """Bring results to the processes that have no device of their stage: onto their first device."""
+        message = Message(self._job, self._channel, self._number, fragile=True)
+        for receiver, numbers in self._sent.items():
+            message.offer(receiver, [registers[r].addressable_data(0) for r in numbers], fresh=False)
+        for register in self._own:
+            registers[register] = _as_known(registers[register].addressable_data(0), self._known[register])
+        here = jax.sharding.SingleDeviceSharding(self._device)
+        for sender, numbers in self._got.items():
+            wanted = [self._known[r] for r in numbers]
+            structs = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in wanted]
+            for register, array, x in zip(numbers, wanted, message.pull(sender, structs), strict=True):
+                registers[register] = _as_known(x, array)
+
+
+def _as_known(x: jax.Array, array: Array) -> jax.Array:
+    return weakly_typed(x) if array.weak_type else x

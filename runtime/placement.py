@@ -1,0 +1,75 @@
+"""Arrays of the host onto meshes, of which a process may have only some devices, or none."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core.primitives import convert_element_type_p
+
+from autopar.errors import StateError
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """A global array at the border of a program."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.NamedSharding
+    weak_type: bool = False  # of a result
+
+
+def is_here(mesh: Any) -> bool:
+    """Whether this process has devices of a mesh."""
+    return bool(mesh.local_devices)
+
+
+def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]) -> list[jax.Array]:
+    """The values as arrays of these shardings; of meshes over several processes each places what its devices hold.
+
+    They share no buffers with the originals, and nobody waits for another process, as `jax.device_put` would.
+
+    Raises:
+      StateError: a value lies on devices of other processes.
+    """
+    local = [sharding.is_fully_addressable for sharding in shardings]
+    found: dict[int, jax.Array] = {}
+    whole = [i for i, is_local in enumerate(local) if is_local]
+    moved = jax.device_put([values[i] for i in whole], [shardings[i] for i in whole], may_alias=False)
+    found.update(zip(whole, moved, strict=True))
+    pieces: list[Any] = []
+    devices: list[jax.Device] = []
+    counts = []
+    shared = [i for i, is_local in enumerate(local) if not is_local]
+    for i in shared:
+        value = values[i]
+        if isinstance(value, jax.Array) and not value.is_fully_addressable:
+            raise StateError(
+                f"an argument of {value.dtype}{list(value.shape)} lies on devices of several processes as "
+                f"{value.sharding}, where {shardings[i]} is wanted. Pass the whole as a NumPy array, the same on all "
+                "processes, or what the step's input_shardings ask for."
+            )
+        index = shardings[i].addressable_devices_indices_map(tuple(jax.numpy.shape(value)))
+        counts.append(len(index))
+        pieces += [value[at] if at else value for at in index.values()]
+        devices += index
+    placed = iter(jax.device_put(pieces, devices, may_alias=False))
+    for i, count in zip(shared, counts, strict=True):
+        of_devices = [next(placed) for _ in range(count)]
+        shape = tuple(jax.numpy.shape(values[i]))
+        found[i] = jax.make_array_from_single_device_arrays(shape, shardings[i], of_devices)
+    return [found[i] for i in range(len(values))]
+
+
+def absent(array: Array) -> jax.Array:
+    """An array of other processes: its shape, type and sharding, and no data."""
+    found = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [], dtype=array.dtype)
+    return weakly_typed(found) if array.weak_type else found
+
+
+def weakly_typed(x: Any) -> Any:
+    """The same array, with a type that gives way to others', as those of Python numbers do."""
+    return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)

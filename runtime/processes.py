@@ -1,0 +1,309 @@
+"""This process among those of a job that `jax.distributed` has started: agreements, and arrays sent to others.
+
+Small texts go through the store of JAX's coordination service. Arrays go from device to device by
+`jax.experimental.transfer`: the sender offers arrays under a number, the receiver pulls them by it; neither waits, in
+whatever order they come to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TextIO
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import transfer
+
+from autopar import errors
+from autopar.errors import PeerError, PlanMismatchError, UserError
+
+_PREFIX = "autopar"
+_FAILED = f"{_PREFIX}/failed"
+_HEARD = f"{_PREFIX}/heard"
+_POLL = 1.0  # seconds between looks for a failure of others
+_PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
+_STEPS = 1 << 20  # numbers of messages are unique for so many steps
+_CHANNELS = 1 << 11  # and for so many executables
+
+
+class Channel:
+    """Numbers of the messages of one executable: equal on all processes, and different for all messages under way."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number % _CHANNELS
+        self._step = 0
+
+    def next_step(self) -> None:
+        self._step = (self._step + 1) % _STEPS
+
+    def uuid(self, message: int, receiver: int) -> int:
+        """63 bits for message `message`, below 2^20, of this step to a process below 2^12."""
+        return ((receiver << 11 | self._number) << 20 | self._step) << 20 | message
+
+
+class Processes:
+    """What this process knows of the others."""
+
+    def __init__(self, client: Any, coordinator: str) -> None:
+        self.index, self.count = jax.process_index(), jax.process_count()
+        self._client, self._coordinator = client, coordinator
+        self._agreements = itertools.count()
+        self._channels = itertools.count()
+        self._connections: dict[int, Any] = {}
+        self._meshes: set[Any] = set()
+        self._failing = False
+        self._watch()
+
+    # Texts.
+
+    def agree(self, what: str, mine: Mapping[str, str]) -> None:
+        """All processes come here, and go on if they all say the same.
+
+        Raises:
+          PlanMismatchError: they do not; names the processes that differ from process 0, and in what.
+          PeerError: a process failed before it came here.
+        """
+        key = f"{_PREFIX}/agreement/{next(self._agreements)}"
+        said = json.dumps(dict(mine))
+        if self.index:
+            self._client.key_value_set(f"{key}/{self.index}", said)
+            verdict = self._wait_for(f"{key}/verdict")
+        else:
+            others = {p: json.loads(self._wait_for(f"{key}/{p}")) for p in range(1, self.count)}
+            verdict = _differences(mine, others)
+            self._client.key_value_set(f"{key}/verdict", verdict)
+        if verdict:
+            raise PlanMismatchError(
+                f"the processes of this job do not agree about {what}: {verdict}. Every process has to run the same "
+                "script, on the same versions, with the same shapes."
+            )
+
+    def from_first(self, make: Callable[[], str]) -> str:
+        """What process 0 makes, on all of them.
+
+        Raises:
+          UserError: what `make` raised on process 0, on all of them.
+          PeerError: process 0 failed otherwise.
+        """
+        key = f"{_PREFIX}/made/{next(self._agreements)}"
+        if self.index:
+            kind, text = json.loads(self._wait_for(key))
+            if kind:
+                error = getattr(errors, kind)(text)
+                error.of_peer = True
+                raise error
+            return str(text)
+        try:
+            made = make()
+        except UserError as error:
+            self._client.key_value_set(key, json.dumps([type(error).__name__, str(error)]))
+            raise
+        self._client.key_value_set(key, json.dumps(["", made]))
+        return made
+
+    def _wait_for(self, key: str) -> str:
+        while True:
+            try:
+                return str(self._client.blocking_key_value_get(key, int(1000 * _POLL)))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            self._check_others()
+
+    def _check_others(self) -> None:
+        try:
+            failed = json.loads(self._client.key_value_try_get(_FAILED))
+        except jax.errors.JaxRuntimeError:
+            return
+        raise PeerError(_of_peer(failed))
+
+    # Meshes.
+
+    def share(self, meshes: Iterable[jax.sharding.Mesh]) -> None:
+        """Meshes of a plan, known to all processes."""
+        self._meshes.update(meshes)
+
+    def shares(self, sharding: jax.sharding.Sharding) -> bool:
+        """Whether an array lies on a mesh of a plan: then it does so for all processes, whosever devices these are."""
+        return isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in self._meshes
+
+    # Failures.
+
+    def fail(self, kind: type[BaseException], error: BaseException) -> None:
+        """Tell the others what ended this process; the first that fails is heard."""
+        if self._failing or is_of_peer(error):
+            return
+        self._failing = True
+        text = "".join(traceback.format_exception_only(kind, error)).strip()
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failed before
+            self._client.key_value_set(_FAILED, json.dumps({"process": self.index, "error": text}))
+        if self.index:
+            return
+        until = time.monotonic() + _PATIENCE
+        for other in range(1, self.count):
+            left = max(1, int(1000 * (until - time.monotonic())))
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.blocking_key_value_get(f"{_HEARD}/{other}", left)
+
+    def _watch(self) -> None:
+        """End this process when another has failed, whatever it waits for then; tell others when it fails itself."""
+        said = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if is_of_peer(error):
+                _say(sys.stderr, str(error))
+            else:
+                said(kind, error, trace)
+            self.fail(kind, error)
+            _leave()
+
+        sys.excepthook = hook
+        threading.Thread(target=self._watch_others, name="autopar: other processes", daemon=True).start()
+
+    def _watch_others(self) -> None:
+        while True:
+            try:
+                failed = json.loads(self._client.blocking_key_value_get(_FAILED, 3_600_000))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" in str(error):
+                    continue
+                return  # the job ends
+            if failed["process"] != self.index:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._client.key_value_set(f"{_HEARD}/{self.index}", "")
+                _say(sys.stderr, _of_peer(failed))
+                _leave()
+            return
+
+    # Arrays.
+
+    def channel(self) -> Channel:
+        """Of one executable; all processes make theirs in the same order."""
+        return Channel(next(self._channels) % (_CHANNELS - 1))
+
+    @functools.cached_property
+    def gatherings(self) -> Channel:
+        """Of arrays that are gathered: the last that there is."""
+        return Channel(-1)
+
+    def offer(self, uuid: int, arrays: Sequence[jax.Array]) -> None:
+        """Let another process pull these arrays, each of one device. Never waits; the arrays may not be given away."""
+        self._server.await_pull(uuid, [plain(x) for x in arrays])
+
+    def pull(self, uuid: int, sender: int, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
+        """Arrays that the sender offers under this number. Never waits: they arrive as results of programs do."""
+        if sender not in self._connections:
+            address = self._wait_for(f"{_PREFIX}/address/{sender}")
+            self._connections[sender] = self._server.connect(address)
+        found = self._connections[sender].pull(uuid, [_plain_struct(x) for x in arrays])
+        return [_as(struct, x) for struct, x in zip(arrays, found, strict=True)]
+
+    @functools.cached_property
+    def _server(self) -> Any:
+        here = f"[{ip}]:0" if ":" in (ip := _address_towards(self._coordinator)) else f"{ip}:0"
+        server = transfer.start_transfer_server(jax.local_devices()[0].client, here, [here])
+        self._client.key_value_set(f"{_PREFIX}/address/{self.index}", server.address())
+        return server
+
+    def connect(self) -> None:
+        """Others can pull from this process from now on."""
+        _ = self._server
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Whether another process, where the error arose, says all about it."""
+    return isinstance(error, PeerError) or getattr(error, "of_peer", False)
+
+
+def is_key(x: Any) -> bool:
+    """Whether an array is one of random keys."""
+    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def plain(array: jax.Array) -> jax.Array:
+    """Of random keys their numbers: only these can be sent."""
+    return jax.random.key_data(array) if is_key(array) else array
+
+
+def _plain_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    if not is_key(x):
+        return x
+    numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
+    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
+
+
+def _as(struct: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
+    if not is_key(struct):
+        return numbers
+    keys: jax.Array = jax.random.wrap_key_data(numbers, impl=_implementation(struct.dtype))
+    return keys
+
+
+@functools.cache
+def _implementation(dtype: Any) -> Any:
+    """Of random keys of this type: only arrays tell, or what stands for them in a trace."""
+    found: list[Any] = []
+    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return found[0]
+
+
+def _differences(mine: Mapping[str, str], others: Mapping[int, Mapping[str, str]]) -> str:
+    """Who differs from process 0 in what; empty if nobody does."""
+    for name in mine:
+        differing = [p for p, said in others.items() if said.get(name) != mine[name]]
+        if differing:
+            first = differing[0]
+            who = (
+                f"process {first}" if len(differing) == 1 else f"{len(differing)} processes, the first of them {first},"
+            )
+            return f"{name} is {mine[name]} on process 0, but {others[first].get(name)} on {who.rstrip(',')}"
+    return ""
+
+
+def _of_peer(failed: Mapping[str, Any]) -> str:
+    return f"process {failed['process']} of this job failed: {failed['error']}"
+
+
+def _say(stream: TextIO, text: str) -> None:
+    print(f"autopar: stopped, since {text}", file=stream, flush=True)
+
+
+def _leave() -> None:
+    """End at once: at exit, JAX would wait for the other processes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _address_towards(coordinator: str) -> str:
+    """This machine's address in the network by which it reaches the coordinator, `host:port`."""
+    host, _, port = coordinator.rpartition(":")
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # of datagrams: nothing is sent
+        return str(probe.getsockname()[0])
+
+
+@functools.cache
+def _of_job(client: Any) -> Processes:
+    from jax._src import distributed  # JAX has no public name for its coordination service's client
+
+    return Processes(client, str(distributed.global_state.coordinator_address))
+
+
+def this_job() -> Processes | None:
+    """The processes of this job; None where there is one alone."""
+    from jax._src import distributed
+
+    client = distributed.global_state.client
+    return None if client is None or jax.process_count() == 1 else _of_job(client)
