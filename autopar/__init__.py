@@ -15,6 +15,7 @@ from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.why import Alternative, Why
+from autopar.launcher import initialize
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.state import gather
 
@@ -42,6 +43,7 @@ __all__ = [
     "cluster_to_json",
     "gather",
     "hint",
+    "initialize",
     "load_preset",
     "make_cluster",
     "parallelize",

@@ -35,8 +35,10 @@ from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.report import Report
 from autopar.ir.report_page import check_page
+from autopar.launcher import initialize, is_launched, launch, run_script
 from autopar.progress import ProgramBar
 from autopar.runtime.ahead import absent_gpus
+from autopar.runtime.processes import this_job
 from autopar.timer import time_steps
 
 NO, MISTAKE, BUG = 1, 2, 3  # exit codes; 0 is fine
@@ -170,6 +172,7 @@ def main(context: click.Context) -> None:
       autopar verify model:train --plan plan.json
       autopar compare model:train --cluster dgx-a100
       autopar run model.py:train --devices 8
+      autopar run --processes 4 train.py
       autopar calibrate -o mine.json
 
     Exit codes: 0 fine, 1 the answer is no (nothing fits), 2 a mistake in what was asked, 3 a bug, with its traceback.
@@ -194,22 +197,29 @@ def _answering(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
     @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
     @functools.wraps(body)
     def command(as_json: bool, **options: Any) -> int:
-        try:
-            with contextlib.redirect_stdout(sys.stderr), _short_warnings():
-                answer, is_yes = body(**options)
-        except InfeasiblePlanError as error:
-            if as_json:
-                click.echo(json.dumps({"fits": False, "error": str(error)}))
-            raise
-        if as_json:
-            click.echo(answer.to_json().rstrip())
-        elif sys.stdout.isatty() and hasattr(answer, "__rich_console__"):
-            Console().print(answer)
-        else:
-            click.echo(str(answer))
-        return 0 if is_yes else NO
+        return _give_answer(functools.partial(body, **options), as_json)
 
     return command
+
+
+def _give_answer(find: Callable[[], tuple[Answer, bool]], as_json: bool) -> int:
+    """Print what is found; the exit code. Of several processes that find it together the first says it."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _short_warnings():
+            answer, is_yes = find()
+    except InfeasiblePlanError as error:
+        if as_json:
+            click.echo(json.dumps({"fits": False, "error": str(error)}))
+        raise
+    if this_job() is not None and jax.process_index():
+        pass
+    elif as_json:
+        click.echo(answer.to_json().rstrip())
+    elif sys.stdout.isatty() and hasattr(answer, "__rich_console__"):
+        Console().print(answer)
+    else:
+        click.echo(str(answer))
+    return 0 if is_yes else NO
 
 
 @contextlib.contextmanager
@@ -462,25 +472,80 @@ def compare(
     return comparison, comparison.best is not None
 
 
-@_command
+class _RunsScripts(click.Command):
+    """What follows the name of a script is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = list(args)
+        script = next((at for at, text in enumerate(args) if text.endswith(".py")), None)
+        return super().parse_args(ctx, args if script is None else [*args[: script + 1], "--", *args[script + 1 :]])
+
+
+_TYPED = "autopar.typed"
+
+
+@main.command(cls=_RunsScripts)
+@click.option(
+    "--processes", type=click.IntRange(min=1),
+    help="So many processes on this machine. Default: this one, in the job that it was started in (by Slurm, mpirun, "
+    "Kubernetes) or alone.",
+)  # fmt: skip
+@click.option(
+    "--devices-per-process", type=click.IntRange(min=1),
+    help="GPUs of each process, or virtual devices on CPUs. Default: what JAX finds.",
+)  # fmt: skip
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @_cluster_option
 @_method_option
 @_plan_option
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many to measure.")
 @click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+@click.pass_context
 def run(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, steps: int, devices: int | None
-) -> tuple[Answer, bool]:
-    """Run steps on the devices at hand: measured seconds beside predicted ones.
+    context: click.Context, /, target: str, arguments: tuple[str, ...], processes: int | None,
+    devices_per_process: int | None, as_json: bool, **options: Any,
+) -> int:  # fmt: skip
+    """Run a script, or measure steps, on the devices at hand, also as several processes.
 
-    All arguments are made up from their shapes: floating point numbers are ones, all others zeros, random keys those
-    of zero bits. The time is the median over the steps, after one that warms up, and none begins before the last one
-    has ended.
+    TARGET is a Python script with its ARGUMENTS. It runs as it does alone; of several processes each runs it, for the
+    devices that it has. What they print comes with the number of the process before it. When one fails, all end.
+
+    \b
+      autopar run train.py --epochs 3
+      autopar run --processes 4 --devices-per-process 2 train.py --epochs 3
+      srun autopar run train.py
+      mpirun -n 4 -x JAX_COORDINATOR_ADDRESS=node1:1234 autopar run train.py
+
+    Or TARGET is a function as for the other commands: measured seconds beside predicted ones. All arguments are made
+    up from their shapes: floating point numbers are ones, all others zeros, random keys those of zero bits. The time
+    is the median over the steps, after one that warms up, and none begins before the last one has ended.
 
     \b
       autopar run model:train --steps 20
       autopar run model:train --devices 8 --plan plan.json
+      autopar run --processes 2 model:train --plan plan.json
     """
+    is_script = target.endswith(".py")
+    if arguments and not is_script:
+        raise ArgumentError(f"TARGET {target!r} takes no further arguments ({' '.join(arguments)}): a script does.")
+    if processes is not None and not is_launched():
+        command = [sys.executable, "-m", "autopar", "run", *context.meta[_TYPED]]
+        return launch(command, processes, devices_per_process, bare=as_json)
+    joined = initialize(devices_per_process)
+    if is_script:
+        run_script(target, arguments)
+        return 0
+    return _give_answer(functools.partial(_timed, target, joined=joined, **options), as_json)
+
+
+def _timed(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, steps: int, devices: int | None,
+    joined: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    if joined and devices is not None:
+        raise ArgumentError(f"--devices {devices}: the processes of a job take all; say --devices-per-process.")
     _one_cluster(cluster, method, made)
     if devices is not None:
         _virtual_devices(devices)

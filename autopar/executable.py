@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
+from autopar.runtime.gathering import whole_arrays
+from autopar.runtime.processes import this_job
 from autopar.state import pieces_of
 from autopar.trace import leaf_specs
 
@@ -117,7 +119,7 @@ class Executable:
             ]
         tree = self._graph.out_tree
         if self._graph.callbacks:
-            self._callbacks(results[tree.num_leaves :])
+            self._call_back(results[tree.num_leaves :])
         unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
         return unflatten(tree, results[: tree.num_leaves])
 
@@ -131,7 +133,7 @@ class Executable:
             results = self._runtime(self._inputs(leaves))
             for path, x in zip(self._planned.output_paths, results, strict=True):
                 found = jnp.issubdtype(x.dtype, jnp.inexact) and (
-                    (nans and jnp.isnan(x).any() and "nan") or (infs and jnp.isinf(x).any() and "inf")
+                    (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
                 )
                 if found:
                     raise NotFiniteError(
@@ -140,6 +142,16 @@ class Executable:
                         "autopar.gather(state) from before, on one device."
                     )
         return results
+
+    def _call_back(self, values: Sequence[Any]) -> None:
+        """On the process of the first device."""
+        job, first = this_job(), self._devices[0].process_index
+        if job is not None:
+            apart = {i: x for i, x in enumerate(values) if isinstance(x, jax.Array) and job.shares(x.sharding)}
+            whole = whole_arrays(apart, job, {first})
+            values = [whole.get(i, x) for i, x in enumerate(values)]
+        if job is None or job.index == first:
+            self._callbacks(values)
 
     @functools.cached_property
     def _returns_static(self) -> bool:
@@ -169,3 +181,9 @@ class Executable:
                     "with follow=, or pass autopar.gather(state)."
                 )
         return found
+
+
+def _has(mark: Callable[[Any], jax.Array], x: jax.Array) -> bool:
+    """Whether some number of an array, or of this process's part of it, is so marked."""
+    parts = [x] if x.is_fully_addressable else [shard.data for shard in x.addressable_shards]
+    return any(bool(mark(part).any()) for part in parts)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +14,8 @@ _Index = tuple[slice, ...]
 _Key = tuple[tuple[int, int], ...]
 
 
-def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes) -> dict[int, Any]:
-    """On the host, on all processes, all of which call this for the same numbered arrays; random keys as keys.
+def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes, receivers: Collection[int] = ()) -> dict[int, Any]:
+    """On the host, on the receivers or all processes; all have to call this for the same arrays. Random keys stay keys.
 
     Every process pulls the pieces that it does not have, each once, those that several have from them in turn. Numbers
     (arrays of no dimension) are known to all processes already: see `Mail`.
@@ -25,11 +25,13 @@ def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes) -> dict[int, A
     tiles = {number: _tiles(array) for number, array in arrays.items()}
     for number, array in arrays.items():
         mine = {_key(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-        for receiver in range(job.count):
+        for receiver in receivers or range(job.count):
             wanted = [key for key, there in tiles[number].items() if _sender(there, receiver) == job.index]
             if wanted:
                 # The caller may give the arrays away before the others have fetched them.
                 job.offer(channel.uuid(number, receiver), [mine[key].copy() for key in wanted])
+    if receivers and job.index not in receivers:
+        return {}
     return {number: _whole(array, tiles[number], number, job, channel) for number, array in arrays.items()}
 
 

@@ -7,6 +7,7 @@ whatever order they come to it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import itertools
@@ -121,11 +122,16 @@ class Processes:
             self._check_others()
 
     def _check_others(self) -> None:
+        failed = self._failed()
+        if failed is not None:
+            raise PeerError(_of_peer(failed))
+
+    def _failed(self) -> Any:
+        """The first failure that a process told of, if there is one."""
         try:
-            failed = json.loads(self._client.key_value_try_get(_FAILED))
+            return json.loads(self._client.key_value_try_get(_FAILED))
         except jax.errors.JaxRuntimeError:
-            return
-        raise PeerError(_of_peer(failed))
+            return None
 
     # Meshes.
 
@@ -168,22 +174,25 @@ class Processes:
             _leave()
 
         sys.excepthook = hook
-        threading.Thread(target=self._watch_others, name="autopar: other processes", daemon=True).start()
+        ended = threading.Event()
+        watcher = threading.Thread(
+            target=self._watch_others, args=(ended,), name="autopar: other processes", daemon=True
+        )
+        watcher.start()
 
-    def _watch_others(self) -> None:
-        while True:
-            try:
-                failed = json.loads(self._client.blocking_key_value_get(_FAILED, 3_600_000))
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" in str(error):
-                    continue
-                return  # the job ends
-            if failed["process"] != self.index:
+        @atexit.register
+        def end() -> None:
+            ended.set()
+            watcher.join()
+
+    def _watch_others(self, ended: threading.Event) -> None:
+        while not ended.wait(_POLL):
+            failed = self._failed()
+            if failed is not None and failed["process"] != self.index:
                 with contextlib.suppress(jax.errors.JaxRuntimeError):
                     self._client.key_value_set(f"{_HEARD}/{self.index}", "")
                 _say(sys.stderr, _of_peer(failed))
                 _leave()
-            return
 
     # Arrays.
 

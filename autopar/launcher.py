@@ -1,0 +1,199 @@
+"""A job of several processes: joined by each of them, started on one machine."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+import jax
+
+from autopar.errors import ArgumentError
+
+_COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_DEVICES, _LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
+# What launchers that JAX does not know by themselves say of a process: its number, how many there are, its number on
+# its host (Open MPI, also where its runtime is PRRTE; MPICH, Intel MPI).
+_LAUNCHERS = (
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+)
+_GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Membership:
+    """A process's place in a job; None where JAX finds it out (Slurm, Kubernetes, Open MPI 4, Cloud TPUs)."""
+
+    index: int | None
+    count: int | None
+    local_index: int | None
+
+
+def membership(environment: Mapping[str, str]) -> Membership | None:
+    """The job that this process was started in, by the variables of its launcher; None: it is alone.
+
+    Raises:
+      ArgumentError: the launcher does not say where process 0 is, and neither does JAX_COORDINATOR_ADDRESS.
+    """
+    from jax._src import clusters  # what `jax.distributed.initialize` asks; it has no public name
+
+    if _COUNT in environment and _INDEX in environment:
+        found = Membership(int(environment[_INDEX]), int(environment[_COUNT]), int(environment[_INDEX]))
+    elif any(kind.is_env_present() for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method):
+        return Membership(None, None, None)
+    else:
+        said = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
+        if said is None:
+            return None
+        local = environment.get(said[2])
+        found = Membership(int(environment[said[0]]), int(environment[said[1]]), None if local is None else int(local))
+    if found.count == 1:
+        return None
+    if _COORDINATOR not in environment:
+        raise ArgumentError(
+            f"this is process {found.index} of {found.count}, but nothing says where process 0 is: set "
+            f"{_COORDINATOR}=host:port for all of them, the host of process 0 and a free port there."
+        )
+    return found
+
+
+def initialize(devices_per_process: int | None = None) -> bool:
+    """Join the job that this process was started in; True if there is one. Alone, it does nothing.
+
+    To be called before JAX is used: by scripts that are not started by `autopar run`, which does it by itself. What
+    `jax.distributed.initialize` knows is joined (Slurm, Open MPI, Kubernetes, Cloud TPUs), what mpirun starts, and what
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name.
+
+    Args:
+      devices_per_process: of GPUs the process with number i on its host takes the i-th so many; of CPUs each process
+        has so many virtual devices. Default: JAX's own.
+
+    Raises:
+      ArgumentError: the launcher does not say where process 0 is.
+    """
+    devices = devices_per_process or int(os.environ.get(_DEVICES, "0")) or None
+    on_cpus = (jax.config.values["jax_platforms"] or "").split(",")[0] == "cpu"
+    if devices is not None and on_cpus:
+        jax.config.update("jax_num_cpu_devices", devices)
+    found = membership(os.environ)
+    if found is None or jax.distributed.is_initialized():
+        return found is not None
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    # It would keep a process that is asked to end from ending.
+    jax.config.update("jax_enable_preemption_service", False)
+    local: Sequence[int] | None = None
+    if devices is not None and found.local_index is not None and not on_cpus:
+        local = range(found.local_index * devices, (found.local_index + 1) * devices)
+    given: dict[str, Any] = {"num_processes": found.count, "process_id": found.index, "local_device_ids": local}
+    jax.distributed.initialize(**{name: value for name, value in given.items() if value is not None})
+    return True
+
+
+def is_launched() -> bool:
+    """Whether `launch` has started this process."""
+    return _LAUNCHED in os.environ
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """As `python path arguments` does.
+
+    Raises:
+      ArgumentError: there is no such file.
+    """
+    if not os.path.isfile(path):
+        raise ArgumentError(f"TARGET {path!r}: there is no such script.")
+    sys.argv = [path, *arguments]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except Exception as error:  # as the interpreter itself does; of a job, the others are told
+        sys.excepthook(type(error), error, error.__traceback__)
+        sys.exit(1)
+
+
+def launch(command: Sequence[str], processes: int, devices_per_process: int | None, *, bare: bool = False) -> int:
+    """Run a command as so many processes of one job on this machine; its exit code.
+
+    What they print comes line by line, with the number of the process before it (but for `bare` not what the first
+    prints on stdout). Once one has failed, the others have ten seconds to end by themselves.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    job = {_COORDINATOR: f"127.0.0.1:{port}", _COUNT: str(processes), _LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
+    if devices_per_process is not None:
+        job[_DEVICES] = str(devices_per_process)
+    lock = threading.Lock()
+    children: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    with _forwarding(children):
+        for index in range(processes):
+            environment = {**os.environ, **job, _INDEX: str(index)}
+            child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            children.append(child)
+            for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+                assert source is not None, "they are pipes"
+                prefix = "" if bare and source is child.stdout and not index else f"[{index}] "
+                readers.append(threading.Thread(target=_copy_lines, args=(source, target, prefix, lock), daemon=True))
+                readers[-1].start()
+        code = _wait(children)
+    for reader in readers:
+        reader.join(timeout=_GRACE)
+    return code
+
+
+def _copy_lines(source: IO[bytes], target: Any, prefix: str, lock: threading.Lock) -> None:
+    for line in source:
+        with lock:
+            target.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+            target.flush()
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the first that failed, or 0."""
+    first: int | None = None
+    until = float("inf")
+    while any(child.poll() is None for child in children):
+        failed = [child.returncode for child in children if child.returncode]
+        if failed and first is None:
+            first, until = failed[0], time.monotonic() + _GRACE
+        if time.monotonic() > until:
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    codes = [first, *(child.returncode for child in children)]
+    code = next((code for code in codes if code), 0)
+    return code if code >= 0 else 128 - code  # as shells tell of signals
+
+
+@contextlib.contextmanager
+def _forwarding(children: Sequence[subprocess.Popen[bytes]]) -> Any:
+    """Interrupts and requests to end go on to the children; none is left behind."""
+
+    def forward(number: int, _: Any) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, forward) for number in numbers} if is_main else {}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
