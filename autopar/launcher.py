@@ -48,7 +48,8 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     from jax._src import clusters  # what `jax.distributed.initialize` asks; it has no public name
 
     if _COUNT in environment and _INDEX in environment:
-        found = Membership(int(environment[_INDEX]), int(environment[_COUNT]), int(environment[_INDEX]))
+        index = int(environment[_INDEX])
+        found = Membership(index, int(environment[_COUNT]), index if _LAUNCHED in environment else None)
     elif any(kind.is_env_present() for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method):
         return Membership(None, None, None)
     else:

@@ -322,7 +322,9 @@ def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register,
 def check_devices(wanted: int, devices: Sequence[jax.Device]) -> None:
     """Raise unless there are enough devices for a plan."""
     if len(devices) < wanted:
+        processes = len({device.process_index for device in devices})
         raise PlanMismatchError(
-            f"the plan is for {wanted} devices, there are {len(devices)}: plan for those there are, or start more "
+            f"the plan is for {wanted} devices, there are {len(devices)}"
+            f"{f' (of {processes} processes)' if processes > 1 else ''}: plan for those there are, or start more "
             "(jax_num_cpu_devices makes virtual ones)."
         )

@@ -166,8 +166,11 @@ class Processes:
         said = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            failed = self._failed()
             if is_of_peer(error):
                 _say(sys.stderr, str(error))
+            elif failed is not None:  # what followed from it: a connection that is gone
+                _say(sys.stderr, _of_peer(failed))
             else:
                 said(kind, error, trace)
             self.fail(kind, error)

@@ -1,0 +1,159 @@
+"""The proof that processes do not wait in a circle finds those that do."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.errors import InternalError
+from autopar.ir.graph import Phase
+from autopar.ir.instructions import Copy, Free, Instruction, InstructionList, Run
+from autopar.ir.method import Method
+from autopar.ir.schedule import make_schedule
+from autopar.passes.launches import check_launches
+from autopar.recipes import gpipe, megatron, pipeline
+from benchmarks.models import gpt, shared
+from tests.planned import cluster_of, plan_step
+
+
+def _run(stage: int, inputs: Sequence[int], outputs: Sequence[int]) -> Run:
+    return Run(stage, outputs[0], Phase.FORWARD, tuple(inputs), tuple(outputs), ())
+
+
+def _copy(stage: int, to: int, number: int, source: int, target: int) -> Copy:
+    return Copy(stage, to, number, number, source, target)
+
+
+SHARED_FIRST, SHARED_SECOND = _run(0, [0], [1]), _run(1, [2], [3])
+
+
+def test_opposite_orders_of_programs_that_two_processes_share() -> None:
+    both = [{0, 1}, {0, 1}]
+    check_launches([[SHARED_FIRST, SHARED_SECOND]] * 2, both)
+    with pytest.raises(InternalError, match=r"2 of 2 processes would wait for ever: process 0 at Run\(stage=0"):
+        check_launches([[SHARED_FIRST, SHARED_SECOND], [SHARED_SECOND, SHARED_FIRST]], both)
+
+
+def test_a_program_that_only_one_of_its_processes_runs() -> None:
+    with pytest.raises(InternalError, match="1 of 2 processes"):
+        check_launches([[SHARED_FIRST], []], [{0, 1}])
+
+
+def test_each_waits_for_what_the_other_sends_later() -> None:
+    here, there = _copy(0, 1, 0, 1, 5), _copy(1, 0, 1, 3, 6)
+    mine = [_run(0, [6], [1])]
+    theirs = [_run(1, [5], [3])]
+    with pytest.raises(InternalError, match="2 of 2"):
+        check_launches([[there, *mine, here], [here, *theirs, there]], [{0}, {1}])
+    # The same with nothing to wait for on one side.
+    check_launches([[_run(0, [0], [1]), here, there], [here, *theirs, there]], [{0}, {1}])
+
+
+def test_the_same_program_twice() -> None:
+    check_launches([[SHARED_FIRST, SHARED_FIRST]] * 2, [{0, 1}])
+    with pytest.raises(InternalError):
+        check_launches([[SHARED_FIRST, SHARED_FIRST], [SHARED_FIRST]], [{0, 1}])
+
+
+METHODS: list[tuple[Method, str]] = [
+    (gpipe(4, 4), "gpipe"),
+    (megatron(1, 1, 4, 4), "1f1b"),
+    (megatron(1, 2, 2, 2, 2), "interleaved"),
+    (pipeline([(1, (2,))] * 2, 4, "zero-bubble"), "zero-bubble"),
+]
+
+
+@pytest.fixture(scope="module", params=METHODS, ids=[name for _, name in METHODS])
+def instructions(request: pytest.FixtureRequest) -> tuple[InstructionList, int]:
+    """Of a GPT with a tied embedding, whose gradients cross in the update; and its stages."""
+    from autopar.compiler import instructions_of
+
+    method, schedule = request.param
+    config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)
+    optimizer = shared.make_optimizer(1e-3, 1, 10)
+    import jax
+
+    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
+    planned = plan_step(
+        gpt.make_train_step(config, optimizer), (state, gpt.abstract_batch(config, 8)), cluster_of(1, 4), method, None
+    )
+    assert planned.plan.schedule == schedule
+    lists = instructions_of(planned.lowered, planned.plan.schedule, frozenset())
+    return lists, len(planned.plan.stages)
+
+
+def _split(of: InstructionList, processes_of: Sequence[set[int]], count: int) -> list[tuple[Instruction, ...]]:
+    return [of.of_stages({s for s, there in enumerate(processes_of) if p in there}) for p in range(count)]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_parts_of_one_order_never_wait_in_a_circle(instructions: tuple[InstructionList, int], seed: int) -> None:
+    """Stages on processes of their own, on several, and processes with several stages."""
+    of, stages = instructions
+    numbers = random.Random(seed)
+    count = numbers.randint(1, 6)
+    processes_of = [set(numbers.sample(range(count), numbers.randint(1, count))) for _ in range(stages)]
+    parts = _split(of, processes_of, count)
+    check_launches(parts, processes_of)
+    for instruction in of.instructions:
+        there = [instruction in part for part in parts]
+        if isinstance(instruction, Run):
+            assert there == [p in processes_of[instruction.stage] for p in range(count)]
+        elif isinstance(instruction, Copy):
+            ends = processes_of[instruction.stage] | processes_of[instruction.to]
+            assert there == [p in ends for p in range(count)]
+
+
+def test_a_register_is_forgotten_where_it_was_read_last(instructions: tuple[InstructionList, int]) -> None:
+    of, stages = instructions
+    for stage in range(stages):
+        held: set[int] = set()
+        for instruction in of.of_stages({stage}):
+            if isinstance(instruction, Run):
+                held |= {*instruction.inputs, *instruction.outputs}
+            elif isinstance(instruction, Copy):
+                held |= {instruction.source if instruction.stage == stage else instruction.target}
+            elif isinstance(instruction, Free):
+                held -= set(instruction.registers)
+        kept = {r for r in of.results if r is not None} | {r for r, _ in of.constants.values()}
+        assert held <= kept | set(of.microbatch.values())
+
+
+def test_an_order_that_is_not_that_of_all_is_found(instructions: tuple[InstructionList, int]) -> None:
+    """One process runs two of its programs the wrong way round, where another shares both."""
+    of, stages = instructions
+    everybody = [{0, 1}] * stages
+    first, second = _split(of, everybody, 2)
+    runs = [at for at, instruction in enumerate(second) if isinstance(instruction, Run)]
+    swapped = list(second)
+    swapped[runs[0]], swapped[runs[1]] = swapped[runs[1]], swapped[runs[0]]
+    with pytest.raises(InternalError, match="would wait for ever"):
+        check_launches([first, swapped], everybody)
+
+
+def test_schedules_of_many_processes_are_proved_quickly() -> None:
+    """Sixty-four stages on 64 hosts: the lists of a pipeline as its schedule gives them."""
+    schedule = make_schedule("1f1b", 64, 128)
+    lists: list[list[Instruction]] = []
+    for stage, row in enumerate(schedule.tasks):
+        found: list[Instruction] = []
+        for task in row:
+            m, is_forward = task.microbatch, task.phase is Phase.FORWARD
+            near = stage - 1 if is_forward else stage + 1
+            arrives = ("F" if is_forward else "B", near, m)
+            if 0 <= near < 64:
+                found.append(_copy(near, stage, _number(*arrives), _number(*arrives), 10**6 + _number(*arrives)))
+            inputs = [10**6 + _number(*arrives)] if 0 <= near < 64 else []
+            made = _number("F" if is_forward else "B", stage, m)
+            found.append(_run(stage, inputs, [made]))
+            to = stage + 1 if is_forward else stage - 1
+            if 0 <= to < 64:
+                found.append(_copy(stage, to, made, made, 10**6 + made))
+        lists.append(found)
+    check_launches(lists, [{stage} for stage in range(64)])
+
+
+def _number(kind: str, stage: int, microbatch: int) -> int:
+    return (stage * 128 + microbatch) * 2 + (kind == "B")

@@ -1,0 +1,81 @@
+"""Train steps that are run by one process and by several: the results have to be the same to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+import autopar
+from autopar import recipes
+from benchmarks.models import shared
+from tests.equivalence.subjects import SUBJECTS
+from tests.planned import cluster_of
+
+DEVICES = 4  # of a job, however many processes share them
+STEPS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str  # of SUBJECTS
+    layers: int
+    method: autopar.Method
+    examples: int = 8
+    across: bool = False  # neighbours on a mesh are of different processes
+
+
+def _pipeline(*stages: tuple[int, tuple[int, ...]], microbatches: int, schedule: Any = "1f1b") -> autopar.Method:
+    return recipes.pipeline(stages, microbatches, schedule)
+
+
+# Stages lie inside processes, across them and over several.
+CASES: dict[str, Case] = {
+    "zero3-moe": Case("moe", 2, recipes.zero(3, 2), 16),
+    "free-wide_resnet": Case("wide_resnet", 2, recipes.intra_op_only()),
+    "1f1b-tensor": Case("gpt", 2, recipes.megatron(1, 2, 2, 4), across=True),
+    "interleaved": Case("gpt", 4, recipes.megatron(2, 1, 2, 2, 2)),
+    "zero-bubble-scan": Case("gpt_scan", 4, _pipeline(*[(1, (1,))] * 4, microbatches=4, schedule="zero-bubble")),
+}  # fmt: skip
+SLOW: dict[str, Case] = {
+    "data": Case("gpt", 2, recipes.data_parallel()),
+    "tensor": Case("gpt_scan", 2, recipes.megatron(1, 4, 1)),
+    "zero1": Case("gpt", 2, recipes.zero(1)),
+    "expert-moe": Case("moe", 2, recipes.intra_op_only(), 16),
+    "gpipe": Case("gpt", 4, recipes.gpipe(4, 4)),
+    "uneven": Case("gpt", 3, _pipeline((1, (1,)), (1, (1,)), (1, (2,)), microbatches=2)),
+    "moe-pipeline": Case("moe", 2, _pipeline((1, (2,)), (1, (2,)), microbatches=2), 16),
+    "wide_resnet-pipeline": Case("wide_resnet", 2, _pipeline((1, (2,)), (1, (2,)), microbatches=1)),
+    "decoder-uneven": Case("decoder", 4, _pipeline((3, (1, 2)), (1, (2,)), microbatches=4), across=True),
+    "zero-bubble-tensor": Case("gpt", 2, _pipeline((1, (2,)), (1, (2,)), microbatches=4, schedule="zero-bubble")),
+    "encoder_decoder": Case("encoder_decoder", 2, recipes.gpipe(2, 2)),
+    "lstm": Case("lstm", 2, recipes.inter_op_only(4, 2)),
+}  # fmt: skip
+
+
+def train(case: Case, plan: autopar.Plan | None) -> tuple[autopar.Plan, str]:
+    """A few steps by a plan, or by the one that is found; the plan, and a digest of the losses and the last state."""
+    subject = SUBJECTS[case.model]
+    config = subject.config(case.layers)
+    optimizer = shared.make_optimizer(1e-3, warmup_steps=1, decay_steps=10)
+    init: Callable[[jax.Array], Any] = subject.model.make_init(config, optimizer)
+    step = autopar.parallelize(
+        subject.model.make_train_step(config, optimizer), cluster=None if plan else cluster_of(2, 2),
+        method=plan or case.method, devices=[*jax.devices()[::2], *jax.devices()[1::2]] if case.across else None,
+    )  # fmt: skip
+    key = jax.random.key(0)
+    batches = [subject.model.random_batch(config, case.examples, jax.random.key(i)) for i in range(STEPS)]
+    executable = step.compile(jax.eval_shape(init, key), batches[0])
+    state = step.init(init, key)
+    digest = hashlib.sha256()
+    for batch in batches:
+        state, metrics = step(state, jax.tree.map(np.asarray, batch))
+        digest.update(np.float32(metrics["loss"]).tobytes())
+    for leaf in jax.tree.leaves(autopar.gather(state)):
+        is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        digest.update(np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes())
+    return executable.plan, digest.hexdigest()

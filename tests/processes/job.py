@@ -1,0 +1,41 @@
+"""What a process of a test's job runs: `python -m autopar run --processes N tests/processes/job.py FOLDER CASE...`.
+
+Alone it makes the plans; in a job it runs them. Digests go to FOLDER/PROCESSES.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import sys
+
+sys.path.insert(0, os.getcwd())
+
+import jax
+
+jax.config.update("jax_enable_compilation_cache", False)
+jax.config.update("jax_disable_most_optimizations", True)
+
+if not jax.distributed.is_initialized():  # the same collectives as in a job
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(sys.argv[1], 1, 0)
+
+import autopar
+from tests.processes import cases
+
+
+def main(folder: pathlib.Path, names: list[str]) -> None:
+    digests = {}
+    for name in names:
+        file = folder / f"{name}.plan.json"
+        plan = autopar.Plan.load(file) if jax.process_count() > 1 else None
+        plan, digests[name] = cases.train({**cases.CASES, **cases.SLOW}[name], plan)
+        if jax.process_count() == 1:
+            plan.save(file)
+        print(name, digests[name], flush=True)
+    (folder / f"{jax.process_count()}-{jax.process_index()}.json").write_text(json.dumps(digests))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,113 @@
+"""What a user sees of a job: results on every process, one story where something goes wrong, and how it is joined."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.launcher import Membership, membership
+from tests.processes.start import run_job
+
+SCRIPT = pathlib.Path(__file__).parent / "small.py"
+LIMIT = 150
+
+
+def _lines(text: str, process: int | None = None) -> list[str]:
+    """What a process printed, or one alone, without JAX's messages about the machine."""
+    prefix = "" if process is None else f"[{process}] "
+    return [line.removeprefix(prefix) for line in text.splitlines() if line.startswith(prefix)]
+
+
+def test_a_script_runs_as_it_does_alone() -> None:
+    alone = run_job(SCRIPT, [], 1, 1, LIMIT)
+    assert alone.returncode == 0, alone.stderr
+    said = [line for line in _lines(alone.stdout) if line.startswith(("step", "whole"))]
+    means = [line for line in _lines(alone.stdout) if line.startswith("mean")]
+    assert len(said) == 4 and len(means) == 3
+    several = run_job(SCRIPT, [], 2, 1, LIMIT)
+    assert several.returncode == 0, several.stderr
+    for process in range(2):
+        found = _lines(several.stdout, process)
+        assert [re.sub(r"\d\b", "", line) for line in found if line.startswith(("step", "whole"))] == [
+            re.sub(r"\d\b", "", line) for line in said
+        ]
+        # Callbacks are called once, by the first process.
+        assert len([line for line in found if line.startswith("mean")]) == (3 if process == 0 else 0)
+
+
+def _failure(what: str, odd: int, processes: int = 2) -> tuple[list[str], list[str]]:
+    """What both processes say on stderr when one of them makes a mistake."""
+    done = run_job(SCRIPT, [what, str(odd)], processes, 1, LIMIT)
+    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
+    assert "whole" not in done.stdout
+    return _lines(done.stderr, 0), _lines(done.stderr, 1)
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_mistake_on_one_process_ends_all_with_its_message(odd: int) -> None:
+    said = _failure("raise", odd)
+    assert said[odd][-1] == "ValueError: the disk is full"
+    other = said[1 - odd]
+    assert other[-1] == f"autopar: stopped, since process {odd} of this job failed: ValueError: the disk is full"
+    assert not any("Traceback" in line for line in other)
+
+
+@pytest.mark.parametrize("what", ["shapes", "code"])
+def test_processes_that_run_different_steps_are_told(what: str) -> None:
+    for said in _failure(what, 1):
+        text = "\n".join(said)
+        assert "the processes of this job do not agree about train_step: the step is train_step of fingerprint" in text
+        assert "on process 0, but train_step of fingerprint" in text and "on process 1" in text
+
+
+def test_a_plan_that_cannot_be_made_is_said_once() -> None:
+    first, second = _failure("stages", 0)
+    assert any("PlanError" in line for line in first)
+    assert not any("Traceback" in line for line in second)
+
+
+def test_a_plan_for_other_devices_says_what_there_is() -> None:
+    first, _ = _failure("devices", 0)
+    assert any("the plan is for 8 devices, there are 2 (of 2 processes)" in line for line in first)
+
+
+def test_what_is_not_a_number_is_found_wherever_it_is() -> None:
+    first, second = _failure("nan", 0)
+    assert any("NotFiniteError: invalid value (nan)" in line for line in (*first, *second))
+
+
+# Joining
+
+
+SLURM = {
+    "SLURM_JOB_ID": "17", "SLURM_STEP_NODELIST": "node[001-004]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0", "SLURM_STEP_NUM_NODES": "4",
+}  # fmt: skip
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+
+
+def test_alone() -> None:
+    assert membership({}) is None
+    assert membership({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}) is None
+
+
+def test_what_jax_knows_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SLURM.items():
+        monkeypatch.setenv(name, value)
+    assert membership({**SLURM}) == Membership(None, None, None)
+
+
+def test_open_mpi_5_and_mpich() -> None:
+    where = {"JAX_COORDINATOR_ADDRESS": "node1:1234"}
+    assert membership({**OPEN_MPI, **where}) == Membership(3, 4, 1)
+    assert membership({"PMI_RANK": "1", "PMI_SIZE": "2", **where}) == Membership(1, 2, None)
+    with pytest.raises(ArgumentError, match="process 3 of 4, but nothing says where process 0 is: set JAX_COORD"):
+        membership(OPEN_MPI)
+
+
+def test_by_variables() -> None:
+    job = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+    assert membership(job) == Membership(2, 3, None)
