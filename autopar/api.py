@@ -21,7 +21,7 @@ from autopar.baselines import plan_beside_recipes
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
 from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError
-from autopar.executable import Executable
+from autopar.executable import Executable, Steady, steady_calls
 from autopar.finisher import Finisher, LeafHome
 from autopar.ir.cluster_json import check_cluster
 from autopar.ir.graph import Graph
@@ -91,6 +91,7 @@ class Parallelized:
         self._executables: dict[Any, Executable] = {}
         self._analyses: dict[Any, BatchAnalysis] = {}
         self._buffers = Buffers()
+        self._steady: Steady | None = None  # for a call with the state that the last one left
         self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
 
     @property
@@ -109,7 +110,7 @@ class Parallelized:
         other._cluster = self._cluster if cluster is None else cluster
         other._method = self._method if method is None else _method(method)
         other._devices = self._devices if devices is None else devices
-        other._executables, other._analyses, other._shown = {}, {}, None
+        other._executables, other._analyses, other._shown, other._steady = {}, {}, None, None
         return other
 
     # Ahead-of-time stages.
@@ -249,6 +250,11 @@ class Parallelized:
         config: Any = jax.config
         if config.jax_disable_jit:  # as under jit: the plain function, whose values can be looked at
             return renew(returning_changed(self._fun)(*gather(args), **gather(kwargs)), args, kwargs)
+        steady = self._steady
+        if steady is not None:
+            flat, structure = jax.tree.flatten((args, kwargs))
+            if steady.serves(flat, structure):
+                return steady(flat)
         call = self._call(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             raise TraceError(
@@ -258,7 +264,11 @@ class Parallelized:
             )
         static = dict(call.positional)
         dynamic = [arg for i, arg in enumerate(args) if i not in static]
-        return renew(self._executable(call)._run(call.leaves), dynamic, kwargs)
+        executable = self._executable(call)
+        following = None if static or call.named else steady_calls(executable, call.leaves, (args, kwargs))
+        result = executable._run(call.leaves)
+        self._steady = None if following is None else following(result)
+        return renew(result, dynamic, kwargs)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
         """The state that `init_fn(*args)` makes, each leaf born where the plan keeps it.

@@ -76,12 +76,18 @@ def build(
         None if held is not None else _passed_through(out, graph, replaced)
         for out, held in zip(step.outputs, instructions.results, strict=True)
     )
+    # State that a step only reads comes out where it is read, and so is brought there once.
+    kept = {
+        k: out
+        for k, out in enumerate(step.outputs)
+        if results[k] is not None and k in graph.carried and out in homes and index_of[out] not in replaced
+    }
     wiring = Wiring(
         instructions, step.num_microbatches, graph.inputs, graph.input_paths, homes, feeds,
         {r: (step.constants[v], array(s, p)) for (v, s), (r, p) in instructions.constants.items()},
         {r: (i, array(s, Port(step.microbatch, Sharding(())))) for (s, i), r in instructions.microbatch.items()},
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},
-        transfers, results, donate,
+        transfers, results, kept, donate, {i: k for k, i in graph.carried.items()},
         *_made(lowered, instructions, array),
         tuple(frozenset(device.process_index for device in mesh.devices.flat) for mesh in meshes),
     )  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 
 from autopar.errors import NotFiniteError, PlanMismatchError, StateError
 from autopar.ir.graph import Graph
-from autopar.ir.in_place import renew
+from autopar.ir.in_place import Renewed, renew
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
@@ -21,7 +22,7 @@ from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.processes import this_job
 from autopar.state import pieces_of
-from autopar.trace import leaf_specs
+from autopar.trace import call_specs, configuration, leaf_specs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +108,7 @@ class Executable:
 
     def _run(self, leaves: Sequence[Any]) -> Any:
         config: Any = jax.config
-        if config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit:
+        if _looks_for_errors():
             results = self._run_checked(leaves, config.jax_debug_nans, config.jax_debug_infs)
         else:
             results = self._runtime(self._inputs(leaves))
@@ -187,3 +188,63 @@ def _has(mark: Callable[[Any], jax.Array], x: jax.Array) -> bool:
     """Whether some number of an array, or of this process's part of it, is so marked."""
     parts = [x] if x.is_fully_addressable else [shard.data for shard in x.addressable_shards]
     return any(bool(mark(part).any()) for part in parts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Steady:
+    """Calls with the state that the last one left and arguments of the same shapes: nothing else has to be looked at.
+
+    A training loop's calls are such. To look at thousands of leaves in Python takes longer than a small step.
+    """
+
+    executable: Executable
+    structure: Any  # of the arguments, pieces of leaves apart
+    others: tuple[int, ...]  # leaves that are no state
+    specs: Any  # theirs
+    configuration: Any
+    returned: Any  # the result's structure
+
+    def serves(self, leaves: Sequence[Any], structure: Any) -> bool:
+        """Whether a call is such."""
+        return (
+            structure == self.structure
+            and self.executable._runtime.knows(leaves)
+            and call_specs([leaves[at] for at in self.others]) == self.specs
+            and configuration() is self.configuration
+            and not _looks_for_errors()
+        )
+
+    def __call__(self, leaves: Sequence[Any]) -> Any:
+        return jax.tree.unflatten(self.returned, self.executable._runtime(leaves, known=True))
+
+
+def steady_calls(
+    executable: Executable, leaves: Sequence[Any], arguments: Any
+) -> Callable[[Any], Steady | None] | None:
+    """From the result of a call with the state that the one before left: what serves those that follow.
+
+    None where leaves are no arrays, or results have to be made of what programs return in another way than by putting
+    them into the result's structure.
+    """
+    flat, structure = jax.tree.flatten(arguments)
+    runtime, graph = executable._runtime, executable._graph
+    inputs = executable._inputs(leaves)
+    alike = len(flat) == len(inputs) and all(map(operator.is_, flat, inputs))
+    if not alike or not runtime.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():
+        return None
+    others = runtime.others
+
+    def calls(result: Any) -> Steady | None:
+        count = len(executable._planned.outputs)
+        returned: Any = jax.tree.structure(result)
+        if isinstance(result, Renewed) or returned.num_leaves != count:
+            return None
+        specs = call_specs([flat[at] for at in others])
+        return Steady(executable, structure, others, specs, configuration(), returned)
+
+    return calls
+
+
+def _looks_for_errors() -> bool:
+    config: Any = jax.config
+    return bool(config.jax_debug_nans or config.jax_debug_infs or config.jax_disable_jit)

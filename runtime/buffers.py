@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -16,7 +16,8 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._own: dict[int, weakref.ref[jax.Array]] = {}
+        self._remembered: Sequence[weakref.ref[jax.Array]] = ()
+        self._own: dict[int, weakref.ref[jax.Array]] | None = {}  # by their ids; None: not made yet
 
     def shared(self, leaves: Sequence[Any], in_place: Sequence[int], given: Set[int]) -> Set[int]:
         """The leaves that have to be copied lest a buffer of another is given away.
@@ -29,11 +30,13 @@ class Buffers:
             found |= _met_again({at: _buffer(leaves[at]) for at in in_place}, given)
         return found
 
-    def remember(self, arrays: Iterable[jax.Array]) -> None:
+    def remember(self, arrays: Sequence[weakref.ref[jax.Array]]) -> None:
         """These have buffers of their own; what was remembered before is forgotten."""
-        self._own = {id(x): weakref.ref(x) for x in arrays}
+        self._remembered, self._own = arrays, None
 
     def _is_known(self, leaf: jax.Array) -> bool:
+        if self._own is None:
+            self._own = {id(x): ref for ref in self._remembered if (x := ref()) is not None}
         known = self._own.get(id(leaf))
         return known is not None and known() is leaf
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import functools
+import operator
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +25,8 @@ from autopar.runtime.mail import Mail
 from autopar.runtime.placement import Array, absent, is_here, place, weakly_typed
 from autopar.runtime.processes import Processes
 from autopar.runtime.transfer import TileTransfer, needs_waits, send
+
+_IS_DELETED = operator.methodcaller("is_deleted")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +90,9 @@ class Wiring:
     sums: Mapping[Register, Array]
     transfers: tuple[TileTransfer, ...]  # by crossing
     results: tuple[Callable[[Sequence[Any]], Any] | None, ...]  # from the arguments; None: from the registers
+    kept: Mapping[int, Value]  # results that are inputs stored on a mesh, and come out from there
     donated: frozenset[int]  # argument leaves that are given away
+    renewed: Mapping[int, int]  # argument leaf -> the result that takes its place in the next step
     made: Mapping[Register, Array]  # results that are made by programs
     known: frozenset[Register]  # of these: brought to all processes
     carried: frozenset[Register]  # of these: state
@@ -120,7 +127,25 @@ class Executable:
         self._feeds = {r: feed for r, feed in wiring.feeds.items() if is_here(feed[-1].sharding.mesh)}
         self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
         instructions = wiring.instructions
+        self._passes = [(k, instructions.leaves[v]) for k, v in wiring.kept.items() if v in self._homes]
+        self._passed = [None if k in wiring.kept else result for k, result in enumerate(wiring.results)]
+        for k, v in wiring.kept.items():
+            if v not in self._homes:
+                nothing = absent(dataclasses.replace(wiring.homes[v], weak_type=v.weak_type))
+                self._passed[k] = functools.partial(_constant, nothing)
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
+        # Of each leaf that lies here, where it goes, and the result that comes in its place.
+        self._kept = [(self._leaf_at[v], instructions.leaves[v]) for v in self._homes]
+        self._state_at = [at for at, _ in self._kept]
+        made = {at: k for at, k in wiring.renewed.items() if instructions.results[k] is not None}
+        self._next = [made.get(at) for at in self._state_at]
+        self._expected: Sequence[weakref.ref[Any]] = ()  # to the state that the last call left
+        self.others = tuple(sorted(set(range(len(wiring.inputs))) - set(self._state_at)))  # leaves that are no state
+        renewals = [None if k is None else instructions.results[k] for k in self._next]
+        self._expects = all(
+            register is None or wiring.made[register].sharding == array.sharding
+            for register, array in zip(renewals, self._homes.values(), strict=True)
+        )  # state comes out where it went in
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(
             {stage for stage, there in enumerate(wiring.processes) if jax.process_index() in there}
@@ -135,8 +160,20 @@ class Executable:
         """Instructions of one step on this process, frees left out."""
         return sum(isinstance(i, Run | Copy) for i in self._instructions)
 
-    def __call__(self, leaves: Sequence[Any]) -> list[Any]:
+    def knows(self, leaves: Sequence[Any]) -> bool:
+        """Whether the state among the arguments' leaves is what the last call left, where it left it."""
+        state = [leaves[at] for at in self._state_at]
+        return (
+            len(self._expected) == len(state)
+            and all(map(operator.is_, map(operator.call, self._expected), state))
+            and not any(map(_IS_DELETED, state))
+            and {id(leaves[at]) for at in self.others}.isdisjoint(map(id, state))
+        )
+
+    def __call__(self, leaves: Sequence[Any], known: bool = False) -> list[Any]:
         """One step on the arguments' leaves; returns the outputs' leaves.
+
+        `known`: the executable `knows` the leaves, and what else there is has the shapes that it was compiled for.
 
         Raises:
           StateError: a leaf was donated to an earlier step, or lies on other devices than planned.
@@ -148,14 +185,16 @@ class Executable:
         registers: list[Any] = [None] * wiring.instructions.num_registers
         for register, value in self._permanent:
             registers[register] = value
-        in_place = self._place(leaves, registers)
+        in_place = self._place(leaves, registers, known)
         for target, zeros in self._sums:
             totals = zeros()
             if any(self._waits.values()):
                 jax.block_until_ready(totals)
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
-        passed = [None if result is None else result(leaves) for result in wiring.results]
+        passed = [None if result is None else result(leaves) for result in self._passed]
+        for k, register in self._passes:
+            passed[k] = registers[register]
         if any(self._waits.values()):
             jax.block_until_ready(passed)
         started, waited = time.perf_counter(), 0.0
@@ -190,21 +229,43 @@ class Executable:
         results = wiring.instructions.results
         for register, nothing in self._absent.items():
             registers[register] = nothing
-        if self._given:
-            made = [registers[register] for register in set(results) - self._absent.keys() if register is not None]
-            self.buffers.remember([*made, *(leaves[at] for at in in_place if at not in self._given)])
         if self._mail is not None:
             self._mail.make_known(registers)
-        return [
+        returned = [
             argument if register is None else registers[register]
             for register, argument in zip(results, passed, strict=True)
         ]
+        self._expect(leaves, in_place, returned)
+        return returned
 
-    def _place(self, leaves: Sequence[Any], registers: list[Any]) -> list[int]:
+    def _expect(self, leaves: Sequence[Any], in_place: Sequence[int], returned: Sequence[Any]) -> None:
+        """Remember what a call leaves: results where they take the place of state, else what it was given in place."""
+        self._expected = ()
+        left = [leaves[at] if k is None else returned[k] for at, k in zip(self._state_at, self._next, strict=True)]
+        if len(in_place) == len(left):
+            own = list(map(weakref.ref, left))
+        else:
+            placed = set(in_place)
+            own = [
+                weakref.ref(x)
+                for x, at, k in zip(left, self._state_at, self._next, strict=True)
+                if k is not None or at in placed
+            ]
+        if self._given:
+            self.buffers.remember(own)
+        if self._expects and len(own) == len(left) == len(set(map(id, left))):  # none is to be given away twice
+            self._expected = own
+
+    def _place(self, leaves: Sequence[Any], registers: list[Any], known: bool) -> Sequence[int]:
         """Arguments to registers: state where it lies, everything else to where it is wanted; the former's numbers."""
         wiring = self.wiring
         in_place: dict[int, tuple[Register, Array]] = {}
         moves: list[tuple[Register, Any, Any]] = []
+        if known:
+            for at, register in self._kept:
+                registers[register] = leaves[at]
+            self._move(leaves, registers, moves)
+            return self._state_at
         for value, array in self._homes.items():
             at = self._leaf_at[value]
             leaf = leaves[at]
@@ -235,15 +296,22 @@ class Executable:
             for at in self.buffers.shared(leaves, tuple(in_place), self._given) & in_place.keys():
                 register, array = in_place.pop(at)
                 moves.append((register, leaves[at], array.sharding))
+        self._move(leaves, registers, moves)
+        return list(in_place)
+
+    def _move(self, leaves: Sequence[Any], registers: list[Any], moves: list[tuple[Register, Any, Any]]) -> None:
+        """Examples, and what else is not where it is wanted, to there."""
+        count = self.wiring.num_microbatches
         for register, (at, batch, microbatch, array) in self._feeds.items():
-            moves.append(
-                (register, _microbatch(leaves[at], batch, microbatch, wiring.num_microbatches), array.sharding)
-            )
+            moves.append((register, _microbatch(leaves[at], batch, microbatch, count), array.sharding))
         # Callers may fill their batch buffers anew while the step still runs.
         placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
-        return list(in_place)
+
+
+def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
+    return x
 
 
 def _is_deleted(leaf: Any) -> bool:

@@ -1,0 +1,139 @@
+"""Calls with the state that the last one left: the same as any other call, whatever comes between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.errors import StateError
+from tests.planned import cluster_of
+
+X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
+
+
+def step(state: Any, x: Any) -> Any:
+    def loss_of(w: Any) -> Any:
+        return (jnp.tanh(x @ w["a"] + state["frozen"]) @ w["b"]).var(axis=0).sum() + (x @ w["a"]).mean()
+
+    loss, gradients = jax.value_and_grad(loss_of)(state["w"])
+    new = jax.tree.map(lambda w, g: w - 0.1 * g, state["w"], gradients)
+    return {"w": new, "frozen": state["frozen"], "count": state["count"] + 1}, {"loss": loss, "x": (x * x).sum()}
+
+
+def start() -> Any:
+    w = {"a": np.eye(4, dtype=np.float32), "b": np.full((4, 4), 0.5, np.float32)}
+    return {"w": w, "frozen": np.full(4, 0.1, np.float32), "count": jnp.int32(0)}
+
+
+METHODS = [recipes.data_parallel(), recipes.zero(3), recipes.gpipe(2, 1)]
+
+
+@pytest.fixture(params=METHODS, ids=lambda method: method.name)
+def parallel(request: pytest.FixtureRequest) -> autopar.Parallelized:
+    return autopar.parallelize(step, cluster=cluster_of(1, 4), method=request.param, batch_axes=(None, 0))
+
+
+def same(found: Any, expected: Any, rtol: float = 1e-5) -> None:
+    found, expected = autopar.gather(found), expected
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10)
+
+
+def steady(parallel: autopar.Parallelized, calls: int = 3) -> tuple[Any, Any]:
+    """States after some calls, by us and under `jax.jit`."""
+    ours, theirs = start(), start()
+    for _ in range(calls):
+        ours, _ = parallel(ours, X)
+        theirs, _ = jax.jit(step)(theirs, X)
+    assert parallel._steady is not None  # otherwise the tests below prove nothing
+    return ours, theirs
+
+
+def test_a_loop(parallel: autopar.Parallelized) -> None:
+    ours, theirs = steady(parallel)
+    for k in range(3):
+        ours, found = parallel(ours, X * k)
+        theirs, expected = jax.jit(step)(theirs, X * k)
+        same((ours, found), (theirs, expected))
+
+
+def test_another_state_and_other_shapes_between(parallel: autopar.Parallelized) -> None:
+    ours, theirs = steady(parallel)
+    same(parallel(start(), X), jax.jit(step)(start(), X))
+    same(parallel(ours, X[:4]), jax.jit(step)(theirs, X[:4]))
+
+
+def test_a_leaf_that_was_replaced(parallel: autopar.Parallelized) -> None:
+    ours, theirs = steady(parallel)
+    new = np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+    ours = {**ours, "w": {**ours["w"], "b": new}}
+    theirs = {**theirs, "w": {**theirs["w"], "b": new}}
+    same(parallel(ours, X), jax.jit(step)(theirs, X))
+
+
+def test_a_batch_of_another_type(parallel: autopar.Parallelized) -> None:
+    ours, theirs = steady(parallel)
+    same(parallel(ours, X.astype(np.float16)), jax.jit(step)(theirs, X.astype(np.float16)), 1e-2)
+
+
+def test_a_state_that_is_gone(parallel: autopar.Parallelized) -> None:
+    ours, _ = steady(parallel)
+    parallel(ours, X)
+    with pytest.raises(StateError, match="was donated to an earlier step and is gone"):
+        parallel(ours, X)
+
+
+def test_what_is_looked_for_is_found(parallel: autopar.Parallelized) -> None:
+    ours, _ = steady(parallel)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
+        parallel(ours, X * np.nan)
+
+
+def test_an_argument_that_is_a_part_of_the_state(parallel: autopar.Parallelized) -> None:
+    """It is read after it would have been given away."""
+
+    def other(state: Any, x: Any) -> Any:
+        return {"a": state["a"] * 2, "b": state["b"] + x.sum()}, x.mean()
+
+    found = autopar.parallelize(other, cluster=cluster_of(1, 4), method=recipes.data_parallel(), batch_axes=(None, 0))
+    ours, theirs = ({"a": np.ones((8, 4), np.float32), "b": np.zeros(3, np.float32)} for _ in range(2))
+    for _ in range(3):
+        ours, _ = found(ours, X)
+        theirs, _ = jax.jit(other)(theirs, X)
+    assert found._steady is not None
+    same(found(ours, ours["a"]), jax.jit(other)(theirs, theirs["a"]))
+
+
+def test_kept_states(parallel: autopar.Parallelized) -> None:
+    """Without donation an earlier state can be gone back to."""
+    keeping = autopar.parallelize(
+        step, cluster=cluster_of(1, 4), method=recipes.zero(3), batch_axes=(None, 0), donate_argnums=()
+    )
+    ours, theirs = steady(keeping)
+    for _ in range(3):
+        same(keeping(ours, X), jax.jit(step)(theirs, X))
+
+
+def test_pieces_of_leaves() -> None:
+    def scanned(stack: Any, x: Any) -> Any:
+        def loss_of(stack: Any) -> Any:
+            return jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, stack)[0].mean()
+
+        loss, gradient = jax.value_and_grad(loss_of)(stack)
+        return stack - 0.1 * gradient, loss
+
+    found = autopar.parallelize(scanned, cluster=cluster_of(1, 4), method=recipes.gpipe(4, 2))
+    ours = theirs = np.stack([np.eye(4, dtype=np.float32)] * 4)
+    for _ in range(5):
+        ours, loss = found(ours, X)
+        theirs, expected = jax.jit(scanned)(theirs, X)
+        same((ours, loss), (theirs, expected))
+    assert isinstance(ours, autopar.Pieces) and found._steady is not None
