@@ -41,6 +41,7 @@ from autopar.passes.rules.base import Rule
 
 Slot = tuple[int | None, Value]
 _MAX_LAYOUTS = 48
+_ROOMY = 0.5  # of the memory: where the leanest choices need less, whole copies of stacks are offered
 _LARGE_COPY = 0.01  # of a device's memory
 
 
@@ -136,12 +137,17 @@ class StageProblem:
                 self.numbers.edges[index] = (u, v, times[id(matrix), n])
 
     def _may_be_short(self) -> bool:
-        """Whether the hungriest choices, with whole copies of all stacks that loops read or make, pass the limit."""
+        """Whether whole copies of all stacks that loops read or make may be more than there is room for.
+
+        There is where the hungriest choices leave as much, or the leanest leave half of the memory with them.
+        """
         limit = self.setting.memory_limit
         ends = [*self.makers.items(), *((slot, end) for slot, ends in self.readers.items() for end in ends)]
         stacks = {slot[1] for slot, end in ends if end.stacked is not None and end.stacked.any()}
-        most = 0.0 if limit is None else self.numbers.most_bytes(self.step.num_microbatches)
-        return limit is not None and most + sum(v.nbytes for v in stacks) > limit
+        copies = sum(v.nbytes for v in stacks)
+        if limit is None or self.numbers.most_bytes(self.step.num_microbatches) + copies <= limit:
+            return False
+        return self.numbers.least_bytes(self.step.num_microbatches) + copies > _ROOMY * limit
 
     def untied(self, tied: StageProblem, choice: Sequence[int]) -> list[int]:
         """A choice of the same stage's problem with ties, in this one, which has none."""
