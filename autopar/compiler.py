@@ -94,11 +94,9 @@ def build(
     if job is not None:
         job.agree(graph.name, {"the plan": fingerprint(lowered, instructions)})
         job.share(meshes)
-    check_launches(
-        [instructions.of_stages({s for s, there in enumerate(wiring.processes) if process in there})
-         for process in range(job.count if job else 1)],
-        wiring.processes,
-    )  # fmt: skip
+    everybody = range(1 + max(process for there in wiring.processes for process in there))
+    parts = [{stage for stage, there in enumerate(wiring.processes) if process in there} for process in everybody]
+    check_launches([instructions.of_stages(stages) for stages in parts], wiring.processes)
     return Executable(sources, wiring, job)
 
 

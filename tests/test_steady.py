@@ -41,8 +41,9 @@ def parallel(request: pytest.FixtureRequest) -> autopar.Parallelized:
 
 def same(found: Any, expected: Any, rtol: float = 1e-5) -> None:
     found, expected = autopar.gather(found), expected
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    ours, theirs = (jax.tree_util.tree_leaves_with_path(tree) for tree in (found, expected))
+    for (at, a), (there, b) in zip(ours, theirs, strict=True):
+        assert at == there
         assert a.dtype == b.dtype
         np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol / 10)
 

@@ -1,31 +1,27 @@
-"""What a process of a test's job runs: `python -m autopar run --processes N tests/processes/job.py FOLDER CASE...`.
+"""What a process of a test's job runs: `autopar run [--processes N] tests/processes/job.py ADDRESS FOLDER CASE...`.
 
-Alone it makes the plans; in a job it runs them. Digests go to FOLDER/PROCESSES.json.
+Alone it makes the plans; in a job it runs them. Digests go to FOLDER/PROCESSES-PROCESS.json.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import sys
 
-sys.path.insert(0, os.getcwd())
-
 import jax
-
-jax.config.update("jax_enable_compilation_cache", False)
-jax.config.update("jax_disable_most_optimizations", True)
-
-if not jax.distributed.is_initialized():  # the same collectives as in a job
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(sys.argv[1], 1, 0)
 
 import autopar
 from tests.processes import cases
 
 
-def main(folder: pathlib.Path, names: list[str]) -> None:
+def main(address: str, folder: pathlib.Path, names: list[str]) -> None:
+    """Run the cases; `address` is for a process that is alone."""
+    jax.config.update("jax_enable_compilation_cache", False)
+    jax.config.update("jax_disable_most_optimizations", True)
+    if not jax.distributed.is_initialized():  # the same collectives as in a job
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(address, 1, 0)
     digests = {}
     for name in names:
         file = folder / f"{name}.plan.json"
@@ -38,4 +34,4 @@ def main(folder: pathlib.Path, names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[2]), sys.argv[3:])
+    main(sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3:])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +36,8 @@ step = autopar.parallelize(train_step, method=method)
 if WHAT == "devices":
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-h100"))
 numbers = np.random.default_rng(0)
-params = {name: numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in "abc"}
-state = {"params": params, "count": 0, "key": jax.random.key(3)}
+params: Any = {name: numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in "abc"}
+state: Any = {"params": params, "count": 0, "key": jax.random.key(3)}
 batch = {name: numbers.normal(size=(8, WIDTH)).astype(np.float32) for name in "xy"}
 for _ in range(3):
     state, (loss, noise) = step(state, batch)

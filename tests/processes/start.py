@@ -32,6 +32,7 @@ def run_job(
     ]  # fmt: skip
     # Eigen cuts convolutions by the number of threads, and so adds up in another order where a process has more.
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": str(processes * devices)}
+    environment["PYTHONPATH"] = os.fspath(REPOSITORY)
     started = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,

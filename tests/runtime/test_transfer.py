@@ -52,7 +52,7 @@ def test_every_pair_of_shardings(source: Mesh, target: Mesh, monkeypatch: pytest
             # An array that is read on the host is read through its value.
             patch.setattr(type(array), "_value", property(lambda self: pytest.fail("read on the host")))
             moved = send(transfer, array)
-        assert moved.sharding == transfer.target
+        assert moved is not None and moved.sharding == transfer.target
         np.testing.assert_array_equal(np.asarray(moved), whole)
         for shard in moved.addressable_shards:
             np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index])
@@ -63,6 +63,7 @@ def test_the_copy_does_not_share_memory_with_its_source() -> None:
     cut = Sharding((("x",), ()))
     array = jax.device_put(np.ones(SHAPE, np.float32), _on(source, cut))
     moved = send(_transfer(source, cut, target, cut), array)
+    assert moved is not None
     here = {shard.data.unsafe_buffer_pointer() for shard in array.addressable_shards}
     there = {shard.data.unsafe_buffer_pointer() for shard in moved.addressable_shards}
     assert not here & there
