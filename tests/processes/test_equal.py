@@ -9,14 +9,14 @@ from collections.abc import Iterable
 import pytest
 
 from tests.processes import cases
-from tests.processes.start import free_address, run_job
+from tests.processes.start import free_port, run_job
 
 JOB = pathlib.Path(__file__).parent / "job.py"
 
 
 def _digests(folder: pathlib.Path, names: Iterable[str], processes: int) -> list[dict[str, str]]:
     """What each process of a job says of the cases."""
-    arguments = [free_address(), str(folder), *names]
+    arguments = [f"127.0.0.1:{free_port()}", str(folder), *names]
     done = run_job(JOB, arguments, processes, cases.DEVICES // processes)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return [json.loads((folder / f"{processes}-{index}.json").read_text()) for index in range(processes)]

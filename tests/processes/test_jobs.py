@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import pathlib
 import re
+from collections.abc import Callable
 
 import pytest
 
 from autopar.errors import ArgumentError
 from autopar.launcher import Membership, membership
-from tests.processes.start import run_job
+from tests.processes.start import free_port, run_job, run_under
 
 SCRIPT = pathlib.Path(__file__).parent / "small.py"
 LIMIT = 150
@@ -108,6 +110,38 @@ def test_open_mpi_5_and_mpich() -> None:
         membership(OPEN_MPI)
 
 
+def _slurm(index: int, port: int) -> dict[str, str]:
+    """Process 0 is on this host; JAX finds the port from the number of the job."""
+    return {
+        **SLURM, "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_PROCID": str(index), "SLURM_LOCALID": str(index), "SLURM_JOB_ID": str(port - (2**16 - 2**12)),
+    }  # fmt: skip
+
+
+def _mpich(index: int, port: int) -> dict[str, str]:
+    return {"PMI_RANK": str(index), "PMI_SIZE": "2", "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
+
+
+@pytest.mark.parametrize("launcher", [_slurm, _mpich], ids=["slurm", "mpich"])
+def test_a_job_that_a_launcher_started(launcher: Callable[[int, int], dict[str, str]]) -> None:
+    port = free_port(2**16 - 2**12)
+    done = run_under([launcher(index, port) for index in range(2)], SCRIPT, LIMIT)
+    said = [[line for line in one.stdout.splitlines() if line.startswith(("step", "whole"))] for one in done]
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert said[0] == said[1] and len(said[0]) == 4
+
+
 def test_by_variables() -> None:
     job = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
     assert membership(job) == Membership(2, 3, None)
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_hold_no_more_than_two_hundred() -> None:
+    done = run_job(SCRIPT.parent / "many_steps.py", [], 2, 1, 600)
+    assert done.returncode == 0, done.stderr
+    for process in range(2):
+        (line,) = _lines(done.stdout, process)
+        (early_bytes, early_arrays), (late_bytes, late_arrays) = json.loads(line)
+        assert late_bytes <= 1.02 * early_bytes
+        assert late_arrays <= early_arrays
