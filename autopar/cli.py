@@ -35,10 +35,10 @@ from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.report import Report
 from autopar.ir.report_page import check_page
-from autopar.launcher import initialize, is_launched, launch, run_script
+from autopar.launcher import initialize, is_launched, launch, leave_job, run_script
 from autopar.progress import ProgramBar
 from autopar.runtime.ahead import absent_gpus
-from autopar.runtime.processes import this_job
+from autopar.runtime.processes import is_of_peer, this_job
 from autopar.timer import time_steps
 
 NO, MISTAKE, BUG = 1, 2, 3  # exit codes; 0 is fine
@@ -130,17 +130,27 @@ class _Commands(click.Group):
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except click.ClickException as error:
-            code = _say_error(error.format_message(), MISTAKE)
+            code = _end(error, error.format_message(), MISTAKE)
         except InfeasiblePlanError as error:
-            code = _say_error(str(error), NO)
+            code = _end(error, str(error), NO)
         except UserError as error:
-            code = _say_error(str(error), MISTAKE)
-        except click.Abort:
-            code = _say_error("interrupted", 130)
-        except Exception:
-            click.echo(traceback.format_exc(), err=True)
+            code = _end(error, str(error), MISTAKE)
+        except click.Abort as error:
+            code = _end(error, "interrupted", 130)
+        except Exception as error:
+            if not is_of_peer(error):
+                click.echo(traceback.format_exc(), err=True)
+            leave_job(error, BUG)
             code = BUG
         sys.exit(code)
+
+
+def _end(error: Exception, message: str, code: int) -> int:
+    """Say what is wrong, once in a job, whose other processes are told."""
+    if not is_of_peer(error):
+        _say_error(message, code)
+    leave_job(error, code)
+    return code
 
 
 def _say_error(message: str, code: int) -> int:
@@ -208,7 +218,7 @@ def _give_answer(find: Callable[[], tuple[Answer, bool]], as_json: bool) -> int:
         with contextlib.redirect_stdout(sys.stderr), _short_warnings():
             answer, is_yes = find()
     except InfeasiblePlanError as error:
-        if as_json:
+        if as_json and not is_of_peer(error):
             click.echo(json.dumps({"fits": False, "error": str(error)}))
         raise
     if this_job() is not None and jax.process_index():

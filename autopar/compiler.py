@@ -119,8 +119,9 @@ def _made(
         made[register] = dataclasses.replace(array(*held), weak_type=out.weak_type)
         if number in graph.carried:
             carried.add(register)
-        most = 1 if number in graph.carried else _MOST_BYTES_KNOWN // out.dtype.itemsize
-        if made[register].sharding.is_fully_replicated and math.prod(out.shape) <= most:
+        size = math.prod(out.shape) * out.dtype.itemsize
+        is_small = not out.shape if number in graph.carried else size <= _MOST_BYTES_KNOWN
+        if is_small and made[register].sharding.is_fully_replicated:
             known.add(register)
     return made, frozenset(known), frozenset(carried)
 

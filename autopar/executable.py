@@ -208,6 +208,7 @@ class Steady:
         """Whether a call is such."""
         return (
             structure == self.structure
+            and not any(isinstance(leaves[at], jax.core.Tracer) for at in self.others)
             and self.executable._runtime.knows(leaves)
             and call_specs([leaves[at] for at in self.others]) == self.specs
             and configuration() is self.configuration

@@ -18,15 +18,13 @@ from typing import IO, Any
 import jax
 
 from autopar.errors import ArgumentError
+from autopar.runtime.processes import this_job
 
 _COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _DEVICES, _LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
-# What launchers that JAX does not know by themselves say of a process: its number, how many there are, its number on
-# its host (Open MPI, also where its runtime is PRRTE; MPICH, Intel MPI).
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
-)
+# What launchers that JAX does not know say of a process: its number, and how many there are (Open MPI, also where its
+# runtime is PRRTE; MPICH, Intel MPI).
+_LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
 _GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
 
 
@@ -36,7 +34,12 @@ class Membership:
 
     index: int | None
     count: int | None
-    local_index: int | None
+    local_index: int | None  # on its host; None: not known
+
+
+def _local_index(environment: Mapping[str, str]) -> int | None:
+    names = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+    return next((int(environment[name]) for name in names if name in environment), None)
 
 
 def membership(environment: Mapping[str, str]) -> Membership | None:
@@ -51,13 +54,12 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
         index = int(environment[_INDEX])
         found = Membership(index, int(environment[_COUNT]), index if _LAUNCHED in environment else None)
     elif any(kind.is_env_present() for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method):
-        return Membership(None, None, None)
+        return Membership(None, None, _local_index(environment))
     else:
         said = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
         if said is None:
             return None
-        local = environment.get(said[2])
-        found = Membership(int(environment[said[0]]), int(environment[said[1]]), None if local is None else int(local))
+        found = Membership(int(environment[said[0]]), int(environment[said[1]]), _local_index(environment))
     if found.count == 1:
         return None
     if _COORDINATOR not in environment:
@@ -69,22 +71,21 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
 
 
 def initialize(devices_per_process: int | None = None) -> bool:
-    """Join the job that this process was started in; True if there is one. Alone, it does nothing.
+    """Join the job that this process was started in; True if there is one. A process that is alone goes on as it is.
 
     To be called before JAX is used: by scripts that are not started by `autopar run`, which does it by itself. What
     `jax.distributed.initialize` knows is joined (Slurm, Open MPI, Kubernetes, Cloud TPUs), what mpirun starts, and what
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name.
+    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name. From then on a process that fails ends all.
 
     Args:
-      devices_per_process: of GPUs the process with number i on its host takes the i-th so many; of CPUs each process
-        has so many virtual devices. Default: JAX's own.
+      devices_per_process: so many virtual devices on CPUs; of the GPUs of a host its process number i takes the i-th
+        so many. Default: JAX's own.
 
     Raises:
       ArgumentError: the launcher does not say where process 0 is.
     """
     devices = devices_per_process or int(os.environ.get(_DEVICES, "0")) or None
-    on_cpus = (jax.config.values["jax_platforms"] or "").split(",")[0] == "cpu"
-    if devices is not None and on_cpus:
+    if devices is not None:
         jax.config.update("jax_num_cpu_devices", devices)
     found = membership(os.environ)
     if found is None or jax.distributed.is_initialized():
@@ -92,11 +93,13 @@ def initialize(devices_per_process: int | None = None) -> bool:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would keep a process that is asked to end from ending.
     jax.config.update("jax_enable_preemption_service", False)
+    on_cpus = (jax.config.values["jax_platforms"] or "").split(",")[0] == "cpu"
     local: Sequence[int] | None = None
     if devices is not None and found.local_index is not None and not on_cpus:
         local = range(found.local_index * devices, (found.local_index + 1) * devices)
     given: dict[str, Any] = {"num_processes": found.count, "process_id": found.index, "local_device_ids": local}
     jax.distributed.initialize(**{name: value for name, value in given.items() if value is not None})
+    this_job()
     return True
 
 
@@ -105,11 +108,19 @@ def is_launched() -> bool:
     return _LAUNCHED in os.environ
 
 
+def leave_job(error: BaseException, code: int) -> None:
+    """Where this process is one of a job: end it, and tell the others why. Else nothing happens."""
+    job = this_job()
+    if job is not None:
+        job.fail(error, code)
+
+
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """As `python path arguments` does.
+    """As `python path arguments` does; of a job, the others are told if it fails.
 
     Raises:
       ArgumentError: there is no such file.
+      SystemExit: it failed, or asked to end.
     """
     if not os.path.isfile(path):
         raise ArgumentError(f"TARGET {path!r}: there is no such script.")
@@ -117,7 +128,14 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     try:
         runpy.run_path(path, run_name="__main__")
-    except Exception as error:  # as the interpreter itself does; of a job, the others are told
+    except SystemExit as asked:
+        code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
+        if code:
+            if isinstance(asked.code, str):
+                sys.stderr.write(f"{asked.code}\n")
+            leave_job(asked, code)
+        raise
+    except Exception as error:  # as the interpreter itself does
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
 
@@ -144,6 +162,8 @@ def launch(command: Sequence[str], processes: int, devices_per_process: int | No
             children.append(child)
             for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
                 assert source is not None, "they are pipes"
+                if bare and source is child.stdout and index:
+                    target = sys.stderr
                 prefix = "" if bare and source is child.stdout and not index else f"[{index}] "
                 readers.append(threading.Thread(target=_copy_lines, args=(source, target, prefix, lock), daemon=True))
                 readers[-1].start()

@@ -86,6 +86,8 @@ def homes_of(
         if planned and not planned[0].state:
             continue
         shardings = [getattr(x, "sharding", None) for x in (leaf.pieces if isinstance(leaf, Pieces) else (leaf,))]
+        if not jnp.shape(leaf) and this_job() is not None:  # known to all processes, on a mesh to some of them only
+            shardings = [None]
         at = tuple(
             (meshes.index(sharding.mesh), _sharding_of(sharding, len(leaf.shape)))
             for sharding in shardings

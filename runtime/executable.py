@@ -128,9 +128,11 @@ class Executable:
         self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
         instructions = wiring.instructions
         self._passes = [(k, instructions.leaves[v]) for k, v in wiring.kept.items() if v in self._homes]
-        self._passed = [None if k in wiring.kept else result for k, result in enumerate(wiring.results)]
+        self._passed = list(wiring.results)
         for k, v in wiring.kept.items():
-            if v not in self._homes:
+            if v in self._homes:
+                self._passed[k] = None
+            elif v.shape:  # numbers are known to all processes
                 nothing = absent(dataclasses.replace(wiring.homes[v], weak_type=v.weak_type))
                 self._passed[k] = functools.partial(_constant, nothing)
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
@@ -280,6 +282,8 @@ class Executable:
                     registers[register] = leaf
                     in_place[at] = register, array
                     continue
+                if not leaf.shape and not leaf.sharding.is_fully_addressable:
+                    leaf = leaf.addressable_data(0)  # a number is known to all processes
                 elsewhere = not leaf.sharding.is_equivalent_to(array.sharding, leaf.ndim)
                 if elsewhere and not isinstance(leaf.sharding, jax.sharding.SingleDeviceSharding):
                     raise StateError(

@@ -45,23 +45,32 @@ def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]
     counts = []
     shared = [i for i, is_local in enumerate(local) if not is_local]
     for i in shared:
-        value = values[i]
-        if isinstance(value, jax.Array) and not value.is_fully_addressable:
-            raise StateError(
-                f"an argument of {value.dtype}{list(value.shape)} lies on devices of several processes as "
-                f"{value.sharding}, where {shardings[i]} is wanted. Pass the whole as a NumPy array, the same on all "
-                "processes, or what the step's input_shardings ask for."
-            )
-        index = shardings[i].addressable_devices_indices_map(tuple(jax.numpy.shape(value)))
-        counts.append(len(index))
-        pieces += [value[at] if at else value for at in index.values()]
-        devices += index
+        of_device = _pieces(values[i], shardings[i])
+        counts.append(len(of_device))
+        pieces += of_device.values()
+        devices += of_device
     placed = iter(jax.device_put(pieces, devices, may_alias=False))
     for i, count in zip(shared, counts, strict=True):
-        of_devices = [next(placed) for _ in range(count)]
         shape = tuple(jax.numpy.shape(values[i]))
-        found[i] = jax.make_array_from_single_device_arrays(shape, shardings[i], of_devices)
+        array = jax.make_array_from_single_device_arrays(shape, shardings[i], [next(placed) for _ in range(count)])
+        found[i] = weakly_typed(array) if jax.typeof(values[i]).weak_type else array
     return [found[i] for i in range(len(values))]
+
+
+def _pieces(value: Any, sharding: jax.sharding.NamedSharding) -> dict[jax.Device, Any]:
+    """What each of this process's devices holds of a value."""
+    if isinstance(value, jax.Array) and not value.is_fully_addressable:
+        if value.sharding.is_equivalent_to(sharding, value.ndim):
+            return {shard.device: shard.data for shard in value.addressable_shards}
+        if not value.is_fully_replicated:
+            raise StateError(
+                f"an argument of {value.dtype}{list(value.shape)} lies on devices of several processes as "
+                f"{value.sharding}, where {sharding} is wanted. Pass the whole as a NumPy array, the same on all "
+                "processes; autopar.gather(..) gives it."
+            )
+        value = value.addressable_data(0)
+    index = sharding.addressable_devices_indices_map(tuple(jax.numpy.shape(value)))
+    return {device: value[at] if at else value for device, at in index.items()}
 
 
 def absent(array: Array) -> jax.Array:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import ipaddress
 import itertools
 import json
 import os
@@ -19,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TextIO
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +32,9 @@ from autopar.errors import PeerError, PlanMismatchError, UserError
 _PREFIX = "autopar"
 _FAILED = f"{_PREFIX}/failed"
 _HEARD = f"{_PREFIX}/heard"
+_DONE, _ALL_DONE = f"{_PREFIX}/done", f"{_PREFIX}/all_done"
 _POLL = 1.0  # seconds between looks for a failure of others
+_SOON = 30.0  # seconds after which it is said whom a process waits for
 _PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
 _STEPS = 1 << 20  # numbers of messages are unique for so many steps
 _CHANNELS = 1 << 11  # and for so many executables
@@ -41,7 +44,7 @@ class Channel:
     """Numbers of the messages of one executable: equal on all processes, and different for all messages under way."""
 
     def __init__(self, number: int) -> None:
-        self._number = number % _CHANNELS
+        self._number = number
         self._step = 0
 
     def next_step(self) -> None:
@@ -62,7 +65,7 @@ class Processes:
         self._channels = itertools.count()
         self._connections: dict[int, Any] = {}
         self._meshes: set[Any] = set()
-        self._failing = False
+        self._stopping = threading.Lock()
         self._watch()
 
     # Texts.
@@ -76,11 +79,14 @@ class Processes:
         """
         key = f"{_PREFIX}/agreement/{next(self._agreements)}"
         said = json.dumps(dict(mine))
+        subject = f"to agree about {what}"
         if self.index:
             self._client.key_value_set(f"{key}/{self.index}", said)
-            verdict = self._wait_for(f"{key}/verdict")
+            verdict = self._wait_for(f"{key}/verdict", subject, "process 0 or others")
         else:
-            others = {p: json.loads(self._wait_for(f"{key}/{p}")) for p in range(1, self.count)}
+            others = {
+                p: json.loads(self._wait_for(f"{key}/{p}", subject, f"process {p}")) for p in range(1, self.count)
+            }
             verdict = _differences(mine, others)
             self._client.key_value_set(f"{key}/verdict", verdict)
         if verdict:
@@ -98,7 +104,7 @@ class Processes:
         """
         key = f"{_PREFIX}/made/{next(self._agreements)}"
         if self.index:
-            kind, text = json.loads(self._wait_for(key))
+            kind, text = json.loads(self._wait_for(key))  # may take as long as planning does
             if kind:
                 error = getattr(errors, kind)(text)
                 error.of_peer = True
@@ -106,13 +112,17 @@ class Processes:
             return str(text)
         try:
             made = make()
-        except UserError as error:
-            self._client.key_value_set(key, json.dumps([type(error).__name__, str(error)]))
+        except BaseException as error:
+            kind = type(error) if isinstance(error, UserError) else PeerError
+            text = str(error) if isinstance(error, UserError) else f"process 0 of this job failed: {error!r}"
+            self._client.key_value_set(key, json.dumps([kind.__name__, text]))
             raise
         self._client.key_value_set(key, json.dumps(["", made]))
         return made
 
-    def _wait_for(self, key: str) -> str:
+    def _wait_for(self, key: str, subject: str = "", whom: str = "") -> str:
+        """A text that another process puts into the store. Where that should be soon, it is said whom it waits for."""
+        started, said = time.monotonic(), not subject
         while True:
             try:
                 return str(self._client.blocking_key_value_get(key, int(1000 * _POLL)))
@@ -120,6 +130,12 @@ class Processes:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._check_others()
+            if not said and time.monotonic() - started > _SOON:
+                said = True
+                _print(
+                    f"process {self.index} waits for {whom} {subject}: has every process called it, with arguments of "
+                    "the same shapes?"
+                )
 
     def _check_others(self) -> None:
         failed = self._failed()
@@ -145,36 +161,43 @@ class Processes:
 
     # Failures.
 
-    def fail(self, kind: type[BaseException], error: BaseException) -> None:
-        """Tell the others what ended this process; the first that fails is heard."""
-        if self._failing or is_of_peer(error):
-            return
-        self._failing = True
-        text = "".join(traceback.format_exception_only(kind, error)).strip()
+    def fail(self, error: BaseException, code: int = 1) -> NoReturn:
+        """End this process, and tell the others what ended it; of several that fail the first is heard."""
+        failed = self._failed()
+        if failed is not None or is_of_peer(error):  # or what followed from it: a connection that is gone
+            self._stop(str(error) if failed is None else _of_peer(failed), code)
+        text = "".join(traceback.format_exception_only(type(error), error)).strip()
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failed before
             self._client.key_value_set(_FAILED, json.dumps({"process": self.index, "error": text}))
-        if self.index:
-            return
-        until = time.monotonic() + _PATIENCE
-        for other in range(1, self.count):
-            left = max(1, int(1000 * (until - time.monotonic())))
-            with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.blocking_key_value_get(f"{_HEARD}/{other}", left)
+        if not self.index:  # which hosts the coordination service
+            until = time.monotonic() + _PATIENCE
+            for other in range(1, self.count):
+                left = max(1, int(1000 * (until - time.monotonic())))
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._client.blocking_key_value_get(f"{_HEARD}/{other}", left)
+        self._stop("", code)
+
+    def _stop(self, reason: str, code: int) -> NoReturn:
+        """End at once: at exit, JAX would wait for the other processes."""
+        with self._stopping:  # for ever: this process says one thing, and ends
+            if reason:
+                _print(f"stopped, since {reason}")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            with contextlib.suppress(
+                jax.errors.JaxRuntimeError
+            ):  # the last: JAX aborts those whose coordinator is gone
+                self._client.key_value_set(f"{_HEARD}/{self.index}", "")
+            os._exit(code)
 
     def _watch(self) -> None:
-        """End this process when another has failed, whatever it waits for then; tell others when it fails itself."""
+        """Tell others when this process fails, and end it when another has, whatever it waits for then."""
         said = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-            failed = self._failed()
-            if is_of_peer(error):
-                _say(sys.stderr, str(error))
-            elif failed is not None:  # what followed from it: a connection that is gone
-                _say(sys.stderr, _of_peer(failed))
-            else:
+            if self._failed() is None and not is_of_peer(error):
                 said(kind, error, trace)
-            self.fail(kind, error)
-            _leave()
+            self.fail(error)
 
         sys.excepthook = hook
         ended = threading.Event()
@@ -185,6 +208,17 @@ class Processes:
 
         @atexit.register
         def end() -> None:
+            """Not before all have come to their ends: one that fails till then is heard."""
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self._client.key_value_set(f"{_DONE}/{self.index}", "")
+                try:
+                    for other in range(1, self.count) if not self.index else ():
+                        self._wait_for(f"{_DONE}/{other}")
+                    if not self.index:
+                        self._client.key_value_set(_ALL_DONE, "")
+                    self._wait_for(_ALL_DONE)
+                except PeerError as error:
+                    self._stop(str(error), 1)
             ended.set()
             watcher.join()
 
@@ -192,10 +226,7 @@ class Processes:
         while not ended.wait(_POLL):
             failed = self._failed()
             if failed is not None and failed["process"] != self.index:
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._client.key_value_set(f"{_HEARD}/{self.index}", "")
-                _say(sys.stderr, _of_peer(failed))
-                _leave()
+                self._stop(_of_peer(failed), 1)
 
     # Arrays.
 
@@ -206,7 +237,7 @@ class Processes:
     @functools.cached_property
     def gatherings(self) -> Channel:
         """Of arrays that are gathered: the last that there is."""
-        return Channel(-1)
+        return Channel(_CHANNELS - 1)
 
     def offer(self, uuid: int, arrays: Sequence[jax.Array]) -> None:
         """Let another process pull these arrays, each of one device. Never waits; the arrays may not be given away."""
@@ -286,21 +317,32 @@ def _of_peer(failed: Mapping[str, Any]) -> str:
     return f"process {failed['process']} of this job failed: {failed['error']}"
 
 
-def _say(stream: TextIO, text: str) -> None:
-    print(f"autopar: stopped, since {text}", file=stream, flush=True)
-
-
-def _leave() -> None:
-    """End at once: at exit, JAX would wait for the other processes."""
-    sys.stdout.flush()
+def _print(text: str) -> None:
+    sys.stderr.write(f"autopar: {text}\n")
     sys.stderr.flush()
-    os._exit(1)
+
+
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _address_towards(coordinator: str) -> str:
     """This machine's address in the network by which it reaches the coordinator, `host:port`."""
     host, _, port = coordinator.rpartition(":")
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    host = host.strip("[]")
+    found = _own_address(host, int(port))
+    if host not in _LOOPBACK and ipaddress.ip_address(found).is_loopback:
+        # The host's own name, as some systems have it; others cannot reach it by that.
+        with contextlib.suppress(OSError):
+            return _own_address(_ANYWHERE, int(port))
+    return found
+
+
+_ANYWHERE = "192.0.2.1"  # of a network that is for examples alone (RFC 5737): reached as everything outside is
+
+
+def _own_address(host: str, port: int) -> str:
+    """The address from which this machine would send there."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of datagrams: nothing is sent
         return str(probe.getsockname()[0])

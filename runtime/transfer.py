@@ -235,6 +235,9 @@ def send(transfer: TileTransfer, array: jax.Array, message: Message | None = Non
             for place in route.places
         ]
         result = received[0] if transfer.join is None else transfer.join(*received)
-    if (transfer.cut or transfer.join) and (needs_waits(transfer.source.mesh) or needs_waits(transfer.target.mesh)):
-        jax.block_until_ready((parts, result))
+    # Of the source's program and the target's, if they are this process's.
+    if route.sends and transfer.cut and needs_waits(transfer.source.mesh):
+        jax.block_until_ready(parts)
+    if route.receives and transfer.join and needs_waits(transfer.target.mesh):
+        jax.block_until_ready(result)
     return result

@@ -368,9 +368,12 @@ class StageProblem:
     def _edge(self, value: Value, source: _End, target: _End) -> None:
         key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
         matrices = self.setting.remembered.matrices
-        limit = self.setting.memory_limit if self._short_of_memory else None
+        limit, ends = self.setting.memory_limit, [source, target]
         if limit is not None and value.nbytes >= _LARGE_COPY * limit:
-            stacked = [None if end.stacked is None else end.stacked.tobytes() for end in (source, target)]
+            ends = [
+                end if self._short_of_memory else dataclasses.replace(end, stacked=None) for end in (source, target)
+            ]
+            stacked = [None if end.stacked is None else end.stacked.tobytes() for end in ends]
             if stacked != [None, None] or value.nbytes > limit:
                 key, matrices = (*key, *stacked), self._own_matrices
         if key not in matrices:
@@ -378,7 +381,7 @@ class StageProblem:
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
             )
             if matrices is self._own_matrices:
-                matrix = _without_copies(matrix, source, target, target.shardings.nbytes(value) <= limit)
+                matrix = _without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
         found = matrices[key]
         if found is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import jax
@@ -25,11 +26,16 @@ def train_step(state, batch):  # type: ignore[no-untyped-def]
     if WHAT == "code" and IS_ODD:
         state = {**state, "params": jax.tree.map(lambda p: 2 * p, state["params"])}
     loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients)
+    params = jax.tree.map(lambda p, g: p - state["rate"] * g, state["params"], gradients)
     noise = jax.random.normal(state["key"], ())
-    return {"params": params, "count": state["count"] + 1, "key": jax.random.split(state["key"])[0]}, (loss, noise)
+    key = jax.random.split(state["key"])[0]
+    one = state["one"] * 1.5
+    new = {"params": params, "count": state["count"] + 1, "key": key, "rate": state["rate"], "one": one}
+    return new, (loss, noise)
 
 
+if WHAT == "early" and IS_ODD:
+    raise FileNotFoundError("examples.txt")
 devices = jax.device_count()
 method = autopar.recipes.gpipe(2 if WHAT != "stages" else 64, 2) if devices > 1 else "auto"
 step = autopar.parallelize(train_step, method=method)
@@ -37,11 +43,15 @@ if WHAT == "devices":
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-h100"))
 numbers = np.random.default_rng(0)
 params: Any = {name: numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in "abc"}
-state: Any = {"params": params, "count": 0, "key": jax.random.key(3)}
+# A number that a step only reads, of a weak type, and one that is no number but small.
+state: Any = {"params": params, "count": 0, "key": jax.random.key(3), "rate": 0.1, "one": np.ones(1, np.float32)}
 batch = {name: numbers.normal(size=(8, WIDTH)).astype(np.float32) for name in "xy"}
 for _ in range(3):
     state, (loss, noise) = step(state, batch)
-    print(f"step {int(state['count'])}: {float(loss):.6f} {float(noise):.6f}", flush=True)
+    print(f"step {int(state['count'])}: {float(loss):.6f} {float(noise):.6f} {float(state['rate'])}", flush=True)
+assert len(step._executables) == 1
+if WHAT == "exit" and IS_ODD:
+    sys.exit("no more examples")
 if WHAT == "raise" and IS_ODD:
     raise ValueError("the disk is full")
 if WHAT == "nan":
@@ -51,4 +61,9 @@ if WHAT == "read" and jax.process_index() == 0:
     print(np.asarray(state["params"]["c"]))
 whole = autopar.gather(state)
 total = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(whole["params"]))
-print(f"whole {total:.6f} {jax.random.key_data(whole['key'])}", flush=True)
+print(f"whole {total:.6f} {jax.random.key_data(whole['key'])} {whole['one']} {whole['rate']}", flush=True)
+loss_of_all = autopar.parallelize(lambda p, rate, x: jnp.mean((x @ p["a"]) ** 2) * rate, follow=step)
+print(f"whole {float(loss_of_all(state['params'], state['rate'], batch['x'])):.6f}", flush=True)
+if WHAT == "late" and IS_ODD:
+    time.sleep(3)  # the others are at their ends
+    raise ValueError("the disk is full")

@@ -28,7 +28,7 @@ def test_a_script_runs_as_it_does_alone() -> None:
     assert alone.returncode == 0, alone.stderr
     said = [line for line in _lines(alone.stdout) if line.startswith(("step", "whole"))]
     means = [line for line in _lines(alone.stdout) if line.startswith("mean")]
-    assert len(said) == 4 and len(means) == 3
+    assert len(said) == 5 and len(means) == 3
     several = run_job(SCRIPT, [], 2, 1, LIMIT)
     assert several.returncode == 0, several.stderr
     for process in range(2):
@@ -44,17 +44,27 @@ def _failure(what: str, odd: int, processes: int = 2) -> tuple[list[str], list[s
     """What both processes say on stderr when one of them makes a mistake."""
     done = run_job(SCRIPT, [what, str(odd)], processes, 1, LIMIT)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
-    assert "whole" not in done.stdout
+    assert what == "late" or "whole" not in done.stdout
     return _lines(done.stderr, 0), _lines(done.stderr, 1)
 
 
-@pytest.mark.parametrize("odd", [0, 1])
-def test_a_mistake_on_one_process_ends_all_with_its_message(odd: int) -> None:
-    said = _failure("raise", odd)
-    assert said[odd][-1] == "ValueError: the disk is full"
-    other = said[1 - odd]
-    assert other[-1] == f"autopar: stopped, since process {odd} of this job failed: ValueError: the disk is full"
-    assert not any("Traceback" in line for line in other)
+MISTAKES = {  # when, and what is said: before JAX is used for anything, between two steps, when others have ended
+    "early": "FileNotFoundError: examples.txt",
+    "raise": "ValueError: the disk is full",
+    "exit": "SystemExit: no more examples",
+    "late": "ValueError: the disk is full",
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "odd"), [("early", 0), ("early", 1), ("raise", 0), ("raise", 1), ("exit", 1), ("late", 0), ("late", 1)]
+)
+def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int) -> None:
+    said = _failure(what, odd)
+    assert MISTAKES[what].endswith(said[odd][-1])
+    other = [line for line in said[1 - odd] if "I0000" not in line and "WARNING" not in line]
+    assert other[-1] == f"autopar: stopped, since process {odd} of this job failed: {MISTAKES[what]}"
+    assert not any("Traceback" in line or "Check failure" in line for line in other)
 
 
 @pytest.mark.parametrize("what", ["shapes", "code"])
@@ -99,7 +109,7 @@ def test_alone() -> None:
 def test_what_jax_knows_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
-    assert membership({**SLURM}) == Membership(None, None, None)
+    assert membership({**SLURM}) == Membership(None, None, 0)
 
 
 def test_open_mpi_5_and_mpich() -> None:
@@ -128,7 +138,7 @@ def test_a_job_that_a_launcher_started(launcher: Callable[[int, int], dict[str, 
     done = run_under([launcher(index, port) for index in range(2)], SCRIPT, LIMIT)
     said = [[line for line in one.stdout.splitlines() if line.startswith(("step", "whole"))] for one in done]
     assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
-    assert said[0] == said[1] and len(said[0]) == 4
+    assert said[0] == said[1] and len(said[0]) == 5
 
 
 def test_by_variables() -> None:
