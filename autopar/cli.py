@@ -148,13 +148,8 @@ class _Commands(click.Group):
 def _end(error: Exception, message: str, code: int) -> int:
     """Say what is wrong, once in a job, whose other processes are told."""
     if not is_of_peer(error):
-        _say_error(message, code)
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
     leave_job(error, code)
-    return code
-
-
-def _say_error(message: str, code: int) -> int:
-    click.echo(f"Error: {' '.join(message.split())}", err=True)
     return code
 
 

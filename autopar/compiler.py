@@ -94,9 +94,7 @@ def build(
     if job is not None:
         job.agree(graph.name, {"the plan": fingerprint(lowered, instructions)})
         job.share(meshes)
-    everybody = range(1 + max(process for there in wiring.processes for process in there))
-    parts = [{stage for stage, there in enumerate(wiring.processes) if process in there} for process in everybody]
-    check_launches([instructions.of_stages(stages) for stages in parts], wiring.processes)
+        check_launches([instructions.of_stages(wiring.stages_of(p)) for p in range(job.count)], wiring.processes)
     return Executable(sources, wiring, job)
 
 

@@ -199,18 +199,19 @@ class Steady:
 
     executable: Executable
     structure: Any  # of the arguments, pieces of leaves apart
-    others: tuple[int, ...]  # leaves that are no state
-    specs: Any  # theirs
+    specs: Any  # of the leaves that are no state
     configuration: Any
     returned: Any  # the result's structure
 
     def serves(self, leaves: Sequence[Any], structure: Any) -> bool:
         """Whether a call is such."""
+        if structure != self.structure:
+            return False
+        others = [leaves[at] for at in self.executable._runtime.others]
         return (
-            structure == self.structure
-            and not any(isinstance(leaves[at], jax.core.Tracer) for at in self.others)
+            not any(isinstance(leaf, jax.core.Tracer) for leaf in others)
             and self.executable._runtime.knows(leaves)
-            and call_specs([leaves[at] for at in self.others]) == self.specs
+            and call_specs(others) == self.specs
             and configuration() is self.configuration
             and not _looks_for_errors()
         )
@@ -233,15 +234,14 @@ def steady_calls(
     alike = len(flat) == len(inputs) and all(map(operator.is_, flat, inputs))
     if not alike or not runtime.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():
         return None
-    others = runtime.others
+    specs = call_specs([flat[at] for at in runtime.others])
 
     def calls(result: Any) -> Steady | None:
         count = len(executable._planned.outputs)
         returned: Any = jax.tree.structure(result)
         if isinstance(result, Renewed) or returned.num_leaves != count:
             return None
-        specs = call_specs([flat[at] for at in others])
-        return Steady(executable, structure, others, specs, configuration(), returned)
+        return Steady(executable, structure, specs, configuration(), returned)
 
     return calls
 

@@ -87,9 +87,11 @@ def initialize(devices_per_process: int | None = None) -> bool:
     devices = devices_per_process or int(os.environ.get(_DEVICES, "0")) or None
     if devices is not None:
         jax.config.update("jax_num_cpu_devices", devices)
+    if jax.distributed.is_initialized():
+        return this_job() is not None
     found = membership(os.environ)
-    if found is None or jax.distributed.is_initialized():
-        return found is not None
+    if found is None:
+        return False
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would keep a process that is asked to end from ending.
     jax.config.update("jax_enable_preemption_service", False)

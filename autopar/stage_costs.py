@@ -50,6 +50,7 @@ class StageCosts:
         self._remembered: dict[Any, Remembered] = {}
         self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage | None] = {}
+        self._restricted: set[Any] = set()  # of these, those whose problems leave out shardings that might fit
         self._by_size: dict[tuple[int, int], list[PricedStage]] = {}  # numbers of nodes and edges
         self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `overhead`
         self._placed: dict[Any, tuple[Layered, PlacedStep]] = {}
@@ -157,6 +158,8 @@ class StageCosts:
                 self._priced[key] = None
             else:
                 self._priced[key] = priced = PricedStage(problem.numbers, most, _SECONDS)
+                if problem.is_restricted:
+                    self._restricted.add(key)
                 self._by_size.setdefault(_size(problem.numbers), []).append(priced)
         return self._priced[key]
 
@@ -184,12 +187,13 @@ class StageCosts:
     def known_bound(self, layered: Layered, mesh: Mesh, gap: float) -> float:
         """Seconds per step that all layers as one stage on a mesh take at least, however they are sharded.
 
-        Within this share of the best, if the solver gets so far; 0 if that stage was not asked for, or fits in no way,
-        as with more microbatches it may.
+        Within this share of the best, if the solver gets so far; 0 if that stage was not asked for, or not with all
+        shardings, or fits in no way, as with more microbatches it may.
         """
         _, placed, stage = self._span_placed(layered, 0, (0, layered.num_layers))
-        priced = self._priced.get((placed, stage, self._kind_of_mesh(mesh)))
-        if priced is not None:
+        key = (placed, stage, self._kind_of_mesh(mesh))
+        priced = self._priced.get(key)
+        if priced is not None and key not in self._restricted:
             with contextlib.suppress(Infeasible):
                 return priced.lower_bound(gap)
         return 0.0

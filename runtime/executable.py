@@ -98,6 +98,10 @@ class Wiring:
     carried: frozenset[Register]  # of these: state
     processes: tuple[frozenset[int], ...]  # by stage: those that have devices of it
 
+    def stages_of(self, process: int) -> frozenset[int]:
+        """Those that a process has devices of."""
+        return frozenset(stage for stage, there in enumerate(self.processes) if process in there)
+
 
 class Executable:
     """Runs a step. Everything is compiled and constants are placed when it is made.
@@ -149,9 +153,7 @@ class Executable:
             for register, array in zip(renewals, self._homes.values(), strict=True)
         )  # state comes out where it went in
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
-        self._instructions = instructions.of_stages(
-            {stage for stage, there in enumerate(wiring.processes) if jax.process_index() in there}
-        )
+        self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
         self._mail = (
             None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
@@ -244,18 +246,16 @@ class Executable:
         """Remember what a call leaves: results where they take the place of state, else what it was given in place."""
         self._expected = ()
         left = [leaves[at] if k is None else returned[k] for at, k in zip(self._state_at, self._next, strict=True)]
-        if len(in_place) == len(left):
-            own = list(map(weakref.ref, left))
-        else:
-            placed = set(in_place)
-            own = [
-                weakref.ref(x)
-                for x, at, k in zip(left, self._state_at, self._next, strict=True)
-                if k is not None or at in placed
-            ]
+        placed = set(in_place)
+        own = [
+            weakref.ref(x)
+            for x, at, k in zip(left, self._state_at, self._next, strict=True)
+            if k is not None or at in placed
+        ]
         if self._given:
             self.buffers.remember(own)
-        if self._expects and len(own) == len(left) == len(set(map(id, left))):  # none is to be given away twice
+        # All of it where it lies, and none to be given away twice.
+        if self._expects and len(placed) == len(left) == len(set(map(id, left))):
             self._expected = own
 
     def _place(self, leaves: Sequence[Any], registers: list[Any], known: bool) -> Sequence[int]:

@@ -48,6 +48,7 @@ class Channel:
         self._step = 0
 
     def next_step(self) -> None:
+        """The numbers that follow are those of the next step."""
         self._step = (self._step + 1) % _STEPS
 
     def uuid(self, message: int, receiver: int) -> int:
@@ -58,9 +59,10 @@ class Channel:
 class Processes:
     """What this process knows of the others."""
 
-    def __init__(self, client: Any, coordinator: str) -> None:
-        self.index, self.count = jax.process_index(), jax.process_count()
-        self._client, self._coordinator = client, coordinator
+    def __init__(self, state: Any) -> None:
+        """`state`: JAX's, of its coordination service. No backend is started: the script may still say which."""
+        self.index, self.count = state.process_id, state.num_processes
+        self._client, self._coordinator = state.client, str(state.coordinator_address)
         self._agreements = itertools.count()
         self._channels = itertools.count()
         self._connections: dict[int, Any] = {}
@@ -184,9 +186,8 @@ class Processes:
                 _print(f"stopped, since {reason}")
             sys.stdout.flush()
             sys.stderr.flush()
-            with contextlib.suppress(
-                jax.errors.JaxRuntimeError
-            ):  # the last: JAX aborts those whose coordinator is gone
+            # The last: JAX aborts those whose coordinator is gone.
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_set(f"{_HEARD}/{self.index}", "")
             os._exit(code)
 
@@ -306,10 +307,8 @@ def _differences(mine: Mapping[str, str], others: Mapping[int, Mapping[str, str]
         differing = [p for p, said in others.items() if said.get(name) != mine[name]]
         if differing:
             first = differing[0]
-            who = (
-                f"process {first}" if len(differing) == 1 else f"{len(differing)} processes, the first of them {first},"
-            )
-            return f"{name} is {mine[name]} on process 0, but {others[first].get(name)} on {who.rstrip(',')}"
+            who = f"process {first}" if len(differing) == 1 else f"{len(differing)} others, {first} the first of them"
+            return f"{name} is {mine[name]} on process 0, but {others[first].get(name)} on {who}"
     return ""
 
 
@@ -350,14 +349,16 @@ def _own_address(host: str, port: int) -> str:
 
 @functools.cache
 def _of_job(client: Any) -> Processes:
+    return Processes(_coordination())
+
+
+def _coordination() -> Any:
     from jax._src import distributed  # JAX has no public name for its coordination service's client
 
-    return Processes(client, str(distributed.global_state.coordinator_address))
+    return distributed.global_state
 
 
 def this_job() -> Processes | None:
     """The processes of this job; None where there is one alone."""
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    return None if client is None or jax.process_count() == 1 else _of_job(client)
+    state = _coordination()
+    return None if state.client is None or state.num_processes == 1 else _of_job(state.client)

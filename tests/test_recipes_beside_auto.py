@@ -34,6 +34,11 @@ def of_model(model: Any, config: Any, batch_size: int) -> Made:
     return model.make_train_step(config, optimizer), state, model.abstract_batch(config, batch_size)
 
 
+def _scanned() -> Made:
+    """ZeRO-1 copies whole stacks of gradients before it scatters them."""
+    return of_model(gpt, gpt.GPTConfig(256, 64, 8, 128, 4, dropout=0.0, dtype=jnp.float32, scan=True), 16)
+
+
 def _moe() -> Made:
     config = moe.MoEConfig(256, 64, 1, 64, 4, num_experts=4, group_size=64, dropout=0.0, dtype=jnp.float32)
     return of_model(moe, config, 8)
@@ -108,3 +113,13 @@ def test_auto_is_never_slower_than_a_recipe(name: str) -> None:
     assert min(others.values()) < math.inf, "no recipe fits: this case says nothing"
     quicker = {str(method.name): time / ours for method, time in others.items() if time < ours}
     assert not quicker
+
+
+@pytest.mark.parametrize(("memory", "alone"), [(48, False), (96, True)], ids=["beside recipes", "alone"])
+def test_whole_copies_of_stacks(memory: int, alone: bool) -> None:
+    """ZeRO-1 is best. Where there may be no room, the solver is not offered it, and must not claim to know better."""
+    function, state, batch = _scanned()
+    cluster = cluster_of(1, 8, memory=memory * _MB, link=1e8)
+    step = autopar.parallelize(function, cluster=cluster, num_microbatches=1)
+    ours = recipes.auto(pipeline=False, baselines=not alone)
+    assert step.plan(state, batch, method=ours).step_time <= step.plan(state, batch, method=recipes.zero(1)).step_time

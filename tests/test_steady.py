@@ -113,7 +113,7 @@ def test_an_argument_that_is_a_part_of_the_state(parallel: autopar.Parallelized)
     same(found(ours, ours["a"]), jax.jit(other)(theirs, theirs["a"]))
 
 
-def test_kept_states(parallel: autopar.Parallelized) -> None:
+def test_kept_states() -> None:
     """Without donation an earlier state can be gone back to."""
     keeping = autopar.parallelize(
         step, cluster=cluster_of(1, 4), method=recipes.zero(3), batch_axes=(None, 0), donate_argnums=()

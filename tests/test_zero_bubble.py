@@ -175,7 +175,7 @@ def test_as_many_values_are_held_as_instructions_hold(name: ScheduleName, scan: 
         read = {v: p.phase for p in lowered.placed.programs if p.in_loop and p.stage == stage for v in p.inputs}
         here: dict[Any, int] = defaultdict(int)
         most: dict[Any, int] = defaultdict(int)
-        for instruction in instructions.of_stage(stage):
+        for instruction in instructions.of_stages({stage}):
             match instruction:
                 case Run(outputs=registers):
                     keys = [key_of[r] for r in registers]

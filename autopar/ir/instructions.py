@@ -59,10 +59,6 @@ class InstructionList:
     sums: Mapping[Register, tuple[int, Port]]  # running sums, to be set to zero: register -> (stage, port)
     results: tuple[Register | None, ...]  # per graph output; None for an input, constant or literal passed through
 
-    def of_stage(self, stage: int) -> tuple[Instruction, ...]:
-        """The list of one mesh."""
-        return tuple(i for i in self.instructions if i.stage == stage)
-
     def of_stages(self, stages: Set[int]) -> tuple[Instruction, ...]:
         """What a process plays that has devices of these stages: its part of all, in the order of all.
 

@@ -124,6 +124,7 @@ class StageProblem:
         self._add_layouts()
         self._add_memory()
         self._short_of_memory = self._may_be_short()
+        self.is_restricted = False  # whether shardings are left out that might fit
         self._connect()
         self._count_edges()
 
@@ -374,6 +375,7 @@ class StageProblem:
                 end if self._short_of_memory else dataclasses.replace(end, stacked=None) for end in (source, target)
             ]
             stacked = [None if end.stacked is None else end.stacked.tobytes() for end in ends]
+            self.is_restricted |= stacked != [None, None]
             if stacked != [None, None] or value.nbytes > limit:
                 key, matrices = (*key, *stacked), self._own_matrices
         if key not in matrices:

@@ -36,6 +36,7 @@ def train_step(state, batch):  # type: ignore[no-untyped-def]
 
 if WHAT == "early" and IS_ODD:
     raise FileNotFoundError("examples.txt")
+jax.config.update("jax_num_cpu_devices", 1)  # no backend has been started that could not be told any more
 devices = jax.device_count()
 method = autopar.recipes.gpipe(2 if WHAT != "stages" else 64, 2) if devices > 1 else "auto"
 step = autopar.parallelize(train_step, method=method)
