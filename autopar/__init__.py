@@ -1,5 +1,9 @@
 """autopar: an auto-parallelizing compiler for JAX."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from autopar import recipes
 from autopar.api import Parallelized, parallelize
 from autopar.calibrator import calibrate
@@ -18,6 +22,9 @@ from autopar.ir.why import Alternative, Why
 from autopar.launcher import initialize
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.state import gather
+
+if TYPE_CHECKING:
+    from autopar.checkpoints import restore, save
 
 __all__ = [
     "Alternative",
@@ -50,4 +57,19 @@ __all__ = [
     "preset_names",
     "recipes",
     "register_sharding_rule",
+    "restore",
+    "save",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Checkpoints are imported when they are first used: they need packages that not everyone has."""
+    if name not in ("restore", "save"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from autopar import checkpoints
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"autopar.{name} needs {error.name}, which is not here: pip install 'autopar[checkpoint]'"
+        ) from error
+    return getattr(checkpoints, name)

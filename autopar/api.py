@@ -279,12 +279,7 @@ class Parallelized:
         Raises:
           PlanError: there is no plan yet, or the result of `init_fn` is no argument of the step.
         """
-        executable = self._leader()
-        if executable is None:
-            raise PlanError(
-                f"init: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do, as "
-                "jax.eval_shape gives them."
-            )
+        executable = self._leader_for("init")
         tree: Any = None
 
         def make_leaves(*xs: Any) -> list[Any]:
@@ -294,24 +289,18 @@ class Parallelized:
 
         leaves = jax.eval_shape(make_leaves, *args)
         first, structure = argument_like(executable._graph, tree, leaves)
-        homes = executable._runtime.wiring.homes
-        planned = executable._planned
-        cuts = {i: cut for i in range(len(leaves)) if (cut := planned.input_cuts.get(first + i)) is not None}
-        shardings: dict[tuple[int, int], Any] = {}  # by leaf and piece; None: what no program reads lies anywhere
-        for i in range(len(leaves)):
-            for k, at in enumerate(planned.inputs_of[first + i]):
-                home = homes.get(planned.inputs[at])
-                shardings[i, k] = None if home is None else home.sharding
+        homes = [executable.home_of(first + i) for i in range(len(leaves))]
+        cuts = {i: home.cut for i, home in enumerate(homes) if home.cut is not None}
+        shardings = {(i, k): sharding for i, home in enumerate(homes) for k, sharding in enumerate(home.shardings)}
         by_mesh: dict[Any, list[tuple[int, int]]] = {}
         for piece, sharding in shardings.items():
-            by_mesh.setdefault(None if sharding is None else sharding.mesh, []).append(piece)
+            by_mesh.setdefault(getattr(sharding, "mesh", None), []).append(piece)
         placed: dict[tuple[int, int], Any] = {}
         for mesh, pieces in by_mesh.items():
             if mesh is not None and not is_here(mesh):
                 apart = [(i, k) for i, k in pieces if i not in cuts and leaves[i].ndim == 0]
                 for i, k in set(pieces) - set(apart):
-                    home = homes[planned.inputs[planned.inputs_of[first + i][k]]]
-                    placed[i, k] = absent(dataclasses.replace(home, weak_type=leaves[i].weak_type))
+                    placed[i, k] = absent(dataclasses.replace(homes[i], weak_type=leaves[i].weak_type).arrays[k])
                 mesh, pieces = None, apart  # numbers are known to all processes: they are made here, too
             if not pieces:
                 continue
@@ -395,6 +384,16 @@ class Parallelized:
             raise PlanError(
                 f"follow: {self._follow._name} has no plan yet, so that {self._name} cannot know where its state lies. "
                 f"Call or compile {self._follow._name} first."
+            )
+        return leader
+
+    def _leader_for(self, what: str) -> Executable:
+        """The same, for what needs one. Raises PlanError where there is none."""
+        leader = self._leader()
+        if leader is None:
+            raise PlanError(
+                f"{what}: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do, as "
+                "jax.eval_shape gives them."
             )
         return leader
 

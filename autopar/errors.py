@@ -60,6 +60,10 @@ class StateError(UserError):
     """The state passed in is unusable: donated before, or not where its plan put it."""
 
 
+class CheckpointError(UserError):
+    """A checkpoint is not there, is damaged, or holds something else than what shall be restored from it."""
+
+
 class PeerError(UserError):
     """Another process of the job failed: says which, and with what."""
 

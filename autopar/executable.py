@@ -20,6 +20,7 @@ from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatt
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.gathering import whole_arrays
+from autopar.runtime.placement import Home
 from autopar.runtime.processes import this_job
 from autopar.state import pieces_of
 from autopar.trace import call_specs, configuration, leaf_specs
@@ -105,6 +106,14 @@ class Executable:
                 leaves[at] = returned[output]
         following: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(tree, leaves)
         return following
+
+    def home_of(self, leaf: int) -> Home:
+        """Where a leaf of the arguments, by its number, lies."""
+        value, cut = self._graph.inputs[leaf], self._planned.input_cuts.get(leaf)
+        pieces = [self._planned.inputs[at] for at in self._planned.inputs_of[leaf]]
+        homes = [self._runtime.wiring.homes.get(piece) for piece in pieces]
+        shardings = tuple(None if home is None else home.sharding for home in homes)
+        return Home(value.shape, value.dtype, value.weak_type, shardings, cut)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
         config: Any = jax.config

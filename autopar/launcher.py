@@ -186,16 +186,15 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     """The exit code of the first that failed, or 0."""
     first: int | None = None
     until = float("inf")
-    while any(child.poll() is None for child in children):
-        failed = [child.returncode for child in children if child.returncode]
+    while None in (codes := [child.poll() for child in children]):
+        failed = [code for code in codes if code]
         if failed and first is None:
             first, until = failed[0], time.monotonic() + _GRACE
         if time.monotonic() > until:
             for child in children:
                 child.kill()
         time.sleep(0.05)
-    codes = [first, *(child.returncode for child in children)]
-    code = next((code for code in codes if code), 0)
+    code = next((code for code in (first, *codes) if code), 0)
     return code if code >= 0 else 128 - code  # as shells tell of signals
 
 

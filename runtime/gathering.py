@@ -10,8 +10,7 @@ import numpy as np
 
 from autopar.runtime.processes import Channel, Processes, is_key, plain
 
-_Index = tuple[slice, ...]
-_Key = tuple[tuple[int, int], ...]
+Box = tuple[tuple[int, int], ...]  # a tile: its start and stop along each dimension of the whole
 
 
 def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes, receivers: Collection[int] = ()) -> dict[int, Any]:
@@ -22,9 +21,9 @@ def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes, receivers: Col
     """
     channel = job.gatherings
     channel.next_step()
-    tiles = {number: _tiles(array) for number, array in arrays.items()}
+    tiles = {number: holders(array) for number, array in arrays.items()}
     for number, array in arrays.items():
-        mine = {_key(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+        mine = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         for receiver in receivers or range(job.count):
             wanted = [key for key, there in tiles[number].items() if _sender(there, receiver) == job.index]
             if wanted:
@@ -35,10 +34,10 @@ def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes, receivers: Col
     return {number: _whole(array, tiles[number], number, job, channel) for number, array in arrays.items()}
 
 
-def _whole(array: jax.Array, tiles: dict[_Key, list[int]], number: int, job: Processes, channel: Channel) -> Any:
+def _whole(array: jax.Array, tiles: dict[Box, list[int]], number: int, job: Processes, channel: Channel) -> Any:
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    found = {_key(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    by_sender: dict[int, list[_Key]] = {}
+    found = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    by_sender: dict[int, list[Box]] = {}
     for key, there in tiles.items():
         sender = _sender(there, job.index)
         if sender is not None:
@@ -55,14 +54,14 @@ def _whole(array: jax.Array, tiles: dict[_Key, list[int]], number: int, job: Pro
     return jax.random.wrap_key_data(result, impl=jax.random.key_impl(array)) if is_key(array) else result  # type: ignore[arg-type]
 
 
-def _tiles(array: jax.Array) -> dict[_Key, list[int]]:
-    """The processes that hold each piece; empty for what all know."""
+def holders(array: jax.Array) -> dict[Box, list[int]]:
+    """The processes that hold each tile of an array, in the order of its mesh; empty for numbers, which all know."""
     if array.ndim == 0:
         return {}
-    found: dict[_Key, list[int]] = {}
-    index_of: Mapping[Any, _Index] = array.sharding.devices_indices_map(array.shape)
+    found: dict[Box, list[int]] = {}
+    index_of: Mapping[Any, tuple[slice, ...]] = array.sharding.devices_indices_map(array.shape)
     for device, index in index_of.items():
-        there = found.setdefault(_key(index, array.shape), [])
+        there = found.setdefault(box_of(index, array.shape), [])
         if device.process_index not in there:
             there.append(device.process_index)
     return found
@@ -73,6 +72,7 @@ def _sender(there: Sequence[int], receiver: int) -> int | None:
     return None if receiver in there else there[receiver % len(there)]
 
 
-def _key(index: _Index, shape: Sequence[int]) -> _Key:
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """The tile of an array that an index of its sharding or of a shard stands for."""
     dims = zip(index, shape, strict=False)  # pieces of random keys have one more, of their numbers
     return tuple((s.start or 0, size if s.stop is None else s.stop) for s, size in dims)

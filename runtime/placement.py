@@ -10,6 +10,7 @@ import jax
 from jax.extend.core.primitives import convert_element_type_p
 
 from autopar.errors import StateError
+from autopar.ir.graph import LeafCut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +21,27 @@ class Array:
     dtype: Any
     sharding: jax.sharding.NamedSharding
     weak_type: bool = False  # of a result
+
+
+@dataclasses.dataclass(frozen=True)
+class Home:
+    """Where a leaf of an argument lies: whole, or in pieces."""
+
+    shape: tuple[int, ...]  # of the whole
+    dtype: Any
+    weak_type: bool
+    shardings: tuple[jax.sharding.Sharding | None, ...]  # of each piece; None: anywhere, since no program reads it
+    cut: LeafCut | None = None
+
+    @property
+    def arrays(self) -> list[jax.ShapeDtypeStruct]:
+        """Each piece."""
+        shapes = [self.shape]
+        if self.cut is not None:
+            axis = self.cut.axis
+            shapes = [(*self.shape[:axis], stop - start, *self.shape[axis + 1 :]) for start, stop in self.cut.windows]
+        made = zip(shapes, self.shardings, strict=True)
+        return [jax.ShapeDtypeStruct(n, self.dtype, sharding=at, weak_type=self.weak_type) for n, at in made]
 
 
 def is_here(mesh: Any) -> bool:
@@ -73,7 +95,7 @@ def _pieces(value: Any, sharding: jax.sharding.NamedSharding) -> dict[jax.Device
     return {device: value[at] if at else value for device, at in index.items()}
 
 
-def absent(array: Array) -> jax.Array:
+def absent(array: Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An array of other processes: its shape, type and sharding, and no data."""
     found = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [], dtype=array.dtype)
     return weakly_typed(found) if array.weak_type else found

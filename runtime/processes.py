@@ -79,23 +79,28 @@ class Processes:
           PlanMismatchError: they do not; names the processes that differ from process 0, and in what.
           PeerError: a process failed before it came here.
         """
-        key = f"{_PREFIX}/agreement/{next(self._agreements)}"
-        said = json.dumps(dict(mine))
-        subject = f"to agree about {what}"
-        if self.index:
-            self._client.key_value_set(f"{key}/{self.index}", said)
-            verdict = self._wait_for(f"{key}/verdict", subject, "process 0 or others")
-        else:
-            others = {
-                p: json.loads(self._wait_for(f"{key}/{p}", subject, f"process {p}")) for p in range(1, self.count)
-            }
-            verdict = _differences(mine, others)
-            self._client.key_value_set(f"{key}/verdict", verdict)
+        said = [json.loads(text) for text in self.exchange(json.dumps(dict(mine)), f"to agree about {what}")]
+        verdict = _differences(said)
         if verdict:
             raise PlanMismatchError(
                 f"the processes of this job do not agree about {what}: {verdict}. Every process has to run the same "
                 "script, on the same versions, with the same shapes."
             )
+
+    def exchange(self, mine: str, subject: str) -> list[str]:
+        """What each process says, on all of them; all come here. `subject`: what for, as in "waits for process 1 to".
+
+        Raises:
+          PeerError: a process failed before it came here.
+        """
+        key = f"{_PREFIX}/agreement/{next(self._agreements)}"
+        if self.index:
+            self._client.key_value_set(f"{key}/{self.index}", mine)
+            said: list[str] = json.loads(self._wait_for(f"{key}/all", subject, "process 0 or others"))
+            return said
+        said = [mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}") for p in range(1, self.count))]
+        self._client.key_value_set(f"{key}/all", json.dumps(said))
+        return said
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What process 0 makes, on all of them.
@@ -249,8 +254,8 @@ class Processes:
         if sender not in self._connections:
             address = self._wait_for(f"{_PREFIX}/address/{sender}")
             self._connections[sender] = self._server.connect(address)
-        found = self._connections[sender].pull(uuid, [_plain_struct(x) for x in arrays])
-        return [_as(struct, x) for struct, x in zip(arrays, found, strict=True)]
+        found = self._connections[sender].pull(uuid, [plain_struct(x) for x in arrays])
+        return [as_wanted(struct, x) for struct, x in zip(arrays, found, strict=True)]
 
     @functools.cached_property
     def _server(self) -> Any:
@@ -279,14 +284,16 @@ def plain(array: jax.Array) -> jax.Array:
     return jax.random.key_data(array) if is_key(array) else array
 
 
-def _plain_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def plain_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """As `plain`, of what arrays look like."""
     if not is_key(x):
         return x
     numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
     return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
 
 
-def _as(struct: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
+def as_wanted(struct: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
+    """Random keys of their numbers, where keys are wanted."""
     if not is_key(struct):
         return numbers
     keys: jax.Array = jax.random.wrap_key_data(numbers, impl=_implementation(struct.dtype))
@@ -301,14 +308,15 @@ def _implementation(dtype: Any) -> Any:
     return found[0]
 
 
-def _differences(mine: Mapping[str, str], others: Mapping[int, Mapping[str, str]]) -> str:
+def _differences(said: Sequence[Mapping[str, str]]) -> str:
     """Who differs from process 0 in what; empty if nobody does."""
+    mine = said[0]
     for name in mine:
-        differing = [p for p, said in others.items() if said.get(name) != mine[name]]
+        differing = [p for p, other in enumerate(said) if other.get(name) != mine[name]]
         if differing:
             first = differing[0]
             who = f"process {first}" if len(differing) == 1 else f"{len(differing)} others, {first} the first of them"
-            return f"{name} is {mine[name]} on process 0, but {others[first].get(name)} on {who}"
+            return f"{name} is {mine[name]} on process 0, but {said[first].get(name)} on {who}"
     return ""
 
 

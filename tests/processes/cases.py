@@ -57,8 +57,35 @@ SLOW: dict[str, Case] = {
 }  # fmt: skip
 
 
-def train(case: Case, plan: autopar.Plan | None) -> tuple[autopar.Plan, str]:
-    """A few steps by a plan, or by the one that is found; the plan, and a digest of the losses and the last state."""
+# Of one model, so that what one has saved every other can restore.
+CHECKPOINTS: dict[str, Case] = {
+    "uneven": Case("gpt_scan", 4, _pipeline((1, (1,)), (1, (1,)), (2, (2,)), microbatches=2)),
+    "tensor": Case("gpt_scan", 4, recipes.megatron(1, 4, 1)),
+    "data": Case("gpt_scan", 4, recipes.data_parallel()),
+    "zero3": Case("gpt_scan", 4, recipes.zero(3, 2)),
+    "gpipe": Case("gpt_scan", 4, recipes.gpipe(4, 4)),
+    "1f1b-tensor": Case("gpt_scan", 4, recipes.megatron(1, 2, 2, 4), across=True),
+    "apart": Case("gpt_scan", 4, _pipeline((3, (1, 2)), (1, (2,)), microbatches=4), across=True),
+    "interleaved": Case("gpt_scan", 4, recipes.megatron(2, 1, 2, 2, 2)),
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A case, ready to run."""
+
+    step: autopar.Parallelized
+    init: Callable[[jax.Array], Any]
+    batches: list[Any]
+    executable: autopar.Executable
+
+    def start(self) -> Any:
+        """The state before the first step."""
+        return self.step.init(self.init, jax.random.key(0))
+
+
+def compiled(case: Case, plan: autopar.Plan | None) -> Compiled:
+    """By a plan, or by the one that is found."""
     subject = SUBJECTS[case.model]
     config = subject.config(case.layers)
     optimizer = shared.make_optimizer(1e-3, warmup_steps=1, decay_steps=10)
@@ -67,15 +94,26 @@ def train(case: Case, plan: autopar.Plan | None) -> tuple[autopar.Plan, str]:
         subject.model.make_train_step(config, optimizer), cluster=None if plan else cluster_of(2, 2),
         method=plan or case.method, devices=[*jax.devices()[::2], *jax.devices()[1::2]] if case.across else None,
     )  # fmt: skip
-    key = jax.random.key(0)
     batches = [subject.model.random_batch(config, case.examples, jax.random.key(i)) for i in range(STEPS)]
-    executable = step.compile(jax.eval_shape(init, key), batches[0])
-    state = step.init(init, key)
-    digest = hashlib.sha256()
-    for batch in batches:
-        state, metrics = step(state, jax.tree.map(np.asarray, batch))
-        digest.update(np.float32(metrics["loss"]).tobytes())
-    for leaf in jax.tree.leaves(autopar.gather(state)):
+    executable = step.compile(jax.eval_shape(init, jax.random.key(0)), batches[0])
+    return Compiled(step, init, [jax.tree.map(np.asarray, batch) for batch in batches], executable)
+
+
+def train(case: Case, plan: autopar.Plan | None) -> tuple[autopar.Plan, str]:
+    """A few steps; the plan, and a digest of the losses and the last state."""
+    ready = compiled(case, plan)
+    state = ready.start()
+    losses = []
+    for batch in ready.batches:
+        state, metrics = ready.step(state, batch)
+        losses.append(np.float32(metrics["loss"]))
+    return ready.executable.plan, digest((losses, autopar.gather(state)))
+
+
+def digest(tree: Any) -> str:
+    """Of the bits of whole arrays."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
         is_key = jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        digest.update(np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes())
-    return executable.plan, digest.hexdigest()
+        found.update(np.asarray(jax.random.key_data(leaf) if is_key else leaf).tobytes())
+    return found.hexdigest()

@@ -15,13 +15,18 @@ import autopar
 from tests.processes import cases
 
 
-def main(address: str, folder: pathlib.Path, names: list[str]) -> None:
-    """Run the cases; `address` is for a process that is alone."""
+def start(address: str) -> None:
+    """Compile quickly, and as in a job; `address` is for a process that is alone."""
     jax.config.update("jax_enable_compilation_cache", False)
     jax.config.update("jax_disable_most_optimizations", True)
     if not jax.distributed.is_initialized():  # the same collectives as in a job
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, 1, 0)
+
+
+def main(address: str, folder: pathlib.Path, names: list[str]) -> None:
+    """Run the cases."""
+    start(address)
     digests = {}
     for name in names:
         file = folder / f"{name}.plan.json"

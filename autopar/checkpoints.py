@@ -1,0 +1,389 @@
+"""Checkpoints of a state that lies on many devices: written by all processes, restored under any other plan."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import threading
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from autopar.api import Parallelized
+from autopar.errors import CheckpointError, StateError
+from autopar.executable import Executable
+from autopar.ir.pieces import Pieces
+from autopar.ir.static_leaf import unflatten_arrays
+from autopar.runtime import checksums
+from autopar.runtime.placement import Home
+from autopar.runtime.processes import plain_struct, this_job
+from autopar.runtime.stored_leaves import LeafHandler, ReadLeaf, StoredLeaf
+
+_ITEM = "state"  # the folder of a step in which Orbax finds the state
+_MOST_NAMED = 5  # differences in one message
+
+_Key = tuple[str, ...]
+
+
+def save(
+    path: Any, state: Any, *, step: int, metrics: Mapping[str, float] | None = None,
+    options: ocp.CheckpointManagerOptions | None = None,
+) -> bool:  # fmt: skip
+    """Write a checkpoint of the state after so many steps into the folder `path/step`; whether one was due.
+
+    When this returns the state has been copied to the hosts and may be given away; the files are written while the
+    steps go on, and a checkpoint that is not complete is none. The end of the program, the next `save` and `restore`
+    wait for it. In a job of several processes all of them have to call this, with the same state; each writes what
+    its own devices hold. `path` has to be a folder that all of them see.
+
+    The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
+    path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor
+    texts (functions) are left out.
+
+    Args:
+      metrics: numbers by which `options.best_fn` tells the best checkpoints.
+      options: which checkpoints are written and kept (`max_to_keep`, `save_interval_steps`, `best_fn`, ..); the first
+        call for a path says so for all that follow.
+
+    Raises:
+      CheckpointError: there is a checkpoint of this or a later step, or another `options` was given before.
+      StateError: a leaf was donated to a step and is gone.
+      OSError: the checkpoint before could not be written.
+    """
+    _check_present(state)
+    manager = _opened(path, options).manager
+    latest = manager.latest_step()
+    if latest is not None and step <= latest:
+        raise CheckpointError(
+            f"save(step={step}): {manager.directory} holds a checkpoint of step {latest} already. Save later steps, or "
+            "into another folder."
+        )
+    if not manager.should_save(step):
+        return False
+    _agree("autopar.save", manager, step)
+    items = ocp.args.Composite(**{_ITEM: _Save(jax.tree.map(_stored, state, is_leaf=_is_pieces))})
+    return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
+
+
+def restore(path: Any, *, like: Any, step: int | None = None) -> Any:
+    """The state of a checkpoint that `save` has written, each leaf read to where it belongs.
+
+    No host reads more than its devices hold, and the numbers that every process knows. In a job of several processes
+    all of them have to call this. Every file is read a first time to compare its checksum, by one of the processes.
+
+    Args:
+      like: a parallelized or compiled step, whose argument of the checkpoint's structure says what lies where; or a
+        pytree of arrays or `jax.ShapeDtypeStruct`s with shardings (without: onto the first device), NumPy arrays,
+        numbers and texts.
+      step: default: the latest. If that is damaged it is said, it is set aside as `damaged.STEP`, and the one before
+        is taken.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, it is damaged, or holds another structure, or other shapes.
+      PlanError: `like` has no plan yet.
+    """
+    wanted = _arguments(like) if isinstance(like, Parallelized | Executable) else [_Argument.of(like)]
+    opened = _opened(path, None)
+    manager = opened.manager
+    _agree("autopar.restore", manager, step)
+    manager.wait_until_finished()
+    while True:
+        chosen = _chosen(manager, step)
+        folder = epath.Path(manager.directory) / str(chosen) / _ITEM
+        problem = _damage(folder)
+        if not problem:
+            return _read(opened.handler, folder, wanted)
+        if step is not None:
+            raise CheckpointError(f"the checkpoint {folder.parent} is damaged: {problem}. Restore another step.")
+        _set_aside(manager, chosen, problem)
+
+
+# The folder and its manager.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Open:
+    """A folder of checkpoints that this process uses."""
+
+    manager: ocp.CheckpointManager
+    handler: _StateHandler
+    options: ocp.CheckpointManagerOptions | None
+
+
+_open: dict[str, _Open] = {}
+
+
+def _opened(path: Any, options: ocp.CheckpointManagerOptions | None) -> _Open:
+    folder = epath.Path(path)
+    if "://" not in str(path):
+        folder = epath.Path(str(folder.expanduser().absolute()))
+    found = _open.get(str(folder))
+    if found is None:
+        if not _open:
+            # Earlier than `atexit`, whose functions are called when no thread can start another any more.
+            threading._register_atexit(_finish)  # type: ignore[attr-defined]
+        found = _open[str(folder)] = _made(folder, options)
+    if options is not None and options != found.options:
+        raise CheckpointError(f"save: {folder} is open with options={found.options}, and not with {options}.")
+    return found
+
+
+def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None) -> _Open:
+    """Barriers are those of the coordination service: Orbax's others are programs, which would meet those of steps."""
+    job = this_job()
+    chosen = dataclasses.replace(options or ocp.CheckpointManagerOptions())
+    if job is None:
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        chosen.multiprocessing_options = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{len(_open)}"
+        )
+        job.from_first(lambda: str(folder.mkdir(parents=True, exist_ok=True)))
+    chosen.create = False
+    handler = _StateHandler(chosen.multiprocessing_options)
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(_ITEM, _Save, handler)
+    manager = ocp.CheckpointManager(folder, handler_registry=registry, options=chosen)
+    return _Open(manager, handler, options)
+
+
+def _agree(what: str, manager: ocp.CheckpointManager, step: int | None) -> None:
+    job = this_job()
+    if job is not None:
+        job.agree(what, {"the path": str(manager.directory), "the step": str(step)})
+
+
+def _finish() -> None:
+    """At the end of the program."""
+    for found in _open.values():
+        found.manager.close()
+
+
+def _chosen(manager: ocp.CheckpointManager, step: int | None) -> int:
+    """A step that there is, for all processes the same."""
+    job = this_job()
+
+    def choose() -> str:
+        manager.reload()
+        steps = sorted(manager.all_steps())
+        if not steps or (step is not None and step not in steps):
+            there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+            which = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise CheckpointError(f"restore: {manager.directory} holds no complete {which}; {there}.")
+        return str(steps[-1] if step is None else step)
+
+    return int(choose() if job is None else job.from_first(choose))
+
+
+def _damage(folder: epath.Path) -> str:
+    job = this_job()
+    if job is None:
+        return checksums.damage(folder, 0, 1)
+    said = job.exchange(checksums.damage(folder, job.index, job.count), "to compare checksums")
+    return next((text for text in said if text), "")
+
+
+def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
+    directory = epath.Path(manager.directory)
+    aside = directory / f"damaged.{step}"
+
+    def move() -> str:
+        if aside.exists():
+            aside.rmtree()
+        (directory / str(step)).rename(aside)
+        return ""
+
+    job = this_job()
+    if job is None:
+        move()
+    else:
+        job.from_first(move)
+    manager.reload()
+    warnings.warn(
+        f"the checkpoint {directory / str(step)} is damaged: {problem}. It is set aside as {aside.name}, and the one "
+        "before is restored.",
+        stacklevel=3,
+    )
+
+
+# What is written.
+
+
+class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+    """Orbax's handler of pytrees, with checksums of what it writes, and leaves that lie on some processes only."""
+
+    def __init__(self, processes: Any) -> None:
+        leaves = LeafHandler()
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, leaves),  # for Orbax, which asks how these would be handled
+            (StoredLeaf, leaves),
+            (int, ocp.type_handlers.ScalarHandler()),
+            (float, ocp.type_handlers.ScalarHandler()),
+            (np.number, ocp.type_handlers.ScalarHandler()),
+            (bytes, ocp.type_handlers.ScalarHandler()),
+            (np.ndarray, ocp.type_handlers.NumpyHandler()),
+            (str, ocp.type_handlers.StringHandler()),
+        )
+        options: dict[str, Any] = {"type_handler_registry": registry, "multiprocessing_options": processes}
+        # Arrays of no elements are valid, and have no numbers in the files.
+        merging = ocp.BasePyTreeCheckpointHandler(enable_post_merge_validation=False, **options)
+        self._trees = ocp.PyTreeCheckpointHandler(handler_impl=merging, **options)
+
+    async def async_save(self, directory: Any, args: _Save) -> list[Any]:
+        written = await self._trees.async_save(directory, args=ocp.args.PyTreeSave(args.state))
+        return [ocp.future.CommitFutureAwaitingContractedSignals(_recorded(directory, written), name="autopar_state")]
+
+    def save(self, directory: epath.Path, args: _Save) -> None:
+        raise NotImplementedError  # checkpoints are written while the steps go on
+
+    def restore(self, directory: epath.Path, args: Mapping[_Key, ocp.RestoreArgs]) -> dict[_Key, Any]:
+        """The leaves that are wanted, by their keys."""
+        stored = self._trees.metadata(directory).tree
+        every = {key: args.get(_key(key), ReadLeaf()) for key in ocp.tree.to_flat_dict(stored)}
+        restore_args = ocp.tree.from_flat_dict(every, target=stored)
+        return _by_key(self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args)))
+
+    def metadata(self, directory: epath.Path) -> dict[_Key, Any]:
+        """Shapes and types of the leaves, by their keys."""
+        return _by_key(self._trees.metadata(directory).tree)
+
+    def finalize(self, directory: epath.Path) -> None:
+        self._trees.finalize(directory)
+        checksums.record_rest(directory)
+
+    def close(self) -> None:
+        self._trees.close()
+
+
+async def _recorded(directory: Any, written: Sequence[Any]) -> None:
+    """Wait for what this process writes, and note its checksums."""
+    for future in written:
+        await asyncio.to_thread(future.result)
+    await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
+
+
+@ocp.args.register_with_handler(_StateHandler, for_save=True)
+@dataclasses.dataclass
+class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    state: Any
+
+
+def _key(key: Sequence[Any]) -> _Key:
+    return tuple(map(str, key))
+
+
+def _by_key(tree: Any) -> dict[_Key, Any]:
+    """The leaves of a tree, by names that a class and the dictionary that is stored for it have in common."""
+    return {_key(key): leaf for key, leaf in ocp.tree.to_flat_dict(tree, is_leaf=_is_pieces).items()}
+
+
+def _is_pieces(x: Any) -> bool:
+    return isinstance(x, Pieces)
+
+
+def _check_present(state: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise StateError(
+                f"save: state{jax.tree_util.keystr(path)} was donated to a step and is gone. Save the state that that "
+                "step returned."
+            )
+
+
+def _stored(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | Pieces):
+        return StoredLeaf.of(leaf)
+    return leaf if isinstance(leaf, np.ndarray | np.number | int | float | str | bytes) else None
+
+
+# What is read.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """A tree to fill: of what its leaves become, by their keys, where they are no parts of it already."""
+
+    tree: Any
+    wanted: Mapping[_Key, ocp.RestoreArgs]
+
+    @classmethod
+    def of(cls, tree: Any) -> _Argument:
+        """`tree`: with a `Home` for each leaf that is an array, or arrays and shapes."""
+        wanted = {key: _wanted(leaf) for key, leaf in _by_key(tree).items()}
+        return cls(tree, {key: wish for key, wish in wanted.items() if wish is not None})
+
+    def differences(self, stored: Mapping[_Key, Any]) -> list[str]:
+        """From what a checkpoint has."""
+        own = _by_key(self.tree)
+        found = [f"{_name(key)} is not there" for key in self.wanted.keys() - stored.keys()]
+        found += [f"{_name(key)} is there, but not wanted" for key in stored.keys() - own.keys()]
+        for key in self.wanted.keys() & stored.keys():
+            home = getattr(self.wanted[key], "home", None)
+            if home is None:
+                continue
+            numbers = plain_struct(jax.ShapeDtypeStruct(home.shape, home.dtype))
+            shape, dtype = getattr(stored[key], "shape", None), getattr(stored[key], "dtype", None)
+            if dtype is None or shape != numbers.shape or jax.dtypes.canonicalize_dtype(dtype) != numbers.dtype:
+                found.append(
+                    f"{_name(key)} is {dtype}{list(shape or ())}, but {numbers.dtype}{list(numbers.shape)} is wanted"
+                )
+        return sorted(found)
+
+    def filled(self, leaves: Mapping[_Key, Any]) -> Any:
+        """With what was read in the place of what stands for it."""
+        structure = jax.tree.structure(self.tree, is_leaf=_is_pieces)
+        every = [leaves[key] if key in self.wanted else leaf for key, leaf in _by_key(self.tree).items()]
+        return jax.tree.unflatten(structure, every)
+
+
+def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
+    """None: the leaf is there already, as a function is."""
+    if isinstance(leaf, Home):
+        return ReadLeaf(home=leaf)
+    if isinstance(leaf, Pieces):
+        pieces = tuple(getattr(piece, "sharding", None) for piece in leaf.pieces)
+        return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf.pieces[0]), pieces, leaf.cut))
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf), (leaf.sharding,)))
+    if isinstance(leaf, np.ndarray):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    if isinstance(leaf, np.number | int | float | str | bytes):
+        return ocp.RestoreArgs(restore_type=type(leaf))
+    return None
+
+
+def _is_weak(x: Any) -> bool:
+    return bool(getattr(x, "weak_type", False))  # random keys have none
+
+
+def _arguments(step: Parallelized | Executable) -> list[_Argument]:
+    """Of a step: what a checkpoint can be of."""
+    executable = step._leader_for("restore") if isinstance(step, Parallelized) else step
+    found, first = [], 0
+    for child in executable._graph.in_tree.children()[0].children():
+        homes = [executable.home_of(first + i) for i in range(child.num_leaves)]
+        found.append(_Argument.of(unflatten_arrays(child, homes)))
+        first += child.num_leaves
+    return found
+
+
+def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argument]) -> Any:
+    stored = handler.metadata(folder)
+    differing = [argument.differences(stored) for argument in arguments]
+    argument, differences = min(zip(arguments, differing, strict=True), key=lambda pair: len(pair[1]))
+    if differences:
+        more = f", and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+        raise CheckpointError(
+            f"the checkpoint {folder.parent} holds something else than what shall be restored: "
+            f"{'; '.join(differences[:_MOST_NAMED])}{more}."
+        )
+    return argument.filled(handler.restore(folder, argument.wanted))
+
+
+def _name(key: _Key) -> str:
+    return "/".join(key)

@@ -1,0 +1,56 @@
+"""What a process of a job about checkpoints runs: `checkpoint_job.py ADDRESS FOLDER save|restore|both CASE...`.
+
+Each case is saved to FOLDER/CASE-PROCESSES after one step, with its digest in FOLDER/saved-CASE-PROCESSES; each
+restores all that there are. What differs ends the job with an error.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+
+import jax
+from jax.experimental import multihost_utils
+
+import autopar
+from tests.processes import cases
+from tests.processes.job import start
+
+
+def main(address: str, folder: pathlib.Path, what: str, names: list[str]) -> None:
+    """Save, restore, or first the one and then the other."""
+    start(address)
+    ready = {}
+    for name in names:
+        file = folder / f"{name}.plan.json"
+        ready[name] = cases.compiled(cases.CHECKPOINTS[name], autopar.Plan.load(file) if file.exists() else None)
+        if jax.process_count() == 1:
+            ready[name].executable.plan.save(file)
+    if what != "restore":
+        for name, case in ready.items():
+            save(folder, f"{name}-{jax.process_count()}", case)
+        multihost_utils.sync_global_devices("all are saved")
+    wrong = []
+    if what != "save":
+        for name, case in ready.items():
+            for saved in sorted(folder.glob("saved-*")):
+                source = saved.name.removeprefix("saved-")
+                found = cases.digest(autopar.gather(autopar.restore(folder / source, like=case.step)))
+                if found != saved.read_text():
+                    wrong.append(f"{name} of {jax.process_count()} processes restores {source} wrongly")
+    if wrong:
+        raise AssertionError(wrong)
+
+
+def save(folder: pathlib.Path, name: str, case: cases.Compiled) -> None:
+    """The state after a step, which the next step is given while it is written."""
+    state, _ = case.step(case.start(), case.batches[0])
+    whole = autopar.gather(state)
+    autopar.save(folder / name, state, step=1)
+    case.step(state, case.batches[1])
+    if jax.process_index() == 0:
+        (folder / f"saved-{name}").write_text(cases.digest(whole))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], pathlib.Path(sys.argv[2]), sys.argv[3], sys.argv[4:])
