@@ -10,7 +10,7 @@ import math
 import re
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import metadata
 from typing import Any, overload
 
@@ -18,6 +18,7 @@ import jax
 
 from autopar.argnums import check_argnames, check_argnums, positional_names, resolved
 from autopar.baselines import plan_beside_recipes
+from autopar.batches import Batches
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
 from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError
@@ -31,6 +32,7 @@ from autopar.ir.json_file import nearest
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
+from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, kind_of, unflatten_arrays
 from autopar.ir.why import Why
@@ -44,6 +46,7 @@ from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
+from autopar.runtime.feeding import DataShard
 from autopar.runtime.placement import absent, is_here
 from autopar.runtime.processes import Processes, this_job
 from autopar.state import argument_like, gather, homes_of, pieces_of, uncommitted
@@ -321,6 +324,24 @@ class Parallelized:
             ],
         )
 
+    def batches(self, batches: Iterable[Any]) -> Batches:
+        """What an iterator gives, placed on the devices one step ahead: `for batch in step.batches(loader)`.
+
+        Of any kind: NumPy arrays, Grain's, tf.data's (`as_numpy_iterator()`), PyTorch's. It gives the argument of
+        examples, or a tuple of them where there are several: whole batches, the same on all processes, or this
+        process's part of each, `data_shard`. The step must have been compiled before.
+
+        Raises:
+          PlanError: there is no plan yet.
+          BatchAxisError: examples are in an argument with other leaves.
+        """
+        return Batches(self._leader_for("batches", own=True), batches)
+
+    @property
+    def data_shard(self) -> DataShard:
+        """Which part of each batch this process has to read; see `Executable.data_shard`."""
+        return self._leader_for("data_shard", own=True).data_shard
+
     # Within.
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
@@ -360,7 +381,8 @@ class Parallelized:
 
     def _analyse(self, call: _Call) -> BatchAnalysis:
         if call.key not in self._analyses:
-            whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, Pieces) else x for x in call.leaves]
+            own = Pieces | PlacedExamples
+            whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, own) else x for x in call.leaves]
             args, kwargs = jax.tree.unflatten(call.tree, whole)
             fun = returning_changed(_bind_static(self._fun, call))
             graph = index_within_examples(
@@ -387,9 +409,9 @@ class Parallelized:
             )
         return leader
 
-    def _leader_for(self, what: str) -> Executable:
-        """The same, for what needs one. Raises PlanError where there is none."""
-        leader = self._leader()
+    def _leader_for(self, what: str, own: bool = False) -> Executable:
+        """The same, or the step's own, for what needs one. Raises PlanError where there is none."""
+        leader = next(iter(self._executables.values()), None) if own else self._leader()
         if leader is None:
             raise PlanError(
                 f"{what}: {self._name} has no plan yet. Call {self._name}.compile(state, batch) first; shapes do, as "

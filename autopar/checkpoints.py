@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
+import json
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,6 +17,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from autopar.api import Parallelized
+from autopar.batches import Batches
 from autopar.errors import CheckpointError, StateError
 from autopar.executable import Executable
 from autopar.ir.pieces import Pieces
@@ -25,6 +28,8 @@ from autopar.runtime.processes import plain_struct, this_job
 from autopar.runtime.stored_leaves import LeafHandler, ReadLeaf, StoredLeaf
 
 _ITEM = "state"  # the folder of a step in which Orbax finds the state
+_BATCHES = "batches"  # the files of its positions
+_BYTES = "base64"
 _MOST_NAMED = 5  # differences in one message
 
 _Key = tuple[str, ...]
@@ -32,7 +37,7 @@ _Key = tuple[str, ...]
 
 def save(
     path: Any, state: Any, *, step: int, metrics: Mapping[str, float] | None = None,
-    options: ocp.CheckpointManagerOptions | None = None,
+    batches: Batches | None = None, options: ocp.CheckpointManagerOptions | None = None,
 ) -> bool:  # fmt: skip
     """Write a checkpoint of the state after so many steps into the folder `path/step`; whether one was due.
 
@@ -46,6 +51,7 @@ def save(
     texts (functions) are left out.
 
     Args:
+      batches: what `step.batches(..)` returned: its position is kept with the state.
       metrics: numbers by which `options.best_fn` tells the best checkpoints.
       options: which checkpoints are written and kept (`max_to_keep`, `save_interval_steps`, `best_fn`, ..); the first
         call for a path says so for all that follow.
@@ -66,11 +72,12 @@ def save(
     if not manager.should_save(step):
         return False
     _agree("autopar.save", manager, step)
-    items = ocp.args.Composite(**{_ITEM: _Save(jax.tree.map(_stored, state, is_leaf=_is_pieces))})
+    stored = jax.tree.map(_stored, state, is_leaf=_is_pieces)
+    items = ocp.args.Composite(**{_ITEM: _Save(stored, None if batches is None else batches.get_state())})
     return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
 
 
-def restore(path: Any, *, like: Any, step: int | None = None) -> Any:
+def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches | None = None) -> Any:
     """The state of a checkpoint that `save` has written, each leaf read to where it belongs.
 
     No host reads more than its devices hold, and the numbers that every process knows. In a job of several processes
@@ -80,11 +87,14 @@ def restore(path: Any, *, like: Any, step: int | None = None) -> Any:
       like: a parallelized or compiled step, whose argument of the checkpoint's structure says what lies where; or a
         pytree of arrays or `jax.ShapeDtypeStruct`s with shardings (without: onto the first device), NumPy arrays,
         numbers and texts.
+      batches: a new `step.batches(..)`, which goes on where that of `save` was: by the position of its iterator, or,
+        where that cannot tell it or each process reads another part than then, by reading again what was taken.
       step: default: the latest. If that is damaged it is said, it is set aside as `damaged.STEP`, and the one before
         is taken.
 
     Raises:
-      CheckpointError: there is no such checkpoint, it is damaged, or holds another structure, or other shapes.
+      CheckpointError: there is no such checkpoint, it is damaged, or holds another structure, or other shapes, or no
+        position of batches.
       PlanError: `like` has no plan yet.
     """
     wanted = _arguments(like) if isinstance(like, Parallelized | Executable) else [_Argument.of(like)]
@@ -97,7 +107,11 @@ def restore(path: Any, *, like: Any, step: int | None = None) -> Any:
         folder = epath.Path(manager.directory) / str(chosen) / _ITEM
         problem = _damage(folder)
         if not problem:
-            return _read(opened.handler, folder, wanted)
+            position = {} if batches is None else _position(folder, batches)
+            state = _read(opened.handler, folder, wanted)
+            if batches is not None:
+                batches.set_state(position)
+            return state
         if step is not None:
             raise CheckpointError(f"the checkpoint {folder.parent} is damaged: {problem}. Restore another step.")
         _set_aside(manager, chosen, problem)
@@ -236,7 +250,11 @@ class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
         written = await self._trees.async_save(directory, args=ocp.args.PyTreeSave(args.state))
-        return [ocp.future.CommitFutureAwaitingContractedSignals(_recorded(directory, written), name="autopar_state")]
+        return [
+            ocp.future.CommitFutureAwaitingContractedSignals(
+                _recorded(directory, written, args.position), name="autopar_state"
+            )
+        ]
 
     def save(self, directory: epath.Path, args: _Save) -> None:
         raise NotImplementedError  # checkpoints are written while the steps go on
@@ -260,10 +278,13 @@ class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         self._trees.close()
 
 
-async def _recorded(directory: Any, written: Sequence[Any]) -> None:
+async def _recorded(directory: Any, written: Sequence[Any], position: Any) -> None:
     """Wait for what this process writes, and note its checksums."""
     for future in written:
         await asyncio.to_thread(future.result)
+    if position is not None:
+        file = epath.Path(directory) / f"{_BATCHES}.{jax.process_index()}.json"
+        await asyncio.to_thread(file.write_text, json.dumps(position, default=_bytes))
     await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
 
 
@@ -271,6 +292,7 @@ async def _recorded(directory: Any, written: Sequence[Any]) -> None:
 @dataclasses.dataclass
 class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     state: Any
+    position: Any  # of batches, on this process
 
 
 def _key(key: Sequence[Any]) -> _Key:
@@ -383,6 +405,28 @@ def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argum
             f"{'; '.join(differences[:_MOST_NAMED])}{more}."
         )
     return argument.filled(handler.restore(folder, argument.wanted))
+
+
+def _position(folder: epath.Path, batches: Batches) -> Any:
+    """Of the iterator over batches of a process that read the same part, if there was one."""
+    files = sorted(folder.glob(f"{_BATCHES}.*.json"))
+    if not files:
+        raise CheckpointError(f"the checkpoint {folder.parent} holds no position of batches: leave out batches.")
+    found = [json.loads(file.read_text(), object_hook=_from_bytes) for file in files]
+    return next((position for position in found if position["shard"] == list(batches.shard)), found[0])
+
+
+def _bytes(x: Any) -> Any:
+    """Bytes as JSON: Grain's positions are such."""
+    if isinstance(x, bytes):
+        return {_BYTES: base64.b64encode(x).decode()}
+    if isinstance(x, np.generic | np.ndarray):
+        return x.tolist()
+    raise CheckpointError(f"save: the position of batches holds {type(x).__name__}, which is neither text nor number.")
+
+
+def _from_bytes(x: dict[str, Any]) -> Any:
+    return base64.b64decode(x[_BYTES]) if set(x) == {_BYTES} else x
 
 
 def _name(key: _Key) -> str:

@@ -10,15 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.errors import NotFiniteError, PlanMismatchError, StateError
 from autopar.ir.graph import Graph
 from autopar.ir.in_place import Renewed, renew
 from autopar.ir.pieces import Pieces
+from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
+from autopar.runtime.feeding import DataShard
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.placement import Home
 from autopar.runtime.processes import this_job
@@ -106,6 +109,41 @@ class Executable:
                 leaves[at] = returned[output]
         following: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(tree, leaves)
         return following
+
+    @property
+    def data_shard(self) -> DataShard:
+        """Which part of each batch this process has to read: number `shard_index` of `shard_count` equal ones.
+
+        As data loaders are told it: Grain's `ShardOptions(*step.data_shard)`, tf.data's `shard(count, index)`,
+        PyTorch's `DistributedSampler(data, count, index)`. Not by the process: all stages of a pipeline share one.
+        """
+        return self._runtime.rows.shard
+
+    @property
+    def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Where the arguments lie, as `(args, kwargs)` of a tuple for each leaf.
+
+        Of state a sharding for each of its pieces (one, unless it is cut between stages; None: anywhere); of examples
+        that of a microbatch on each stage that takes it.
+        """
+        feeds: dict[int, dict[Any, None]] = {}
+        for at, _, _, array in self._runtime.wiring.feeds.values():
+            feeds.setdefault(at, {})[array.sharding] = None
+        leaves = [tuple(feeds[i]) if i in feeds else self.home_of(i).shardings for i in range(len(self._graph.inputs))]
+        found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self._graph.in_tree, leaves)
+        return found
+
+    @functools.cached_property
+    def batch_axes(self) -> dict[int, int]:
+        """Of the leaves of the arguments that hold examples and are read, by number."""
+        axes = {at: batch.dim for at, batch, _, _ in self._runtime.wiring.feeds.values()}
+        return {i: axes[at[0]] for i, at in enumerate(self._planned.inputs_of) if at[0] in axes}
+
+    def place_examples(self, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
+        """Leaves of examples, whole or this process's part of them, where the step wants them; by number."""
+        numbers = {i: self._planned.inputs_of[i][0] for i in leaves}
+        found = self._runtime.place_examples(self._graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
+        return {i: found[at] for i, at in numbers.items()}
 
     def home_of(self, leaf: int) -> Home:
         """Where a leaf of the arguments, by its number, lies."""

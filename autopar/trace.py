@@ -29,6 +29,7 @@ from autopar.ir.conditions import taken_apart
 from autopar.ir.graph import Equation, Graph, Operand, Value, are_narrow
 from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
+from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.shown import CALLBACKS
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 
@@ -43,7 +44,7 @@ _UNBOUND = "unbound axis name"
 
 _TRANSPARENT = frozenset({*CALLS, "scan"})  # callbacks inside are carried out as those outside
 
-_TYPED = (jax.Array, jax.ShapeDtypeStruct, Pieces)
+_TYPED = (jax.Array, jax.ShapeDtypeStruct, Pieces, PlacedExamples)
 
 LeafSpec = tuple[tuple[int, ...], Any]  # shape, and dtype or its name
 

@@ -4,6 +4,8 @@
 2. Leg 1: the plan for this machine as it is.
 3. Leg 2: the plan for a pretend cluster, two hosts of four small devices with a slow link between them,
    executed on the same virtual devices.
+4. Leg 3: two processes of four devices each train the first half and save a checkpoint; this process restores it, into
+   the plan of leg 1, and trains the second half.
 Each leg starts from the same key and sees the same batches, so that its loss curve can be held against the reference.
 """
 
@@ -11,8 +13,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
+import os
 import pathlib
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,6 +36,8 @@ from benchmarks.models import gpt, shared
 from benchmarks.models.shared import Batch, Metrics, State
 
 DEVICES = 8
+PROCESSES = 2  # of leg 3
+CHECKPOINTS, FIRST_HALF = "checkpoints", "first_half.json"  # what they leave
 BATCH_SIZE = 8  # examples per step
 CONFIG = gpt.GPTConfig(text.VOCABULARY, sequence_length=128, num_layers=4, width=128, num_heads=8)
 HELD_OUT_BATCHES = 16
@@ -47,6 +56,23 @@ class Run:
     trained: float  # the same after the last
     seconds: float  # of the steps, the first and its compilation left out
     tokens_per_second: float
+
+    def then(self, second: Run) -> Run:
+        """This run and another that went on where it ended."""
+        seconds = self.seconds + second.seconds
+        tokens = self.tokens_per_second * self.seconds + second.tokens_per_second * second.seconds
+        losses = self.losses + second.losses
+        return Run(self.name, losses, self.untrained, second.trained, seconds, tokens / seconds)
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """The GPT's steps, planned and compiled."""
+
+    step: autopar.Parallelized
+    evaluate: autopar.Parallelized
+    init: Callable[[jax.Array], State]
+    plan: autopar.Plan
 
 
 def pretend_cluster() -> autopar.Cluster:
@@ -118,11 +144,11 @@ def train(
     evaluate: Evaluate,
     state: State,
     corpus: text.Text,
-    steps: int,
+    steps: range,
     seed: int,
     out: Console,
-) -> Run:
-    """Run all steps with a progress bar. Reading the loss after each step makes the clock honest."""
+) -> tuple[Run, State]:
+    """Run these steps with a progress bar; also the last state. Reading each loss makes the clock honest."""
     held_out = text.held_out_batches(corpus, BATCH_SIZE, CONFIG.sequence_length, HELD_OUT_BATCHES)
     untrained = held_out_bits(evaluate, state, held_out)
     losses: list[float] = []
@@ -137,18 +163,18 @@ def train(
     tokens = BATCH_SIZE * CONFIG.sequence_length
     rate = 0.0
     with Progress(*columns, console=out) as progress:
-        bar = progress.add_task(name, total=steps, loss=math.nan, rate=0.0)
-        for index in range(steps):
+        bar = progress.add_task(name, total=len(steps), loss=math.nan, rate=0.0)
+        for done, index in enumerate(steps):
             batch = text.train_batch(corpus, BATCH_SIZE, CONFIG.sequence_length, seed, index)
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
-            if index == 0:
+            if done == 0:
                 started = time.perf_counter()
             else:
-                rate = index * tokens / (time.perf_counter() - started)
+                rate = done * tokens / (time.perf_counter() - started)
             progress.update(bar, advance=1, loss=losses[-1], rate=rate)
     seconds = time.perf_counter() - started
-    return Run(name, tuple(losses), untrained, held_out_bits(evaluate, state, held_out), seconds, rate)
+    return Run(name, tuple(losses), untrained, held_out_bits(evaluate, state, held_out), seconds, rate), state
 
 
 def largest_difference(run: Run, reference: Run) -> float:
@@ -156,20 +182,27 @@ def largest_difference(run: Run, reference: Run) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(run.losses, reference.losses, strict=True))
 
 
-def planned_leg(
-    name: str, cluster: autopar.Cluster, corpus: text.Text, steps: int, seed: int, out: Console
-) -> tuple[Run, autopar.Plan]:
-    """Plan the step for the cluster and train; also the plan."""
+def planned(cluster: autopar.Cluster | None, steps: int) -> Planned:
+    """The steps for a cluster, or for the devices there are; `steps`: how many a whole run has."""
     optimizer = make_optimizer(steps)
     init_state = gpt.make_init(CONFIG, optimizer)
     train_step = autopar.parallelize(gpt.make_train_step(CONFIG, optimizer), cluster=cluster)
-    out.print(describe_cluster(cluster), markup=False, highlight=False)
-    key = jax.random.key(seed)
-    executable = train_step.compile(jax.eval_shape(init_state, key), gpt.abstract_batch(CONFIG, BATCH_SIZE))
-    out.print(str(executable.plan), markup=False, highlight=False)
-    state = train_step.init(init_state, key)
+    shapes = jax.eval_shape(init_state, jax.random.key(0))
+    plan = train_step.compile(shapes, gpt.abstract_batch(CONFIG, BATCH_SIZE)).plan
     evaluate = autopar.parallelize(gpt.make_eval_step(CONFIG), follow=train_step)
-    return train(name, train_step, evaluate, state, corpus, steps, seed, out), executable.plan
+    return Planned(train_step, evaluate, init_state, plan)
+
+
+def planned_leg(
+    name: str, cluster: autopar.Cluster, corpus: text.Text, steps: int, seed: int, out: Console
+) -> tuple[Run, Planned]:
+    """Plan the step for the cluster and train; also the plan."""
+    out.print(describe_cluster(cluster), markup=False, highlight=False)
+    ready = planned(cluster, steps)
+    out.print(str(ready.plan), markup=False, highlight=False)
+    state = ready.step.init(ready.init, jax.random.key(seed))
+    run, _ = train(name, ready.step, ready.evaluate, state, corpus, range(steps), seed, out)
+    return run, ready
 
 
 def reference_run(corpus: text.Text, steps: int, seed: int, out: Console) -> Run:
@@ -177,7 +210,30 @@ def reference_run(corpus: text.Text, steps: int, seed: int, out: Console) -> Run
     optimizer = make_optimizer(steps)
     step = jax.jit(gpt.make_train_step(CONFIG, optimizer), donate_argnums=0)
     state = jax.jit(gpt.make_init(CONFIG, optimizer))(jax.random.key(seed))
-    return train("jax.jit, one device", step, jax.jit(gpt.make_eval_step(CONFIG)), state, corpus, steps, seed, out)
+    evaluate = jax.jit(gpt.make_eval_step(CONFIG))
+    run, _ = train("jax.jit, one device", step, evaluate, state, corpus, range(steps), seed, out)
+    return run
+
+
+def restored_leg(here: Planned, corpus: text.Text, steps: int, seed: int, out: Console) -> Run:
+    """The first half by two processes, which save their state, and the second by this one, which restores it."""
+    half = steps // 2
+    with tempfile.TemporaryDirectory() as folder:
+        script = pathlib.Path(__file__).with_name("train_processes.py")
+        command = [
+            sys.executable, "-m", "autopar", "run", "--processes", str(PROCESSES), "--devices-per-process",
+            str(DEVICES // PROCESSES), os.fspath(script), folder, str(half), str(steps), str(seed),
+        ]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": os.fspath(script.parents[1]), "JAX_PLATFORMS": "cpu"}
+        subprocess.run(command, env=environment, check=True)
+        first = Run(**json.loads((pathlib.Path(folder) / FIRST_HALF).read_text()))
+        state = autopar.restore(pathlib.Path(folder) / CHECKPOINTS, like=here.step)
+    out.print(f"restored on one process, after {int(state['step'])} steps", highlight=False)
+    name = "one process again"
+    second, _ = train(name, here.step, here.evaluate, state, corpus, range(half, steps), seed, out)
+    first = dataclasses.replace(first, losses=tuple(first.losses))
+    out.print(f"held-out bits per byte: {first.trained:.6f} when it was saved, {second.untrained:.6f} when restored")
+    return first.then(second)
 
 
 def make_optimizer(steps: int) -> Any:
@@ -202,8 +258,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
-    if arguments.steps < 1:
-        parser.error(f"--steps {arguments.steps}: at least one")
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps}: at least two")
 
     common.use_virtual_devices(DEVICES)
     out = Console()
@@ -214,13 +270,13 @@ def main() -> None:
 
     out.rule("Leg 1: this machine")
     here = autopar.cluster_from_devices(jax.devices())
-    run, _ = planned_leg("this machine", here, corpus, arguments.steps, arguments.seed, out)
+    run, on_this_machine = planned_leg("this machine", here, corpus, arguments.steps, arguments.seed, out)
     rows.append(_report(run, reference, out))
 
     out.rule("Leg 2: a pretend cluster")
-    run, plan = planned_leg("pretend cluster", pretend_cluster(), corpus, arguments.steps, arguments.seed, out)
+    run, pretended = planned_leg("pretend cluster", pretend_cluster(), corpus, arguments.steps, arguments.seed, out)
     rows.append(_report(run, reference, out))
-    stages, cut = len(plan.stages), len(tensor_sharded(plan.leaves))
+    stages, cut = len(pretended.plan.stages), len(tensor_sharded(pretended.plan.leaves))
     as_expected = stages >= 2 and cut > 0
     out.print(
         f"check: {stages} pipeline stages (at least 2), "
@@ -228,6 +284,10 @@ def main() -> None:
         f"{'as expected' if as_expected else 'NOT AS EXPECTED'}",
         highlight=False,
     )
+
+    out.rule("Leg 3: two processes, then one")
+    run = restored_leg(on_this_machine, corpus, arguments.steps, arguments.seed, out)
+    rows.append(_report(run, reference, out))
     if arguments.json is not None:
         common.write_json(arguments.json, common.result({}, rows))
     if not as_expected:

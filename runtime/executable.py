@@ -20,7 +20,9 @@ from jax.extend.core import jaxprs_in_params
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, InstructionList, Register, Run
+from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers
+from autopar.runtime.feeding import Rows, place_rows, rows_of
 from autopar.runtime.mail import Mail
 from autopar.runtime.placement import Array, absent, is_here, place, weakly_typed
 from autopar.runtime.processes import Processes
@@ -158,6 +160,21 @@ class Executable:
         self._mail = (
             None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
         )
+
+    @functools.cached_property
+    def rows(self) -> Rows:
+        """Of each batch, what this process reads."""
+        return rows_of(self.wiring.feeds, self.wiring.num_microbatches, jax.process_index())
+
+    def place_examples(self, function: str, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
+        """Argument leaves of examples, whole or this process's rows of them, where this step wants them."""
+        wiring = self.wiring
+        arrays = place_rows(leaves, self._feeds, wiring.num_microbatches, self.rows)
+        found: dict[int, dict[Register, Any]] = {at: {} for at in leaves}
+        for register, array in arrays.items():
+            found[wiring.feeds[register][0]][register] = array
+        values = {at: wiring.inputs[at] for at in leaves}
+        return {at: PlacedExamples(v.shape, v.dtype, function, wiring, found[at]) for at, v in values.items()}
 
     @property
     def instruction_count(self) -> int:
@@ -307,7 +324,16 @@ class Executable:
         """Examples, and what else is not where it is wanted, to there."""
         count = self.wiring.num_microbatches
         for register, (at, batch, microbatch, array) in self._feeds.items():
-            moves.append((register, _microbatch(leaves[at], batch, microbatch, count), array.sharding))
+            leaf = leaves[at]
+            if isinstance(leaf, PlacedExamples):
+                if leaf.owner is not self.wiring:
+                    raise StateError(
+                        f"{self.wiring.input_paths[at]} was placed on the devices for {leaf.function}, which wants it "
+                        "elsewhere than this step, or has other shapes: each step has its own batches()."
+                    )
+                registers[register] = leaf.arrays[register]
+            else:
+                moves.append((register, _microbatch(leaf, batch, microbatch, count), array.sharding))
         # Callers may fill their batch buffers anew while the step still runs.
         placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):

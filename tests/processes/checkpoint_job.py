@@ -43,13 +43,16 @@ def main(address: str, folder: pathlib.Path, what: str, names: list[str]) -> Non
 
 
 def save(folder: pathlib.Path, name: str, case: cases.Compiled) -> None:
-    """The state after a step, which the next step is given while it is written."""
-    state, _ = case.step(case.start(), case.batches[0])
+    """The state after a step on this process's part of a batch; the next is given it while it is written."""
+    rows = case.executable._runtime.rows.numbers
+    parts = case.step.batches(jax.tree.map(lambda x: x[rows], batch) for batch in case.batches)
+    state, _ = case.step(case.start(), next(parts))
     whole = autopar.gather(state)
-    autopar.save(folder / name, state, step=1)
-    case.step(state, case.batches[1])
+    autopar.save(folder / name, state, step=1, batches=parts)
+    case.step(state, next(parts))
     if jax.process_index() == 0:
         (folder / f"saved-{name}").write_text(cases.digest(whole))
+        (folder / f"shards-{name}").write_text(str(case.step.data_shard.shard_count))
 
 
 if __name__ == "__main__":

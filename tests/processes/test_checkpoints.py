@@ -34,6 +34,11 @@ def test_two_processes_restore_what_one_has_saved_and_the_other_way_round(tmp_pa
     shapes = jax.eval_shape(subject.model.make_init(subject.config(4), optimizer), jax.random.key(0))
     saved = sorted(tmp_path.glob("saved-*"))
     assert len(saved) == 2 * len(names)
+    for (
+        name
+    ) in names:  # the same bits, though each of two processes reads half of a batch where they share the examples
+        assert (tmp_path / f"saved-{name}-1").read_text() == (tmp_path / f"saved-{name}-2").read_text()
+    assert [(tmp_path / f"shards-{name}-2").read_text() for name in names] == ["1", "2"]
     for file in saved:
         folder = tmp_path / file.name.removeprefix("saved-")
         whole = autopar.restore(folder, like=shapes)

@@ -1,0 +1,152 @@
+"""Batches from any iterator onto the devices, one ahead of the step."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import BatchAxisError, PlanMismatchError, StateError
+from autopar.executable import Executable
+from autopar.runtime.feeding import DataShard
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    """A batch that is placed, and how to go on after it."""
+
+    batch: Any
+    state: Any  # of the iterator, where it can tell
+
+
+class Batches(Iterator[Any]):
+    """The arguments of examples for each step, on the devices, made of what an iterator gives.
+
+    The next batch is read and copied by a thread while the step runs on the one before.
+    """
+
+    def __init__(self, executable: Executable, batches: Iterable[Any]) -> None:
+        graph = executable._graph
+        args, kwargs = graph.in_tree.children()
+        is_example = [value in graph.examples for value in graph.inputs]
+        self._numbers: list[list[int]] = []  # of the leaves of each argument of examples
+        self._trees: list[Any] = []
+        first = 0
+        for child in (*args.children(), kwargs):
+            numbers = list(range(first, first + child.num_leaves))
+            first += child.num_leaves
+            of_examples = [is_example[i] for i in numbers]
+            if any(of_examples):
+                if not all(of_examples) or child == kwargs:
+                    raise BatchAxisError(
+                        f"batches: {graph.name} takes examples ({graph.input_paths[numbers[of_examples.index(True)]]}) "
+                        "in an argument with other leaves, or by name. Give them positional arguments of their own."
+                    )
+                self._numbers.append(numbers)
+                self._trees.append(child)
+        self._executable = executable
+        self._axes = executable.batch_axes
+        self._iterator = iter(batches)
+        # A loader of PyTorch's that can tell its position is the iterable, not its iterator.
+        self._positioned: Any = next((x for x in (self._iterator, batches) if _can_tell(x)), None)
+        self._pool = concurrent.futures.ThreadPoolExecutor(1, "autopar: batches")
+        self._next: concurrent.futures.Future[_Read] | None = None
+        self._count = 0
+        self._state: Any = None
+
+    def __next__(self) -> Any:
+        """The batch, or a tuple of one for each argument of examples.
+
+        Raises:
+          PlanMismatchError: it has another structure or other shapes than the step was compiled for.
+        """
+        read = (self._next or self._pool.submit(self._read)).result()
+        self._next = self._pool.submit(self._read)
+        self._count += 1
+        self._state = read.state
+        return read.batch
+
+    @property
+    def shard(self) -> DataShard:
+        """Which part of each batch this process has to read."""
+        return self._executable.data_shard
+
+    def get_state(self) -> dict[str, Any]:
+        """The position after the batches that were taken, to go on from there."""
+        return {"count": self._count, "shard": list(self.shard), "state": self._state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on from a position: that of the iterator where it can be set, else what was taken is read again.
+
+        Raises:
+          StateError: batches were taken already.
+        """
+        if self._next is not None:
+            raise StateError("batches: the position can only be set before the first batch is taken.")
+        if state["state"] is not None and self._positioned is not None and state["shard"] == list(self.shard):
+            setter = getattr(self._positioned, "set_state", None) or self._positioned.load_state_dict
+            setter(state["state"])
+        else:
+            for _ in range(state["count"]):
+                next(self._iterator)
+        self._count, self._state = state["count"], state["state"]
+
+    def _read(self) -> _Read:
+        given = next(self._iterator)
+        state = None
+        if self._positioned is not None:
+            getter = getattr(self._positioned, "get_state", None) or self._positioned.state_dict
+            state = getter()
+        parts = [given] if len(self._trees) == 1 else list(given)
+        graph = self._executable._graph
+        if len(parts) != len(self._trees):
+            raise PlanMismatchError(
+                f"{graph.name} takes {len(self._trees)} arguments of examples, the iterator gives {len(parts)}."
+            )
+        leaves: dict[int, np.ndarray[Any, Any]] = {}
+        for part, tree, numbers in zip(parts, self._trees, self._numbers, strict=True):
+            flat, found = jax.tree.flatten(part)
+            if found != tree:
+                raise PlanMismatchError(
+                    f"{graph.name} was compiled for examples of structure {tree}, the iterator gives {found}."
+                )
+            leaves.update({i: self._checked(i, leaf) for i, leaf in zip(numbers, flat, strict=True)})
+        sizes = {leaf.shape[self._axes[i]] for i, leaf in leaves.items() if i in self._axes}
+        if len(sizes) > 1:
+            raise PlanMismatchError(f"{graph.name}: the leaves of one batch have {sorted(sizes)} examples.")
+        placed = self._executable.place_examples(leaves)
+        made = [
+            jax.tree.unflatten(tree, [placed[i] for i in numbers])
+            for tree, numbers in zip(self._trees, self._numbers, strict=True)
+        ]
+        return _Read(made[0] if len(made) == 1 else tuple(made), state)
+
+    def _checked(self, number: int, leaf: Any) -> np.ndarray[Any, Any]:
+        """As an array of the host, whole or this process's part."""
+        graph = self._executable._graph
+        value, axis, count = graph.inputs[number], self._axes.get(number), self.shard.shard_count
+        found = np.asarray(leaf)
+        shape = value.shape
+        allowed = [shape]
+        if axis is not None and count > 1:
+            allowed.append((*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
+        dtype = jax.dtypes.canonicalize_dtype(found.dtype)
+        if found.shape not in allowed or dtype != value.dtype:
+            whole = f"{value.dtype}{list(allowed[0])}"
+            part = f", or of this process's part, {list(allowed[1])}" if len(allowed) > 1 else ""
+            raise PlanMismatchError(
+                f"{graph.name} was compiled for {graph.input_paths[number]} of {whole}{part}; the iterator gives "
+                f"{found.dtype}{list(found.shape)}. Batches have to be of one size: let the loader leave out the rest."
+            )
+        return found.astype(dtype, copy=False)
+
+
+def _can_tell(x: Any) -> bool:
+    """Whether it has a position: as Grain's iterators say it, or as PyTorch's stateful loaders do."""
+    return (hasattr(x, "get_state") and hasattr(x, "set_state")) or (
+        hasattr(x, "state_dict") and hasattr(x, "load_state_dict")
+    )

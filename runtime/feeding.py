@@ -1,0 +1,97 @@
+"""Examples from where they are read to where a step wants them: of several processes each reads its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from autopar.ir.graph import BatchDim
+from autopar.ir.instructions import Register
+from autopar.runtime.placement import Array, is_here
+
+Feeds = Mapping[Register, tuple[int, BatchDim, int, Array]]  # (argument leaf, its batch, microbatch, array)
+
+
+class DataShard(NamedTuple):
+    """Which part of each batch a process reads: number `shard_index` of `shard_count` equal ones, as loaders say."""
+
+    shard_index: int
+    shard_count: int
+
+
+class Rows(NamedTuple):
+    """Of a batch: a shard, and the examples of the whole batch that are in it, in their order."""
+
+    shard: DataShard
+    numbers: np.ndarray[Any, Any]
+
+
+def rows_of(feeds: Feeds, num_microbatches: int, process: int) -> Rows:
+    """What a process reads. Those whose devices hold an example in common read the same shard.
+
+    A pipeline's first stage takes the inputs and its last the labels, so that the processes of one pipeline share a
+    shard; those of other replicas have others. Where this does not cut the batch into equal parts all read the whole.
+    """
+    sizes = {batch.size for _, batch, _, _ in feeds.values()}
+    whole = Rows(DataShard(0, 1), np.arange(max(sizes, default=0)))
+    if len(sizes) != 1 or any(batch.outer != 1 or batch.inner != 1 for _, batch, _, _ in feeds.values()):
+        return whole
+    (size,) = sizes
+    needs: dict[int, np.ndarray[Any, Any]] = {}
+    for _, batch, microbatch, array in feeds.values():
+        first = microbatch * (size // num_microbatches)
+        index_of: Mapping[Any, tuple[slice, ...]] = array.sharding.devices_indices_map(array.shape)
+        for device, index in index_of.items():
+            at = index[batch.dim]
+            stop = array.shape[batch.dim] if at.stop is None else at.stop
+            rows = needs.setdefault(device.process_index, np.zeros(size, bool))
+            rows[first + (at.start or 0) : first + stop] = True
+    shards: list[np.ndarray[Any, Any]] = []
+    for rows in needs.values():
+        common = [shard for shard in shards if (shard & rows).any()]
+        shards = [shard for shard in shards if not (shard & rows).any()] + [np.logical_or.reduce([rows, *common])]
+    counts = {int(shard.sum()) for shard in shards}
+    if counts != {size // len(shards)}:
+        return whole
+    shards.sort(key=lambda shard: int(shard.argmax()))
+    mine = needs.get(process)
+    # A process that takes no examples may read any shard.
+    number = 0 if mine is None else next(k for k, shard in enumerate(shards) if (shard & mine).any())
+    return Rows(DataShard(number, len(shards)), np.flatnonzero(shards[number]))
+
+
+def place_rows(
+    leaves: Mapping[int, np.ndarray[Any, Any]], feeds: Feeds, num_microbatches: int, rows: Rows
+) -> dict[int, Any]:
+    """Examples of a shard, or of the whole batch, on this process's devices: arrays by register.
+
+    Nobody waits: the copies go on while steps run.
+    """
+    pieces: list[Any] = []
+    devices: list[jax.Device] = []
+    made: dict[Register, tuple[Array, int]] = {}
+    for register, (at, batch, microbatch, array) in feeds.items():
+        if not is_here(array.sharding.mesh):
+            continue
+        leaf = leaves[at]
+        first = microbatch * (batch.size // num_microbatches)
+        is_part = leaf.shape[batch.dim] != batch.size
+        index_of: Mapping[jax.Device, Sequence[slice]] = array.sharding.addressable_devices_indices_map(array.shape)  # type: ignore[assignment]
+        for device, index in index_of.items():
+            of_batch = index[batch.dim]
+            stop = array.shape[batch.dim] if of_batch.stop is None else of_batch.stop
+            begin, length = first + (of_batch.start or 0), stop - (of_batch.start or 0)
+            if is_part:
+                begin = int(np.searchsorted(rows.numbers, begin))
+            here = (*index[: batch.dim], slice(begin, begin + length), *index[batch.dim + 1 :])
+            pieces.append(leaf[here])
+            devices.append(device)
+        made[register] = array, len(index_of)
+    tiles = iter(jax.device_put(pieces, devices, may_alias=False))
+    return {
+        register: jax.make_array_from_single_device_arrays(array.shape, array.sharding, [next(tiles) for _ in range(n)])
+        for register, (array, n) in made.items()
+    }
