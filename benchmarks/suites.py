@@ -153,4 +153,21 @@ SUITES = (
         "time: what costs are above the best known ones, and how many are proved optimal.",
         quick=(_CONTEST, "--seconds", "10"),
     ),
+    Suite(
+        "pipeline", "benchmarks.pipeline", "Pipelines over two processes",
+        "A chain of layers over two processes of one CPU device and one core each, with 16 and 32 microbatches: what "
+        "efficiency is possible, m / (m + p - 1), over the best of the rounds, beside calls written by hand; and over "
+        "the CPU time of the idler process.",
+        quick=("--rounds", "1"),
+    ),
+    *(
+        Suite(
+            f"weak_scaling_{family}", "benchmarks.weak_scaling", f"Weak scaling of {title}, executed",
+            "1, 2 and 4 processes of one CPU device each train a model that grows with them: throughput of a device "
+            "over that of one alone, measured and predicted (by the presets, uncalibrated). Where there are fewer "
+            "cores than processes, they share them.",
+            ("--family", family), ("--processes", "1", "--steps", "2"),
+        )
+        for family, title in (("gpt", "GPT"), ("moe", "a mixture of experts"), ("wresnet", "Wide-ResNet"))
+    ),
 )  # fmt: skip

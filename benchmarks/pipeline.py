@@ -1,0 +1,90 @@
+"""Pipelines over two processes, a core each, beside what they could be at best: `python -m benchmarks.pipeline`.
+
+The step is a chain of layers, half of them on each process's one device; a program takes 50 ms or more. Each round
+runs, one after the other:
+1. The calibration: each process computes all layers of all microbatches by itself, by hand-written calls of one jitted
+   function; both do so at the same time, so that they share the machine as the stages do.
+2. One step of each pipeline, planned by autopar: the same work, half of it on each process.
+The efficiency is half the time of 1 over that of 2. It can be m / (m + p - 1) at most: m microbatches, p stages.
+
+Bars: the best efficiency of the rounds is at least 0.85 of that; so is the CPU time of each process over the wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks import common
+
+SCHEDULES = ("gpipe", "1f1b")
+MICROBATCHES = (16, 32)
+ROUNDS = 10
+LEAST = 0.85  # of what is possible
+SCRIPT = pathlib.Path(__file__).with_name("pipeline_processes.py")
+
+
+def measure(rounds: int) -> list[list[dict[str, Any]]]:
+    """The rows of each process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "autopar", "run", "--processes", "2", "--devices-per-process", "1", os.fspath(SCRIPT),
+            folder, str(rounds), ",".join(SCHEDULES), ",".join(map(str, MICROBATCHES)),
+        ]  # fmt: skip
+        # One thread for XLA's own parallelism: a process has one core.
+        environment = {
+            **os.environ, "PYTHONPATH": os.fspath(SCRIPT.parents[1]), "JAX_PLATFORMS": "cpu", "NPROC": "1",
+        }  # fmt: skip
+        subprocess.run(command, env=environment, check=True)
+        return [json.loads((pathlib.Path(folder) / f"{p}.json").read_text()) for p in range(2)]
+
+
+def bars_of(rows: list[dict[str, Any]]) -> dict[str, common.Bar]:
+    """Of a schedule and a number of microbatches: what is possible over what the best round reached."""
+    bars = {}
+    for row in rows:
+        possible = row["microbatches"] / (row["microbatches"] + 1)
+        name = f"{row['schedule']}_{row['microbatches']}".replace("1f1b", "one_f_one_b")
+        best = max(row["efficiencies"])
+        bars[f"{name}_possible_over_best"] = common.Bar(possible / best, 1 / LEAST, n=len(row["efficiencies"]))
+        bars[f"{name}_possible_over_cpu"] = common.Bar(possible / row["cpu"], 1 / LEAST, n=len(row["efficiencies"]))
+    return bars
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.pipeline", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
+    arguments = parser.parse_args()
+    first, second = measure(arguments.rounds)
+    rows = []
+    for a, b in zip(first, second, strict=True):
+        calibration = [(x + y) / 2 for x, y in zip(a["alone"], b["alone"], strict=True)]
+        steps = [max(x, y) for x, y in zip(a["step"], b["step"], strict=True)]
+        efficiencies = [alone / 2 / step for alone, step in zip(calibration, steps, strict=True)]
+        cpu = min(max(x / y for x, y in zip(row["cpu"], steps, strict=True)) for row in (a, b))
+        rows.append({
+            "schedule": a["schedule"], "microbatches": a["microbatches"], "alone": calibration, "step": steps,
+            "efficiencies": efficiencies, "cpu": cpu,
+        })  # fmt: skip
+        possible = a["microbatches"] / (a["microbatches"] + 1)
+        print(
+            f"{a['schedule']}, {a['microbatches']} microbatches: {min(steps):.2f} s a step, efficiency "
+            f"{max(efficiencies):.3f} at best of {possible:.3f} possible; CPU time over wall time {cpu:.3f}"
+        )
+    bars = bars_of(rows)
+    for name, bar in bars.items():
+        print(f"{name}: {bar}")
+    if arguments.json is not None:
+        common.write_json(arguments.json, common.result(bars, rows))
+
+
+if __name__ == "__main__":
+    main()
