@@ -48,9 +48,17 @@ class Batches(Iterator[Any]):
                     )
                 self._numbers.append(numbers)
                 self._trees.append(child)
+        returned = [i for i, v in enumerate(graph.inputs) if v in graph.examples and v in graph.outputs]
+        if returned:
+            raise BatchAxisError(
+                f"batches: {graph.name} returns or prints {graph.input_paths[returned[0]]} as it is, which is in no "
+                "one place once it is placed. Pass it what the iterator gives, or let the loop keep that leaf."
+            )
         self._executable = executable
         self._axes = executable.batch_axes
+        self._batches = batches
         self._iterator = iter(batches)
+        self._x64 = bool(jax.config.values["jax_enable_x64"])  # which another thread does not see
         # A loader of PyTorch's that can tell its position is the iterable, not its iterator.
         self._positioned: Any = next((x for x in (self._iterator, batches) if _can_tell(x)), None)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "autopar: batches")
@@ -83,20 +91,28 @@ class Batches(Iterator[Any]):
         """Go on from a position: that of the iterator where it can be set, else what was taken is read again.
 
         Raises:
-          StateError: batches were taken already.
+          StateError: batches were taken already, or there are fewer than were taken.
         """
         if self._next is not None:
             raise StateError("batches: the position can only be set before the first batch is taken.")
         if state["state"] is not None and self._positioned is not None and state["shard"] == list(self.shard):
             setter = getattr(self._positioned, "set_state", None) or self._positioned.load_state_dict
             setter(state["state"])
+            if self._positioned is self._batches:
+                self._iterator = iter(self._batches)
+            self._state = state["state"]
         else:
-            for _ in range(state["count"]):
-                next(self._iterator)
-        self._count, self._state = state["count"], state["state"]
+            for number in range(state["count"]):
+                if next(self._iterator, self) is self:
+                    raise StateError(f"batches: {state['count']} were taken, but the iterator gives only {number}.")
+        self._count = state["count"]
 
     def _read(self) -> _Read:
         given = next(self._iterator)
+        with jax.enable_x64(self._x64):
+            return self._placed(given)
+
+    def _placed(self, given: Any) -> _Read:
         state = None
         if self._positioned is not None:
             getter = getattr(self._positioned, "get_state", None) or self._positioned.state_dict
@@ -128,11 +144,13 @@ class Batches(Iterator[Any]):
     def _checked(self, number: int, leaf: Any) -> np.ndarray[Any, Any]:
         """As an array of the host, whole or this process's part."""
         graph = self._executable._graph
-        value, axis, count = graph.inputs[number], self._axes.get(number), self.shard.shard_count
-        found = np.asarray(leaf)
+        found, axis, count = np.asarray(leaf), self._axes.get(number), self.shard.shard_count
+        if axis is None:  # nobody reads it
+            return found
+        value = graph.inputs[number]
         shape = value.shape
         allowed = [shape]
-        if axis is not None and count > 1:
+        if count > 1:
             allowed.append((*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
         dtype = jax.dtypes.canonicalize_dtype(found.dtype)
         if found.shape not in allowed or dtype != value.dtype:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
+import itertools
 import json
+import os
+import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +47,8 @@ def save(
 
     When this returns the state has been copied to the hosts and may be given away; the files are written while the
     steps go on, and a checkpoint that is not complete is none. The end of the program, the next `save` and `restore`
-    wait for it. In a job of several processes all of them have to call this, with the same state; each writes what
-    its own devices hold. `path` has to be a folder that all of them see.
+    wait for it (the end of a job that fails does not). In a job of several processes all of them have to call this,
+    with the same state; each writes what its own devices hold. `path` has to be a folder that all of them see.
 
     The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
     path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor
@@ -54,12 +58,12 @@ def save(
       batches: what `step.batches(..)` returned: its position is kept with the state.
       metrics: numbers by which `options.best_fn` tells the best checkpoints.
       options: which checkpoints are written and kept (`max_to_keep`, `save_interval_steps`, `best_fn`, ..); the first
-        call for a path says so for all that follow.
+        call for a path that says so does for all that follow.
 
     Raises:
       CheckpointError: there is a checkpoint of this or a later step, or another `options` was given before.
       StateError: a leaf was donated to a step and is gone.
-      OSError: the checkpoint before could not be written.
+      OSError, ValueError: the checkpoint before could not be written; what the storage says.
     """
     _check_present(state)
     manager = _opened(path, options).manager
@@ -73,7 +77,8 @@ def save(
         return False
     _agree("autopar.save", manager, step)
     stored = jax.tree.map(_stored, state, is_leaf=_is_pieces)
-    items = ocp.args.Composite(**{_ITEM: _Save(stored, None if batches is None else batches.get_state())})
+    position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)
+    items = ocp.args.Composite(**{_ITEM: _Save(stored, position)})
     return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
 
 
@@ -130,39 +135,56 @@ class _Open:
 
 
 _open: dict[str, _Open] = {}
+_managers = itertools.count()  # in the same order on all processes
 
 
 def _opened(path: Any, options: ocp.CheckpointManagerOptions | None) -> _Open:
     folder = epath.Path(path)
     if "://" not in str(path):
         folder = epath.Path(str(folder.expanduser().absolute()))
-    found = _open.get(str(folder))
+    name = str(folder)
+    found = _open.get(name)
+    if found is not None and options is not None and _fields(options) != _fields(found.options):
+        if found.options is not None:
+            raise CheckpointError(f"save: {folder} is open with options={found.options}, and not with {options}.")
+        found.manager.close()  # so far it was read, or saved into without any
+        found = None
     if found is None:
         if not _open:
             # Earlier than `atexit`, whose functions are called when no thread can start another any more.
             threading._register_atexit(_finish)  # type: ignore[attr-defined]
-        found = _open[str(folder)] = _made(folder, options)
-    if options is not None and options != found.options:
-        raise CheckpointError(f"save: {folder} is open with options={found.options}, and not with {options}.")
+        found = _open[name] = _made(folder, options)
     return found
+
+
+def _fields(options: ocp.CheckpointManagerOptions | None) -> Any:
+    """To compare options by: functions that are written in place are others each time, of the same code."""
+    return {} if options is None else {name: getattr(x, "__code__", x) for name, x in vars(options).items()}
 
 
 def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None) -> _Open:
     """Barriers are those of the coordination service: Orbax's others are programs, which would meet those of steps."""
     job = this_job()
     chosen = dataclasses.replace(options or ocp.CheckpointManagerOptions())
+    if chosen.step_prefix or chosen.step_format_fixed_length or chosen.step_name_format:
+        raise CheckpointError("save: options give the steps' folders other names than their numbers. Leave that out.")
     if job is None:
         folder.mkdir(parents=True, exist_ok=True)
     else:
         chosen.multiprocessing_options = ocp.options.MultiprocessingOptions(
-            primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{len(_open)}"
+            primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{next(_managers)}"
         )
         job.from_first(lambda: str(folder.mkdir(parents=True, exist_ok=True)))
     chosen.create = False
     handler = _StateHandler(chosen.multiprocessing_options)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
     registry.add(_ITEM, _Save, handler)
-    manager = ocp.CheckpointManager(folder, handler_registry=registry, options=chosen)
+    try:
+        manager = ocp.CheckpointManager(folder, handler_registry=registry, options=chosen)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"the metrics of a checkpoint in {folder} cannot be read ({error}): move that checkpoint away."
+        ) from error
     return _Open(manager, handler, options)
 
 
@@ -173,9 +195,18 @@ def _agree(what: str, manager: ocp.CheckpointManager, step: int | None) -> None:
 
 
 def _finish() -> None:
-    """At the end of the program."""
+    """At the end of the program: a checkpoint that cannot be written is a failure of it."""
+    failed = False
     for found in _open.values():
-        found.manager.close()
+        try:
+            found.manager.close()
+        except BaseException as error:
+            failed = True
+            sys.excepthook(type(error), error, error.__traceback__)
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def _chosen(manager: ocp.CheckpointManager, step: int | None) -> int:
@@ -204,22 +235,18 @@ def _damage(folder: epath.Path) -> str:
 
 def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
     directory = epath.Path(manager.directory)
-    aside = directory / f"damaged.{step}"
 
     def move() -> str:
-        if aside.exists():
-            aside.rmtree()
-        (directory / str(step)).rename(aside)
-        return ""
+        names = itertools.chain([f"damaged.{step}"], (f"damaged.{step}.{k}" for k in itertools.count(2)))
+        name = next(name for name in names if not (directory / name).exists())
+        (directory / str(step)).rename(directory / name)
+        return name
 
     job = this_job()
-    if job is None:
-        move()
-    else:
-        job.from_first(move)
+    aside = move() if job is None else job.from_first(move)
     manager.reload()
     warnings.warn(
-        f"the checkpoint {directory / str(step)} is damaged: {problem}. It is set aside as {aside.name}, and the one "
+        f"the checkpoint {directory / str(step)} is damaged: {problem}. It is set aside as {aside}, and the one "
         "before is restored.",
         stacklevel=3,
     )
@@ -271,20 +298,37 @@ class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
         return _by_key(self._trees.metadata(directory).tree)
 
     def finalize(self, directory: epath.Path) -> None:
-        self._trees.finalize(directory)
-        checksums.record_rest(directory)
+        with _told():
+            self._trees.finalize(directory)
+            checksums.record_rest(directory)
 
     def close(self) -> None:
         self._trees.close()
 
 
-async def _recorded(directory: Any, written: Sequence[Any], position: Any) -> None:
+async def _recorded(directory: Any, written: Sequence[Any], position: str | None) -> None:
     """Wait for what this process writes, and note its checksums."""
+    with _told():
+        await _record(directory, written, position)
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """In a job, one that fails to write ends all: the others would wait for it as long as Orbax does."""
+    try:
+        yield
+    except Exception as error:
+        if this_job() is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise
+
+
+async def _record(directory: Any, written: Sequence[Any], position: str | None) -> None:
     for future in written:
         await asyncio.to_thread(future.result)
     if position is not None:
         file = epath.Path(directory) / f"{_BATCHES}.{jax.process_index()}.json"
-        await asyncio.to_thread(file.write_text, json.dumps(position, default=_bytes))
+        await asyncio.to_thread(file.write_text, position)
     await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
 
 
@@ -292,7 +336,7 @@ async def _recorded(directory: Any, written: Sequence[Any], position: Any) -> No
 @dataclasses.dataclass
 class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
     state: Any
-    position: Any  # of batches, on this process
+    position: str | None  # of batches, on this process
 
 
 def _key(key: Sequence[Any]) -> _Key:
@@ -320,7 +364,9 @@ def _check_present(state: Any) -> None:
 def _stored(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array | Pieces):
         return StoredLeaf.of(leaf)
-    return leaf if isinstance(leaf, np.ndarray | np.number | int | float | str | bytes) else None
+    if isinstance(leaf, np.generic | complex):
+        return np.asarray(leaf)
+    return leaf if isinstance(leaf, np.ndarray | int | float | str | bytes) else None
 
 
 # What is read.
@@ -359,8 +405,13 @@ class _Argument:
     def filled(self, leaves: Mapping[_Key, Any]) -> Any:
         """With what was read in the place of what stands for it."""
         structure = jax.tree.structure(self.tree, is_leaf=_is_pieces)
-        every = [leaves[key] if key in self.wanted else leaf for key, leaf in _by_key(self.tree).items()]
+        every = [_as(leaf, leaves[key]) if key in self.wanted else leaf for key, leaf in _by_key(self.tree).items()]
         return jax.tree.unflatten(structure, every)
+
+
+def _as(leaf: Any, found: Any) -> Any:
+    """Scalars are stored as arrays."""
+    return type(leaf)(np.asarray(found)[()]) if isinstance(leaf, np.generic | complex) else found
 
 
 def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
@@ -372,9 +423,9 @@ def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
         return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf.pieces[0]), pieces, leaf.cut))
     if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf), (leaf.sharding,)))
-    if isinstance(leaf, np.ndarray):
+    if isinstance(leaf, np.ndarray | np.generic | complex):
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    if isinstance(leaf, np.number | int | float | str | bytes):
+    if isinstance(leaf, int | float | str | bytes):
         return ocp.RestoreArgs(restore_type=type(leaf))
     return None
 
@@ -387,7 +438,8 @@ def _arguments(step: Parallelized | Executable) -> list[_Argument]:
     """Of a step: what a checkpoint can be of."""
     executable = step._leader_for("restore") if isinstance(step, Parallelized) else step
     found, first = [], 0
-    for child in executable._graph.in_tree.children()[0].children():
+    args, kwargs = executable._graph.in_tree.children()
+    for child in (*args.children(), *kwargs.children()):
         homes = [executable.home_of(first + i) for i in range(child.num_leaves)]
         found.append(_Argument.of(unflatten_arrays(child, homes)))
         first += child.num_leaves
@@ -396,6 +448,8 @@ def _arguments(step: Parallelized | Executable) -> list[_Argument]:
 
 def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argument]) -> Any:
     stored = handler.metadata(folder)
+    if not arguments:
+        raise CheckpointError("restore: the step that is given as like has no arguments.")
     differing = [argument.differences(stored) for argument in arguments]
     argument, differences = min(zip(arguments, differing, strict=True), key=lambda pair: len(pair[1]))
     if differences:

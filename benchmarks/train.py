@@ -231,6 +231,8 @@ def restored_leg(here: Planned, corpus: text.Text, steps: int, seed: int, out: C
     out.print(f"restored on one process, after {int(state['step'])} steps", highlight=False)
     name = "one process again"
     second, _ = train(name, here.step, here.evaluate, state, corpus, range(half, steps), seed, out)
+    if not math.isclose(second.untrained, first.trained, rel_tol=1e-4):
+        raise SystemExit(f"NOT AS EXPECTED: {first.trained} bits when it was saved, {second.untrained} when restored")
     first = dataclasses.replace(first, losses=tuple(first.losses))
     out.print(f"held-out bits per byte: {first.trained:.6f} when it was saved, {second.untrained:.6f} when restored")
     return first.then(second)

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from autopar.errors import CheckpointError
+
 _MANIFEST = "checksums"
 _OF_PROCESS = "ocdbt.process_"  # the folders that Orbax gives the processes to write into
 
@@ -28,13 +30,23 @@ def record_rest(folder: Any) -> None:
 
 
 def damage(folder: Any, part: int, parts: int) -> str:
-    """What is wrong with the files of a checkpoint; empty if nothing is. Each of `parts` callers looks at some."""
+    """What is wrong with the files of a checkpoint; empty if nothing is. Each of `parts` callers looks at some.
+
+    Raises:
+      CheckpointError: there are no checksums.
+      OSError: a file is there, and cannot be read.
+    """
     try:
         expected = _read(folder / f"{_MANIFEST}.json")
         for name in sorted(expected):
             if name.startswith(f"{_MANIFEST}."):
                 expected = {**expected, **_read(folder / name)}
-    except (OSError, ValueError) as error:
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"{folder} has no list of checksums ({error}): it was not written by autopar.save, has been removed "
+            "meanwhile, or is not in a folder that all processes see. Orbax itself reads what Orbax has written."
+        ) from error
+    except ValueError as error:
         return f"its list of checksums cannot be read ({error})"
     mine = sorted(expected)[part::parts]
     with ThreadPoolExecutor(4) as pool:
@@ -43,13 +55,12 @@ def damage(folder: Any, part: int, parts: int) -> str:
 
 
 def _wrong(file: Any, size: int, checksum: str) -> str:
-    try:
-        found = file.stat().length
-        if found != size:
-            return f"has {found} bytes, where {size} were written"
-        return "" if _checksum(file) == checksum else "holds other bytes than were written"
-    except OSError as error:
-        return f"cannot be read ({error})"
+    if not file.exists():
+        return "is not there any more"
+    found = file.stat().length
+    if found != size:
+        return f"has {found} bytes, where {size} were written"
+    return "" if _checksum(file) == checksum else "holds other bytes than were written"
 
 
 def _files(folder: Any) -> Iterable[Any]:

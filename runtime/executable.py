@@ -143,12 +143,13 @@ class Executable:
                 self._passed[k] = functools.partial(_constant, nothing)
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
         # Of each leaf that lies here, where it goes, and the result that comes in its place.
-        self._kept = [(self._leaf_at[v], instructions.leaves[v]) for v in self._homes]
-        self._state_at = [at for at, _ in self._kept]
+        self._kept = [(self._leaf_at[v], instructions.leaves[v], array) for v, array in self._homes.items()]
+        self._state_at = [at for at, _, _ in self._kept]
         made = {at: k for at, k in wiring.renewed.items() if instructions.results[k] is not None}
         self._next = [made.get(at) for at in self._state_at]
-        self._expected: Sequence[weakref.ref[Any]] = ()  # to the state that the last call left
-        self.others = tuple(sorted(set(range(len(wiring.inputs))) - set(self._state_at)))  # leaves that are no state
+        # To the state that the last call left, where that is all that has to be looked at.
+        self._expected: Sequence[weakref.ref[Any]] | None = None if self._kept else ()
+        self._expect_at([])
         renewals = [None if k is None else instructions.results[k] for k in self._next]
         self._expects = all(
             register is None or wiring.made[register].sharding == array.sharding
@@ -181,13 +182,22 @@ class Executable:
         """Instructions of one step on this process, frees left out."""
         return sum(isinstance(i, Run | Copy) for i in self._instructions)
 
+    def _expect_at(self, expected: Sequence[int]) -> None:
+        """Which leaves of the arguments are what the last call left; the others are brought to the devices anew."""
+        self._expected_at = expected
+        there = set(expected)
+        self.others = [at for at in range(len(self.wiring.inputs)) if at not in there]
+        self._stays = [(at, register) for at, register, _ in self._kept if at in there]
+        self._brought = [kept for kept in self._kept if kept[0] not in there]
+
     def knows(self, leaves: Sequence[Any]) -> bool:
         """Whether the state among the arguments' leaves is what the last call left, where it left it."""
-        state = [leaves[at] for at in self._state_at]
+        state = [leaves[at] for at in self._expected_at]
         return (
-            len(self._expected) == len(state)
+            self._expected is not None
             and all(map(operator.is_, map(operator.call, self._expected), state))
             and not any(map(_IS_DELETED, state))
+            and not any(isinstance(leaves[at], jax.Array) for at, _, _ in self._brought)
             and {id(leaves[at]) for at in self.others}.isdisjoint(map(id, state))
         )
 
@@ -261,19 +271,24 @@ class Executable:
 
     def _expect(self, leaves: Sequence[Any], in_place: Sequence[int], returned: Sequence[Any]) -> None:
         """Remember what a call leaves: results where they take the place of state, else what it was given in place."""
-        self._expected = ()
+        self._expected = None if self._kept else ()
         left = [leaves[at] if k is None else returned[k] for at, k in zip(self._state_at, self._next, strict=True)]
         placed = set(in_place)
-        own = [
-            weakref.ref(x)
-            for x, at, k in zip(left, self._state_at, self._next, strict=True)
-            if k is not None or at in placed
-        ]
+        stays = [k is not None or at in placed for at, k in zip(self._state_at, self._next, strict=True)]
+        own = [weakref.ref(x) for x, does in zip(left, stays, strict=True) if does]
         if self._given:
             self.buffers.remember(own)
-        # All of it where it lies, and none to be given away twice.
-        if self._expects and len(placed) == len(left) == len(set(map(id, left))):
+        # None to be given away twice, and what is brought anew each time a value of the host that nothing overwrites.
+        brought = [at for at, does in zip(self._state_at, stays, strict=True) if not does]
+        if (
+            self._expects
+            and len(own) == len({id(x) for x, does in zip(left, stays, strict=True) if does})
+            and not any(isinstance(leaves[at], jax.Array) or at in self._given for at in brought)
+        ):
             self._expected = own
+            expected = [at for at, does in zip(self._state_at, stays, strict=True) if does]
+            if expected != self._expected_at:
+                self._expect_at(expected)
 
     def _place(self, leaves: Sequence[Any], registers: list[Any], known: bool) -> Sequence[int]:
         """Arguments to registers: state where it lies, everything else to where it is wanted; the former's numbers."""
@@ -281,10 +296,11 @@ class Executable:
         in_place: dict[int, tuple[Register, Array]] = {}
         moves: list[tuple[Register, Any, Any]] = []
         if known:
-            for at, register in self._kept:
+            for at, register in self._stays:
                 registers[register] = leaves[at]
+            moves += [(register, leaves[at], array.sharding) for at, register, array in self._brought]
             self._move(leaves, registers, moves)
-            return self._state_at
+            return self._expected_at
         for value, array in self._homes.items():
             at = self._leaf_at[value]
             leaf = leaves[at]

@@ -47,7 +47,8 @@ class StoredLeaf:
         job = this_job()
         found: dict[Box, Sequence[int]] = {}
         for start, array in self.parts:
-            if job is not None and array.shape and job.shares(array.sharding):
+            apart = job is not None and (job.shares(array.sharding) or not array.sharding.is_fully_addressable)
+            if apart and array.shape:
                 there: Mapping[Box, Sequence[int]] = holders(array)
             else:  # known to all processes, and the same to all
                 there = {box_of(i, array.shape): [0] for i in array.sharding.devices_indices_map(array.shape).values()}

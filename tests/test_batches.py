@@ -133,6 +133,53 @@ def test_errors_of_the_iterator_reach_the_loop() -> None:
         taken.extend(compiled(METHODS["zero3"]).batches(broken()))
 
 
+class Loader:
+    """As PyTorch's loaders that can tell their position: not their iterators do."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for k in range(self.at, 10):
+            self.at = k + 1
+            yield next(batches(1)) if k == 0 else list(batches(k + 1))[k]
+
+    def state_dict(self) -> Any:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.at = state["at"]
+
+
+def test_positions_of_loaders() -> None:
+    step = compiled(METHODS["zero3"])
+    taken = step.batches(Loader())
+    _, second = next(taken), next(taken)
+    assert second["x"].shape == (8, WIDTH)
+    again = step.batches(Loader())
+    again.set_state(taken.get_state())
+    assert step(initial(), next(again), 0.1)[1] == step(initial(), list(batches(3))[2], 0.1)[1]
+    short = step.batches(batches(1))
+    with pytest.raises(StateError, match="2 were taken, but the iterator gives only 1"):
+        short.set_state(taken.get_state())
+
+
+def test_leaves_that_nobody_reads_and_those_that_come_back() -> None:
+    def fun(state: Any, batch: Any) -> Any:
+        return train_step(state, batch, 0.1)
+
+    step = autopar.parallelize(fun, cluster=cluster_of(1, 4), devices=jax.devices()[:4])
+    given = {**next(batches(1)), "id": np.arange(8, dtype=np.int32)}
+    step.compile(initial(), given)
+    assert np.isfinite(step(initial(), next(step.batches([{**given, "id": np.arange(3)}])))[1])
+    back = autopar.parallelize(
+        lambda state, batch: (*fun(state, batch), batch["id"]), cluster=cluster_of(1, 4), devices=jax.devices()[:4]
+    )
+    back.compile(initial(), given)
+    with pytest.raises(BatchAxisError, match=r"returns or prints batch\['id'\] as it is"):
+        back.batches([given])
+
+
 class Positioned(Iterator[Any]):
     """As Grain's iterators: the position can be told and set."""
 

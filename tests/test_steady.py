@@ -113,6 +113,25 @@ def test_an_argument_that_is_a_part_of_the_state(parallel: autopar.Parallelized)
     same(found(ours, ours["a"]), jax.jit(other)(theirs, theirs["a"]))
 
 
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_a_number_of_the_host_beside_the_state(method: Any) -> None:
+    """As learning rates are passed: another one each time, and once an array."""
+
+    def other(state: Any, x: Any, rate: Any) -> Any:
+        new, metrics = step(state, x)
+        return {**new, "w": jax.tree.map(lambda w, v: w + rate * (v - w), state["w"], new["w"])}, metrics
+
+    found = autopar.parallelize(other, cluster=cluster_of(1, 4), method=method, batch_axes=(None, 0, None))
+    ours, theirs = start(), start()
+    is_steady = []
+    for rate in (0.5, 0.4, 0.3, 0.2, jnp.float32(0.1), 0.3, 0.2):
+        ours, _ = found(ours, X, rate)
+        theirs, _ = jax.jit(other)(theirs, X, rate)
+        is_steady.append(found._steady is not None)
+        same(ours, theirs)
+    assert is_steady[3:] == [True, False, False, True]
+
+
 def test_kept_states() -> None:
     """Without donation an earlier state can be gone back to."""
     keeping = autopar.parallelize(

@@ -60,9 +60,9 @@ SLOW: dict[str, Case] = {
 # Of one model, so that what one has saved every other can restore.
 CHECKPOINTS: dict[str, Case] = {
     "uneven": Case("gpt_scan", 4, _pipeline((1, (1,)), (1, (1,)), (2, (2,)), microbatches=2)),
+    "zero3": Case("gpt_scan", 4, recipes.zero(3, 2)),
     "data": Case("gpt_scan", 4, recipes.data_parallel()),
     "tensor": Case("gpt_scan", 4, recipes.megatron(1, 4, 1)),
-    "zero3": Case("gpt_scan", 4, recipes.zero(3, 2)),
     "gpipe": Case("gpt_scan", 4, recipes.gpipe(4, 4)),
     "1f1b-tensor": Case("gpt_scan", 4, recipes.megatron(1, 2, 2, 4), across=True),
     "apart": Case("gpt_scan", 4, _pipeline((3, (1, 2)), (1, (2,)), microbatches=4), across=True),
