@@ -14,6 +14,9 @@ from pathlib import Path
 
 import autopar
 
+_ORBAX = ("etils", "orbax", "tensorstore")
+OF_EXTRAS = {"autopar.checkpoints": _ORBAX, "autopar.runtime.stored_leaves": _ORBAX}
+
 
 def check_installation() -> None:
     """The files come from site-packages, as regular packages, with type information and data."""
@@ -28,13 +31,29 @@ def check_installation() -> None:
 
 
 def import_everything() -> int:
-    """Import all modules; how many there are."""
+    """Import all modules; how many there are. Those of an extra that is not installed say so, and no others."""
     names = [module.name for module in pkgutil.walk_packages(autopar.__path__, "autopar.")]
     for name in names:
-        if not name.endswith("__main__"):
+        if name.endswith("__main__"):
+            continue
+        try:
             importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if name not in OF_EXTRAS or error.name not in OF_EXTRAS[name]:
+                raise
     importlib.import_module("autopar.passes.rules.table")
     return len(names)
+
+
+def check_extras() -> None:
+    """What needs an extra names it."""
+    try:
+        _ = autopar.save
+    except ModuleNotFoundError as error:
+        if "pip install 'autopar[checkpoint]'" not in str(error):
+            raise
+    else:
+        raise SystemExit("autopar.save is there without the extra that it needs")
 
 
 def read_presets() -> list[str]:
@@ -88,4 +107,5 @@ def plan_and_run() -> str:
 if __name__ == "__main__":
     check_installation()
     print(f"autopar {version('autopar')}: {import_everything()} modules imported, presets {', '.join(read_presets())}")
+    check_extras()
     print(plan_and_run())
