@@ -129,7 +129,10 @@ class Executable:
         feeds: dict[int, dict[Any, None]] = {}
         for at, _, _, array in self._runtime.wiring.feeds.values():
             feeds.setdefault(at, {})[array.sharding] = None
-        leaves = [tuple(feeds[i]) if i in feeds else self.home_of(i).shardings for i in range(len(self._graph.inputs))]
+        leaves = [
+            tuple(feeds[pieces[0]]) if pieces[0] in feeds else self.home_of(i).shardings
+            for i, pieces in enumerate(self._planned.inputs_of)
+        ]
         found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self._graph.in_tree, leaves)
         return found
 
