@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from autopar.errors import BatchAxisError, PlanMismatchError, StateError
 from autopar.executable import Executable
-from autopar.runtime.feeding import DataShard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Batches(Iterator[Any]):
         self._iterator = iter(batches)
         self._x64 = bool(jax.config.values["jax_enable_x64"])  # which another thread does not see
         # A loader of PyTorch's that can tell its position is the iterable, not its iterator.
-        self._positioned: Any = next((x for x in (self._iterator, batches) if _can_tell(x)), None)
+        self._positioned = next((x for x in (self._iterator, batches) if _position_of(x)), None)
         self._pool = concurrent.futures.ThreadPoolExecutor(1, "autopar: batches")
         self._next: concurrent.futures.Future[_Read] | None = None
         self._count = 0
@@ -78,14 +77,9 @@ class Batches(Iterator[Any]):
         self._state = read.state
         return read.batch
 
-    @property
-    def shard(self) -> DataShard:
-        """Which part of each batch this process has to read."""
-        return self._executable.data_shard
-
     def get_state(self) -> dict[str, Any]:
         """The position after the batches that were taken, to go on from there."""
-        return {"count": self._count, "shard": list(self.shard), "state": self._state}
+        return {"count": self._count, "shard": list(self._executable.data_shard), "state": self._state}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on from a position: that of the iterator where it can be set, else what was taken is read again.
@@ -95,9 +89,9 @@ class Batches(Iterator[Any]):
         """
         if self._next is not None:
             raise StateError("batches: the position can only be set before the first batch is taken.")
-        if state["state"] is not None and self._positioned is not None and state["shard"] == list(self.shard):
-            setter = getattr(self._positioned, "set_state", None) or self._positioned.load_state_dict
-            setter(state["state"])
+        position = _position_of(self._positioned)
+        if state["state"] is not None and position and state["shard"] == list(self._executable.data_shard):
+            position.set(state["state"])
             if self._positioned is self._batches:
                 self._iterator = iter(self._batches)
             self._state = state["state"]
@@ -113,10 +107,8 @@ class Batches(Iterator[Any]):
             return self._placed(given)
 
     def _placed(self, given: Any) -> _Read:
-        state = None
-        if self._positioned is not None:
-            getter = getattr(self._positioned, "get_state", None) or self._positioned.state_dict
-            state = getter()
+        position = _position_of(self._positioned)
+        state = None if position is None else position.get()
         parts = [given] if len(self._trees) == 1 else list(given)
         graph = self._executable._graph
         if len(parts) != len(self._trees):
@@ -144,7 +136,7 @@ class Batches(Iterator[Any]):
     def _checked(self, number: int, leaf: Any) -> np.ndarray[Any, Any]:
         """As an array of the host, whole or this process's part."""
         graph = self._executable._graph
-        found, axis, count = np.asarray(leaf), self._axes.get(number), self.shard.shard_count
+        found, axis, count = np.asarray(leaf), self._axes.get(number), self._executable.data_shard.shard_count
         if axis is None:  # nobody reads it
             return found
         value = graph.inputs[number]
@@ -163,8 +155,16 @@ class Batches(Iterator[Any]):
         return found.astype(dtype, copy=False)
 
 
-def _can_tell(x: Any) -> bool:
-    """Whether it has a position: as Grain's iterators say it, or as PyTorch's stateful loaders do."""
-    return (hasattr(x, "get_state") and hasattr(x, "set_state")) or (
-        hasattr(x, "state_dict") and hasattr(x, "load_state_dict")
-    )
+class _Position(NamedTuple):
+    """How an iterator tells its position, and is set to one."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
+
+
+def _position_of(x: Any) -> _Position | None:
+    """As Grain's iterators say it, or as PyTorch's stateful loaders do; None: it cannot tell."""
+    for get, put in (("get_state", "set_state"), ("state_dict", "load_state_dict")):
+        if hasattr(x, get) and hasattr(x, put):
+            return _Position(getattr(x, get), getattr(x, put))
+    return None

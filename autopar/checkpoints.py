@@ -52,7 +52,7 @@ def save(
 
     The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
     path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor
-    texts (functions) are left out.
+    texts (functions, bytes) are left out.
 
     Args:
       batches: what `step.batches(..)` returned: its position is kept with the state.
@@ -66,7 +66,7 @@ def save(
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
     """
     _check_present(state)
-    manager = _opened(path, options).manager
+    manager = _opened(path, options, create=True).manager
     latest = manager.latest_step()
     if latest is not None and step <= latest:
         raise CheckpointError(
@@ -103,7 +103,7 @@ def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches |
       PlanError: `like` has no plan yet.
     """
     wanted = _arguments(like) if isinstance(like, Parallelized | Executable) else [_Argument.of(like)]
-    opened = _opened(path, None)
+    opened = _opened(path, None, create=False)
     manager = opened.manager
     _agree("autopar.restore", manager, step)
     manager.wait_until_finished()
@@ -138,7 +138,7 @@ _open: dict[str, _Open] = {}
 _managers = itertools.count()  # in the same order on all processes
 
 
-def _opened(path: Any, options: ocp.CheckpointManagerOptions | None) -> _Open:
+def _opened(path: Any, options: ocp.CheckpointManagerOptions | None, *, create: bool) -> _Open:
     folder = epath.Path(path)
     if "://" not in str(path):
         folder = epath.Path(str(folder.expanduser().absolute()))
@@ -153,7 +153,7 @@ def _opened(path: Any, options: ocp.CheckpointManagerOptions | None) -> _Open:
         if not _open:
             # Earlier than `atexit`, whose functions are called when no thread can start another any more.
             threading._register_atexit(_finish)  # type: ignore[attr-defined]
-        found = _open[name] = _made(folder, options)
+        found = _open[name] = _made(folder, options, create)
     return found
 
 
@@ -162,19 +162,27 @@ def _fields(options: ocp.CheckpointManagerOptions | None) -> Any:
     return {} if options is None else {name: getattr(x, "__code__", x) for name, x in vars(options).items()}
 
 
-def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None) -> _Open:
+def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None, create: bool) -> _Open:
     """Barriers are those of the coordination service: Orbax's others are programs, which would meet those of steps."""
     job = this_job()
     chosen = dataclasses.replace(options or ocp.CheckpointManagerOptions())
     if chosen.step_prefix or chosen.step_format_fixed_length or chosen.step_name_format:
         raise CheckpointError("save: options give the steps' folders other names than their numbers. Leave that out.")
+
+    def find() -> str:
+        if create:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.exists():
+            raise CheckpointError(f"restore: there is no folder {folder}.")
+        return ""
+
     if job is None:
-        folder.mkdir(parents=True, exist_ok=True)
+        find()
     else:
         chosen.multiprocessing_options = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{next(_managers)}"
         )
-        job.from_first(lambda: str(folder.mkdir(parents=True, exist_ok=True)))
+        job.from_first(find)
     chosen.create = False
     handler = _StateHandler(chosen.multiprocessing_options)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -229,8 +237,8 @@ def _damage(folder: epath.Path) -> str:
     job = this_job()
     if job is None:
         return checksums.damage(folder, 0, 1)
-    said = job.exchange(checksums.damage(folder, job.index, job.count), "to compare checksums")
-    return next((text for text in said if text), "")
+    mine = checksums.damage(folder, job.index, job.count)
+    return job.combined(mine, lambda said: next(filter(None, said), ""), "to compare checksums")
 
 
 def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
@@ -265,8 +273,6 @@ class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
             (StoredLeaf, leaves),
             (int, ocp.type_handlers.ScalarHandler()),
             (float, ocp.type_handlers.ScalarHandler()),
-            (np.number, ocp.type_handlers.ScalarHandler()),
-            (bytes, ocp.type_handlers.ScalarHandler()),
             (np.ndarray, ocp.type_handlers.NumpyHandler()),
             (str, ocp.type_handlers.StringHandler()),
         )
@@ -286,16 +292,13 @@ class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
     def save(self, directory: epath.Path, args: _Save) -> None:
         raise NotImplementedError  # checkpoints are written while the steps go on
 
-    def restore(self, directory: epath.Path, args: Mapping[_Key, ocp.RestoreArgs]) -> dict[_Key, Any]:
-        """The leaves that are wanted, by their keys."""
-        stored = self._trees.metadata(directory).tree
-        every = {key: args.get(_key(key), ReadLeaf()) for key in ocp.tree.to_flat_dict(stored)}
-        restore_args = ocp.tree.from_flat_dict(every, target=stored)
-        return _by_key(self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=restore_args)))
+    def restore(self, directory: epath.Path, args: Any) -> Any:
+        """The tree; `args`: of it as `metadata` has it, one for each leaf."""
+        return self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=args))
 
-    def metadata(self, directory: epath.Path) -> dict[_Key, Any]:
-        """Shapes and types of the leaves, by their keys."""
-        return _by_key(self._trees.metadata(directory).tree)
+    def metadata(self, directory: epath.Path) -> Any:
+        """The tree, of the shapes and types of its leaves."""
+        return self._trees.metadata(directory).tree
 
     def finalize(self, directory: epath.Path) -> None:
         with _told():
@@ -309,7 +312,12 @@ class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
 async def _recorded(directory: Any, written: Sequence[Any], position: str | None) -> None:
     """Wait for what this process writes, and note its checksums."""
     with _told():
-        await _record(directory, written, position)
+        for future in written:
+            await asyncio.to_thread(future.result)
+        if position is not None:
+            file = epath.Path(directory) / f"{_BATCHES}.{jax.process_index()}.json"
+            await asyncio.to_thread(file.write_text, position)
+        await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
 
 
 @contextlib.contextmanager
@@ -321,15 +329,6 @@ def _told() -> Iterator[None]:
         if this_job() is not None:
             sys.excepthook(type(error), error, error.__traceback__)
         raise
-
-
-async def _record(directory: Any, written: Sequence[Any], position: str | None) -> None:
-    for future in written:
-        await asyncio.to_thread(future.result)
-    if position is not None:
-        file = epath.Path(directory) / f"{_BATCHES}.{jax.process_index()}.json"
-        await asyncio.to_thread(file.write_text, position)
-    await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
 
 
 @ocp.args.register_with_handler(_StateHandler, for_save=True)
@@ -366,7 +365,7 @@ def _stored(leaf: Any) -> Any:
         return StoredLeaf.of(leaf)
     if isinstance(leaf, np.generic | complex):
         return np.asarray(leaf)
-    return leaf if isinstance(leaf, np.ndarray | int | float | str | bytes) else None
+    return leaf if isinstance(leaf, np.ndarray | int | float | str) else None
 
 
 # What is read.
@@ -425,7 +424,7 @@ def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
         return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf), (leaf.sharding,)))
     if isinstance(leaf, np.ndarray | np.generic | complex):
         return ocp.RestoreArgs(restore_type=np.ndarray)
-    if isinstance(leaf, int | float | str | bytes):
+    if isinstance(leaf, int | float | str):
         return ocp.RestoreArgs(restore_type=type(leaf))
     return None
 
@@ -447,7 +446,8 @@ def _arguments(step: Parallelized | Executable) -> list[_Argument]:
 
 
 def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argument]) -> Any:
-    stored = handler.metadata(folder)
+    tree = handler.metadata(folder)
+    stored = _by_key(tree)
     if not arguments:
         raise CheckpointError("restore: the step that is given as like has no arguments.")
     differing = [argument.differences(stored) for argument in arguments]
@@ -458,7 +458,8 @@ def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argum
             f"the checkpoint {folder.parent} holds something else than what shall be restored: "
             f"{'; '.join(differences[:_MOST_NAMED])}{more}."
         )
-    return argument.filled(handler.restore(folder, argument.wanted))
+    wanted = {key: argument.wanted.get(_key(key), ReadLeaf()) for key in ocp.tree.to_flat_dict(tree)}
+    return argument.filled(_by_key(handler.restore(folder, ocp.tree.from_flat_dict(wanted, target=tree))))
 
 
 def _position(folder: epath.Path, batches: Batches) -> Any:
@@ -467,7 +468,8 @@ def _position(folder: epath.Path, batches: Batches) -> Any:
     if not files:
         raise CheckpointError(f"the checkpoint {folder.parent} holds no position of batches: leave out batches.")
     found = [json.loads(file.read_text(), object_hook=_from_bytes) for file in files]
-    return next((position for position in found if position["shard"] == list(batches.shard)), found[0])
+    shard = batches.get_state()["shard"]
+    return next((position for position in found if position["shard"] == shard), found[0])
 
 
 def _bytes(x: Any) -> Any:

@@ -176,10 +176,11 @@ def launch(command: Sequence[str], processes: int, devices_per_process: int | No
 
 
 def _copy_lines(source: IO[bytes], target: Any, prefix: str, lock: threading.Lock) -> None:
-    for line in source:
-        with lock:
-            target.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
-            target.flush()
+    with source:
+        for line in source:
+            with lock:
+                target.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+                target.flush()
 
 
 def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:

@@ -36,21 +36,23 @@ def train_step(params: Any, batch: Any) -> Any:
 
 
 class Alone:
-    """A step by hand on one device: calls of one program, and a second that adds the gradients up."""
+    """A step by hand on one device: calls of one program, which adds a microbatch's gradients to those before."""
 
     def __init__(self, params: Any, batch: Any, microbatches: int) -> None:
         here = jax.local_devices()[0]
         self._params = jax.device_put(params, here)
         cut = [jax.tree.map(lambda x, k=k: x[k * EXAMPLES : (k + 1) * EXAMPLES], batch) for k in range(microbatches)]
         self._batches = jax.device_put(cut, here)
-        self._gradients = jax.jit(jax.value_and_grad(loss_of))
-        self._add = jax.jit(lambda a, b: jax.tree.map(jnp.add, a, b), donate_argnums=0)
+        self._add = jax.jit(
+            lambda total, params, batch: jax.tree.map(jnp.add, total, jax.grad(loss_of)(params, batch)),
+            donate_argnums=0,
+        )
+        self._zeros = jax.jit(lambda params: jax.tree.map(jnp.zeros_like, params))
 
     def __call__(self) -> None:
-        total = None
+        total = self._zeros(self._params)
         for batch in self._batches:
-            _, gradients = self._gradients(self._params, batch)
-            total = gradients if total is None else self._add(total, gradients)
+            total = self._add(total, self._params, batch)
         jax.block_until_ready(total)
 
 

@@ -22,7 +22,7 @@ from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers
-from autopar.runtime.feeding import Rows, place_rows, rows_of
+from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
 from autopar.runtime.mail import Mail
 from autopar.runtime.placement import Array, absent, is_here, place, weakly_typed
 from autopar.runtime.processes import Processes
@@ -86,7 +86,7 @@ class Wiring:
     inputs: tuple[Value, ...]  # the graph's, in the order of the arguments' leaves
     input_paths: tuple[str, ...]
     homes: Mapping[Value, Array]  # inputs stored on a mesh
-    feeds: Mapping[Register, tuple[int, BatchDim, int, Array]]  # (argument leaf, its batch, microbatch, array)
+    feeds: Feeds
     constants: Mapping[Register, tuple[Any, Array]]
     microbatch: Mapping[Register, tuple[int, Array]]
     sums: Mapping[Register, Array]
@@ -144,13 +144,12 @@ class Executable:
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
         # Of each leaf that lies here, where it goes, and the result that comes in its place.
         self._kept = [(self._leaf_at[v], instructions.leaves[v], array) for v, array in self._homes.items()]
-        self._state_at = [at for at, _, _ in self._kept]
         made = {at: k for at, k in wiring.renewed.items() if instructions.results[k] is not None}
-        self._next = [made.get(at) for at in self._state_at]
+        self._next = {at: made.get(at) for at, _, _ in self._kept}
         # To the state that the last call left, where that is all that has to be looked at.
         self._expected: Sequence[weakref.ref[Any]] | None = None if self._kept else ()
         self._expect_at([])
-        renewals = [None if k is None else instructions.results[k] for k in self._next]
+        renewals = [None if k is None else instructions.results[k] for k in self._next.values()]
         self._expects = all(
             register is None or wiring.made[register].sharding == array.sharding
             for register, array in zip(renewals, self._homes.values(), strict=True)
@@ -165,12 +164,12 @@ class Executable:
     @functools.cached_property
     def rows(self) -> Rows:
         """Of each batch, what this process reads."""
-        return rows_of(self.wiring.feeds, self.wiring.num_microbatches, jax.process_index())
+        return rows_of(self.wiring.feeds, jax.process_index())
 
     def place_examples(self, function: str, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
         """Argument leaves of examples, whole or this process's rows of them, where this step wants them."""
         wiring = self.wiring
-        arrays = place_rows(leaves, self._feeds, wiring.num_microbatches, self.rows)
+        arrays = place_rows(leaves, self._feeds, self.rows)
         found: dict[int, dict[Register, Any]] = {at: {} for at in leaves}
         for register, array in arrays.items():
             found[wiring.feeds[register][0]][register] = array
@@ -272,23 +271,26 @@ class Executable:
     def _expect(self, leaves: Sequence[Any], in_place: Sequence[int], returned: Sequence[Any]) -> None:
         """Remember what a call leaves: results where they take the place of state, else what it was given in place."""
         self._expected = None if self._kept else ()
-        left = [leaves[at] if k is None else returned[k] for at, k in zip(self._state_at, self._next, strict=True)]
         placed = set(in_place)
-        stays = [k is not None or at in placed for at, k in zip(self._state_at, self._next, strict=True)]
-        own = [weakref.ref(x) for x, does in zip(left, stays, strict=True) if does]
+        left = {
+            at: leaves[at] if k is None else returned[k]
+            for at, k in self._next.items()
+            if k is not None or at in placed
+        }
+        own = [weakref.ref(x) for x in left.values()]
         if self._given:
             self.buffers.remember(own)
         # None to be given away twice, and what is brought anew each time a value of the host that nothing overwrites.
-        brought = [at for at, does in zip(self._state_at, stays, strict=True) if not does]
         if (
             self._expects
-            and len(own) == len({id(x) for x, does in zip(left, stays, strict=True) if does})
-            and not any(isinstance(leaves[at], jax.Array) or at in self._given for at in brought)
+            and len(left) == len(set(map(id, left.values())))
+            and not any(
+                isinstance(leaves[at], jax.Array) or at in self._given for at in self._next.keys() - left.keys()
+            )
         ):
             self._expected = own
-            expected = [at for at, does in zip(self._state_at, stays, strict=True) if does]
-            if expected != self._expected_at:
-                self._expect_at(expected)
+            if left.keys() != set(self._expected_at):
+                self._expect_at(list(left))
 
     def _place(self, leaves: Sequence[Any], registers: list[Any], known: bool) -> Sequence[int]:
         """Arguments to registers: state where it lies, everything else to where it is wanted; the former's numbers."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,8 @@ import numpy as np
 
 from autopar.ir.graph import BatchDim
 from autopar.ir.instructions import Register
-from autopar.runtime.placement import Array, is_here
+from autopar.runtime.gathering import box_of
+from autopar.runtime.placement import Array, arrays_of
 
 Feeds = Mapping[Register, tuple[int, BatchDim, int, Array]]  # (argument leaf, its batch, microbatch, array)
 
@@ -29,7 +30,7 @@ class Rows(NamedTuple):
     numbers: np.ndarray[Any, Any]
 
 
-def rows_of(feeds: Feeds, num_microbatches: int, process: int) -> Rows:
+def rows_of(feeds: Feeds, process: int) -> Rows:
     """What a process reads. Those whose devices hold an example in common read the same shard.
 
     A pipeline's first stage takes the inputs and its last the labels, so that the processes of one pipeline share a
@@ -42,13 +43,10 @@ def rows_of(feeds: Feeds, num_microbatches: int, process: int) -> Rows:
     (size,) = sizes
     needs: dict[int, np.ndarray[Any, Any]] = {}
     for _, batch, microbatch, array in feeds.values():
-        first = microbatch * (size // num_microbatches)
         index_of: Mapping[Any, tuple[slice, ...]] = array.sharding.devices_indices_map(array.shape)
         for device, index in index_of.items():
-            at = index[batch.dim]
-            stop = array.shape[batch.dim] if at.stop is None else at.stop
-            rows = needs.setdefault(device.process_index, np.zeros(size, bool))
-            rows[first + (at.start or 0) : first + stop] = True
+            start, stop = _examples(index, batch, microbatch, array)
+            needs.setdefault(device.process_index, np.zeros(size, bool))[start:stop] = True
     shards: list[np.ndarray[Any, Any]] = []
     for rows in needs.values():
         common = [shard for shard in shards if (shard & rows).any()]
@@ -63,35 +61,28 @@ def rows_of(feeds: Feeds, num_microbatches: int, process: int) -> Rows:
     return Rows(DataShard(number, len(shards)), np.flatnonzero(shards[number]))
 
 
-def place_rows(
-    leaves: Mapping[int, np.ndarray[Any, Any]], feeds: Feeds, num_microbatches: int, rows: Rows
-) -> dict[int, Any]:
-    """Examples of a shard, or of the whole batch, on this process's devices: arrays by register.
+def place_rows(leaves: Mapping[int, np.ndarray[Any, Any]], feeds: Feeds, rows: Rows) -> dict[Register, jax.Array]:
+    """Examples of a shard, or of the whole batch, on this process's devices, by register.
 
     Nobody waits: the copies go on while steps run.
     """
-    pieces: list[Any] = []
-    devices: list[jax.Device] = []
-    made: dict[Register, tuple[Array, int]] = {}
-    for register, (at, batch, microbatch, array) in feeds.items():
-        if not is_here(array.sharding.mesh):
-            continue
+    held = []
+    for at, batch, microbatch, array in feeds.values():
         leaf = leaves[at]
-        first = microbatch * (batch.size // num_microbatches)
         is_part = leaf.shape[batch.dim] != batch.size
-        index_of: Mapping[jax.Device, Sequence[slice]] = array.sharding.addressable_devices_indices_map(array.shape)  # type: ignore[assignment]
+        index_of: Mapping[Any, tuple[slice, ...]] = array.sharding.addressable_devices_indices_map(array.shape)  # type: ignore[assignment]
+        pieces = {}
         for device, index in index_of.items():
-            of_batch = index[batch.dim]
-            stop = array.shape[batch.dim] if of_batch.stop is None else of_batch.stop
-            begin, length = first + (of_batch.start or 0), stop - (of_batch.start or 0)
+            start, stop = _examples(index, batch, microbatch, array)
             if is_part:
-                begin = int(np.searchsorted(rows.numbers, begin))
-            here = (*index[: batch.dim], slice(begin, begin + length), *index[batch.dim + 1 :])
-            pieces.append(leaf[here])
-            devices.append(device)
-        made[register] = array, len(index_of)
-    tiles = iter(jax.device_put(pieces, devices, may_alias=False))
-    return {
-        register: jax.make_array_from_single_device_arrays(array.shape, array.sharding, [next(tiles) for _ in range(n)])
-        for register, (array, n) in made.items()
-    }
+                start, stop = np.searchsorted(rows.numbers, (start, stop))
+            pieces[device] = leaf[(*index[: batch.dim], slice(start, stop), *index[batch.dim + 1 :])]
+        held.append((array.shape, array.sharding, pieces))
+    return dict(zip(feeds, arrays_of(held), strict=True))
+
+
+def _examples(index: tuple[slice, ...], batch: BatchDim, microbatch: int, array: Array) -> tuple[int, int]:
+    """Of the whole batch, those of a microbatch that a device holds."""
+    first = microbatch * array.shape[batch.dim]
+    start, stop = box_of(index, array.shape)[batch.dim]
+    return first + start, first + stop

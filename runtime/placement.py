@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -62,21 +63,24 @@ def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]
     whole = [i for i, is_local in enumerate(local) if is_local]
     moved = jax.device_put([values[i] for i in whole], [shardings[i] for i in whole], may_alias=False)
     found.update(zip(whole, moved, strict=True))
-    pieces: list[Any] = []
-    devices: list[jax.Device] = []
-    counts = []
     shared = [i for i, is_local in enumerate(local) if not is_local]
-    for i in shared:
-        of_device = _pieces(values[i], shardings[i])
-        counts.append(len(of_device))
-        pieces += of_device.values()
-        devices += of_device
-    placed = iter(jax.device_put(pieces, devices, may_alias=False))
-    for i, count in zip(shared, counts, strict=True):
-        shape = tuple(jax.numpy.shape(values[i]))
-        array = jax.make_array_from_single_device_arrays(shape, shardings[i], [next(placed) for _ in range(count)])
+    held = [(tuple(jax.numpy.shape(values[i])), shardings[i], _pieces(values[i], shardings[i])) for i in shared]
+    for i, array in zip(shared, arrays_of(held), strict=True):
         found[i] = weakly_typed(array) if jax.typeof(values[i]).weak_type else array
     return [found[i] for i in range(len(values))]
+
+
+def arrays_of(
+    held: Sequence[tuple[tuple[int, ...], jax.sharding.Sharding, Mapping[jax.Device, Any]]],
+) -> list[jax.Array]:
+    """Arrays of these shapes and shardings, of what each of this process's devices holds, copied in one call."""
+    devices = [device for _, _, pieces in held for device in pieces]
+    copies = jax.device_put([x for _, _, pieces in held for x in pieces.values()], devices, may_alias=False)
+    placed = iter(copies)
+    return [
+        jax.make_array_from_single_device_arrays(shape, sharding, list(itertools.islice(placed, len(pieces))))
+        for shape, sharding, pieces in held
+    ]
 
 
 def _pieces(value: Any, sharding: jax.sharding.NamedSharding) -> dict[jax.Device, Any]:

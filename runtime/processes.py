@@ -79,16 +79,17 @@ class Processes:
           PlanMismatchError: they do not; names the processes that differ from process 0, and in what.
           PeerError: a process failed before it came here.
         """
-        said = [json.loads(text) for text in self.exchange(json.dumps(dict(mine)), f"to agree about {what}")]
-        verdict = _differences(said)
+        verdict = self.combined(json.dumps(dict(mine)), _differences, f"to agree about {what}")
         if verdict:
             raise PlanMismatchError(
                 f"the processes of this job do not agree about {what}: {verdict}. Every process has to run the same "
                 "script, on the same versions, with the same shapes."
             )
 
-    def exchange(self, mine: str, subject: str) -> list[str]:
-        """What each process says, on all of them; all come here. `subject`: what for, as in "waits for process 1 to".
+    def combined(self, mine: str, combine: Callable[[Sequence[str]], str], subject: str) -> str:
+        """What process 0 makes of what each process says, on all of them; all come here.
+
+        `subject`: what for, as in "waits for process 1 to".
 
         Raises:
           PeerError: a process failed before it came here.
@@ -96,11 +97,10 @@ class Processes:
         key = f"{_PREFIX}/agreement/{next(self._agreements)}"
         if self.index:
             self._client.key_value_set(f"{key}/{self.index}", mine)
-            said: list[str] = json.loads(self._wait_for(f"{key}/all", subject, "process 0 or others"))
-            return said
-        said = [mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}") for p in range(1, self.count))]
-        self._client.key_value_set(f"{key}/all", json.dumps(said))
-        return said
+            return self._wait_for(f"{key}/all", subject, "process 0 or others")
+        found = combine([mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}") for p in range(1, self.count))])
+        self._client.key_value_set(f"{key}/all", found)
+        return found
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What process 0 makes, on all of them.
@@ -308,8 +308,9 @@ def _implementation(dtype: Any) -> Any:
     return found[0]
 
 
-def _differences(said: Sequence[Mapping[str, str]]) -> str:
+def _differences(texts: Sequence[str]) -> str:
     """Who differs from process 0 in what; empty if nobody does."""
+    said = [json.loads(text) for text in texts]
     mine = said[0]
     for name in mine:
         differing = [p for p, other in enumerate(said) if other.get(name) != mine[name]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,6 +43,7 @@ class StoredLeaf:
             return cls(leaf.shape, leaf.dtype, leaf.cut.axis, tuple(zip(leaf.cut.bounds, leaf.pieces, strict=False)))
         return cls(leaf.shape, leaf.dtype, 0, ((0, leaf),))
 
+    @functools.cached_property
     def tiles(self) -> dict[Box, Sequence[int]]:
         """The processes that can store each tile."""
         job = this_job()
@@ -55,10 +57,10 @@ class StoredLeaf:
             found.update({_moved(box, self.axis, start): processes for box, processes in there.items()})
         return found
 
-    def own_tiles(self) -> dict[Box, np.ndarray[Any, Any]]:
-        """Copies on the host of the tiles that this process stores: its share of those that several hold."""
+    def own_tiles(self) -> dict[Box, jax.Array]:
+        """The tiles that this process stores, on their way to the host: its share of those that several hold."""
         here = jax.process_index()
-        mine = {box for k, (box, there) in enumerate(self.tiles().items()) if there[k % len(there)] == here}
+        mine = {box for k, (box, there) in enumerate(self.tiles.items()) if there[k % len(there)] == here}
         found: dict[Box, jax.Array] = {}
         for start, array in self.parts:
             for shard in array.addressable_shards:
@@ -67,8 +69,7 @@ class StoredLeaf:
                     found.setdefault(box, plain(shard.data))
         for tile in found.values():
             tile.copy_to_host_async()
-        # A copy also on CPUs, where the array may be given away before it is written.
-        return {box: np.array(tile) for box, tile in found.items()}
+        return found
 
 
 @dataclasses.dataclass
@@ -91,11 +92,13 @@ class LeafHandler(type_handlers.ArrayHandler):  # type: ignore[misc]
 
     async def serialize(self, values: Sequence[StoredLeaf], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
         """What is given away afterwards has been copied when this returns; it is written then."""
-        writes = []
-        for leaf, info in zip(values, infos, strict=True):
-            own = leaf.own_tiles()
-            if own:
-                writes.append((info, leaf, own))
+        own = [leaf.own_tiles() for leaf in values]
+        # Copies also on CPUs, where an array may be given away before it is written.
+        writes = [
+            (info, leaf, {box: np.array(tile) for box, tile in tiles.items()})
+            for info, leaf, tiles in zip(infos, values, own, strict=True)
+            if tiles
+        ]
         return [ocp.future.CommitFutureAwaitingContractedSignals(_write_all(writes), name="autopar_leaves")]
 
     async def deserialize(self, infos: Sequence[Any], args: Sequence[ReadLeaf] | None = None) -> Sequence[Any]:
@@ -118,7 +121,7 @@ async def _write(info: Any, leaf: StoredLeaf, tiles: Mapping[Box, np.ndarray[Any
     inner = first.shape[len(leaf.shape) :]  # of random keys: their numbers
     spec = type_handlers.get_json_tspec_write(
         info, use_ocdbt=info.is_ocdbt_checkpoint, global_shape=(*leaf.shape, *inner),
-        local_shape=(*chunk_shape(leaf.tiles(), leaf.shape), *inner), dtype=first.dtype,
+        local_shape=(*chunk_shape(leaf.tiles, leaf.shape), *inner), dtype=first.dtype,
         process_index=jax.process_index() if info.is_ocdbt_checkpoint else None,
         arg=ocp.SaveArgs(chunk_byte_size=_CHUNK_BYTES),
     )  # fmt: skip

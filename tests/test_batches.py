@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar.errors import BatchAxisError, PlanError, PlanMismatchError, StateError
 from autopar.ir.graph import BatchDim
-from autopar.runtime.feeding import place_rows, rows_of
+from autopar.runtime.feeding import DataShard, Rows, place_rows, rows_of
 from autopar.runtime.placement import Array
 from tests.planned import cluster_of
 
@@ -252,7 +252,7 @@ def test_rows_of_a_process() -> None:
         sharding: Any = _Sharding(cuts)
         array = Array((8 // microbatches, 3), np.dtype(np.float32), sharding)
         feeds = {m: (0, BatchDim(0, 1, 8, 1), m, array) for m in range(microbatches)}
-        shard, numbers = rows_of(feeds, microbatches, process)
+        shard, numbers = rows_of(feeds, process)
         return shard, numbers.tolist()
 
     quarters = ((0, 1), (1, 2), (2, 3), (3, 4))  # of microbatches of 4
@@ -264,12 +264,33 @@ def test_rows_of_a_process() -> None:
     assert rows(((0, 4), (0, 4), (4, 8), (4, 8)), 1, 7) == ((0, 2), [0, 1, 2, 3])  # takes nothing
 
 
-def test_parts_are_placed_as_the_whole() -> None:
+def test_microbatches_of_the_whole_and_of_a_part() -> None:
+    """Of a part, examples are counted as they come in it: here one comes before those that the devices hold."""
     step = compiled(METHODS["zero3"])
     runtime = next(iter(step._executables.values()))._runtime
     feeds, count = runtime.wiring.feeds, runtime.wiring.num_microbatches
+    assert count == 2
     whole = {at: np.random.default_rng(at).normal(size=(8, WIDTH)).astype(np.float32) for at, _, _, _ in feeds.values()}
-    found = place_rows(whole, feeds, count, runtime.rows)
-    for register, (at, batch, microbatch, _) in feeds.items():
-        size = batch.size // count
-        assert np.array_equal(found[register], whole[at][microbatch * size : (microbatch + 1) * size])
+    part = {at: np.concatenate([np.zeros((1, WIDTH), np.float32), leaf]) for at, leaf in whole.items()}
+    for given, rows in ((whole, runtime.rows), (part, Rows(DataShard(0, 2), np.arange(-1, 8)))):
+        found = place_rows(given, feeds, rows)
+        for register, (at, batch, microbatch, _) in feeds.items():
+            size = batch.size // count
+            assert np.array_equal(found[register], whole[at][microbatch * size : (microbatch + 1) * size])
+
+
+def test_input_shardings_of_pieces() -> None:
+    def scanned(stack: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(
+            lambda s: jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, s)[0].mean()
+        )(stack)
+        return stack - 0.1 * gradient, loss
+
+    step = autopar.parallelize(
+        scanned, cluster=cluster_of(1, 4), devices=jax.devices()[:4], method=autopar.recipes.gpipe(2, 2)
+    )
+    executable = step.compile(jnp.ones((4, WIDTH, WIDTH)), np.ones((8, WIDTH), np.float32))
+    (stack, x), _ = executable.input_shardings
+    devices = [[device.id for device in sharding.mesh.devices] for sharding in stack]
+    assert devices == [[0, 1], [2, 3]]  # a piece on each stage
+    assert [[device.id for device in sharding.mesh.devices] for sharding in x] == [[0, 1]]

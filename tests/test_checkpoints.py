@@ -174,6 +174,9 @@ def test_the_best(tmp_path: pathlib.Path) -> None:
 def test_what_is_refused(tmp_path: pathlib.Path) -> None:
     with pytest.raises(CheckpointError, match="holds no complete checkpoint; there is none"):
         autopar.restore(tmp_path, like={"x": 0})
+    with pytest.raises(CheckpointError, match=r"restore: there is no folder .*typo"):
+        autopar.restore(tmp_path / "typo", like={"x": 0})
+    assert not (tmp_path / "typo").exists()
     step = parallelized(method=autopar.recipes.zero(3))
     with pytest.raises(PlanError, match="restore: train_step has no plan yet"):
         autopar.restore(tmp_path, like=step)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import pathlib
 import re
+import signal
+import sys
 from collections.abc import Callable
 
 import pytest
 
+from autopar import launcher
 from autopar.errors import ArgumentError
 from autopar.launcher import Membership, membership
 from tests.processes.start import free_port, run_job, run_under
@@ -139,6 +142,14 @@ def test_a_job_that_a_launcher_started(launcher: Callable[[int, int], dict[str, 
     said = [[line for line in one.stdout.splitlines() if line.startswith(("step", "whole"))] for one in done]
     assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
     assert said[0] == said[1] and len(said[0]) == 5
+
+
+def test_one_that_is_killed_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where those before it still run."""
+    monkeypatch.setattr(launcher, "_GRACE", 0.1)
+    script = "import os, signal, time; os.environ['JAX_PROCESS_ID'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
+    command = [sys.executable, "-c", f"{script}; time.sleep({LIMIT})"]
+    assert launcher.launch(command, 3, None) == 128 + signal.SIGKILL
 
 
 def test_by_variables() -> None:
