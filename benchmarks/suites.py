@@ -160,6 +160,15 @@ SUITES = (
         "the CPU time of the idler process.",
         quick=("--rounds", "1"),
     ),
+    Suite(
+        "transfer", "benchmarks.transfer", "Transfers between meshes",
+        "128 pairs of meshes and shardings, 18 KB to 16 MB, on two processes of 4 CPU devices: how many send more "
+        "bytes than the fewest, and the most over these; the most time over what is allowed, which is 1.25 times "
+        "the best of three ways (every device for itself, gather then scatter, ours), or 150 us more. Other ways' "
+        "times over ours are medians. In one process: how many of the transfers read an array on the host, and how "
+        "many `jax.device_put` of whole arrays does.",
+        quick=("--rounds", "6", "--every", "9"),
+    ),
     *(
         Suite(
             f"weak_scaling_{family}", "benchmarks.weak_scaling", f"Weak scaling of {title}, executed",

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -38,6 +38,18 @@ _SOON = 30.0  # seconds after which it is said whom a process waits for
 _PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
 _STEPS = 1 << 20  # numbers of messages are unique for so many steps
 _CHANNELS = 1 << 11  # and for so many executables
+
+
+class Transport(NamedTuple):
+    """How `jax.experimental.transfer` brings arrays to another process."""
+
+    connections: int  # over which arrays and parts of them go side by side
+    raw_buffers: bool  # reads the arrays where they lie, without a copy before
+
+
+# By backend what is fastest: see `benchmarks.transfer`. Others keep JAX's own, since it has not been measured there.
+TRANSPORTS = {"cpu": Transport(4, raw_buffers=True)}
+DEFAULT_TRANSPORT = Transport(1, raw_buffers=False)
 
 
 class Channel:
@@ -247,20 +259,27 @@ class Processes:
 
     def offer(self, uuid: int, arrays: Sequence[jax.Array]) -> None:
         """Let another process pull these arrays, each of one device. Never waits; the arrays may not be given away."""
-        self._server.await_pull(uuid, [plain(x) for x in arrays])
+        sent = [plain(x) for x in arrays if x.size]  # what is empty would never arrive (jaxlib 0.10.2)
+        if sent:
+            self._server.await_pull(uuid, sent)
 
     def pull(self, uuid: int, sender: int, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Arrays that the sender offers under this number. Never waits: they arrive as results of programs do."""
         if sender not in self._connections:
             address = self._wait_for(f"{_PREFIX}/address/{sender}")
             self._connections[sender] = self._server.connect(address)
-        found = self._connections[sender].pull(uuid, [plain_struct(x) for x in arrays])
+        wanted = [plain_struct(x) for x in arrays]
+        sent = iter(self._connections[sender].pull(uuid, [x for x in wanted if x.size]))
+        found = [next(sent) if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in wanted]
         return [as_wanted(struct, x) for struct, x in zip(arrays, found, strict=True)]
 
     @functools.cached_property
     def _server(self) -> Any:
         here = f"[{ip}]:0" if ":" in (ip := _address_towards(self._coordinator)) else f"{ip}:0"
-        server = transfer.start_transfer_server(jax.local_devices()[0].client, here, [here])
+        transport = TRANSPORTS.get(jax.default_backend(), DEFAULT_TRANSPORT)
+        server = transfer.start_transfer_server(
+            jax.local_devices()[0].client, here, [here] * transport.connections, use_raw_buffers=transport.raw_buffers
+        )
         self._client.key_value_set(f"{_PREFIX}/address/{self.index}", server.address())
         return server
 

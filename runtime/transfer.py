@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,27 +24,18 @@ class Tile(NamedTuple):
     device: jax.Device
 
 
-class _Wanted(NamedTuple):
-    """A part that a device of this process takes."""
-
-    device: jax.Device
-    place: int  # in its tile
-    source: Tile | tuple[int, int]  # of this process, or a number among what another process sends
-    is_first: bool  # it takes from another process, and no device before it takes the same
-
-
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """What one process does for a transfer: tiles are numbered as copies within it, then those from other processes."""
+    """What one process does for a transfer: parts are numbered as taken within it, then as pulled, sender by sender."""
 
     sends: bool  # it has devices of the source
     receives: bool  # it has devices of the target
     offers: Mapping[int, Sequence[Tile]]  # by the receiving process
     pulls: Mapping[int, Sequence[jax.ShapeDtypeStruct]]  # by the sending process
-    tiles: tuple[Tile, ...]  # copied within the process
-    again: tuple[int, ...]  # of what has been pulled: copied to further devices
-    devices: tuple[jax.Device, ...]  # where `tiles` and `again` go
-    places: tuple[tuple[int, ...], ...]  # for each place in a tile the numbers of its parts, by device
+    tiles: tuple[Tile, ...]  # taken within the process
+    devices: tuple[jax.Device, ...]  # where these go
+    parts: Mapping[jax.Device, Sequence[int]]  # the numbers of those that a device makes its tile of, by place
+    again: Mapping[jax.Device, jax.Device]  # devices that take their whole tile from another of this process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,49 +52,46 @@ class TileTransfer:
     def aligned(self) -> bool:
         """Device i feeds device i with its tile: JAX copies such arrays shard by shard by itself, in one call."""
         return (
-            math.prod(self.tiles.cuts) == math.prod(self.tiles.joins) == 1
+            not (self.is_cut or self.is_joined)
             and self.source.mesh.size == self.target.mesh.size
             and all(copy.source == copy.target for copy in self.tiles.copies)
         )
 
-    @functools.cached_property
-    def cut(self) -> Callable[[jax.Array], Sequence[jax.Array]] | None:
-        """Compiled: every device's tile in parts, numbered row-major; None if tiles stay whole."""
-        cuts = self.tiles.cuts
-        if math.prod(cuts) == 1:
-            return None
+    @property
+    def is_cut(self) -> bool:
+        """Whether tiles are sent in parts."""
+        return math.prod(self.tiles.cuts) > 1
 
-        def cut(tile: jax.Array) -> tuple[jax.Array, ...]:
-            sizes = [size // n for size, n in zip(tile.shape, cuts, strict=True)]
-            parts = []
-            for at in itertools.product(*map(range, cuts)):
-                start = [i * size for i, size in zip(at, sizes, strict=True)]
-                parts.append(jax.lax.slice(tile, start, [i + size for i, size in zip(start, sizes, strict=True)]))
-            return tuple(parts)
-
-        return _compiled(cut, [self.shape], self.dtype, self.source, (self.source.spec,) * math.prod(cuts))
+    @property
+    def is_joined(self) -> bool:
+        """Whether tiles arrive in parts."""
+        return math.prod(self.tiles.joins) > 1
 
     @functools.cached_property
-    def join(self) -> Callable[..., jax.Array] | None:
-        """Compiled: every device's tile of its parts; None if tiles arrive whole."""
-        joins = self.tiles.joins
-        if math.prod(joins) == 1:
-            return None
+    def cutters(self) -> Mapping[jax.Device, tuple[Sequence[Tile], Callable[..., Sequence[jax.Array]]]]:
+        """By device of this process that sends parts of its tile: which, and the program that makes these alone."""
+        if not self.is_cut:
+            return {}
+        shape, by_device = self.source.shard_shape(self.shape), dict[jax.Device, list[Tile]]()
+        for tile in dict.fromkeys([*self.route.tiles, *itertools.chain(*self.route.offers.values())]):
+            by_device.setdefault(tile.device, []).append(tile)
+        return {
+            device: (tiles, _cutter(shape, self.dtype, self.tiles.cuts, tuple(tile.cut for tile in tiles), device))
+            for device, tiles in by_device.items()
+        }
 
-        def join(*parts: jax.Array) -> jax.Array:
-            joined = list(parts)
-            for dim in reversed(range(len(joins))):
-                n = joins[dim]
-                joined = [jnp.concatenate(joined[at : at + n], dim) for at in range(0, len(joined), n)]
-            return joined[0]
-
-        shapes = [self.part_shape] * math.prod(joins)
-        return _compiled(join, shapes, self.dtype, self.target, self.target.spec)
+    @functools.cached_property
+    def joiners(self) -> Mapping[jax.Device, Callable[..., Sequence[jax.Array]]]:
+        """By device of this process that makes its tile of several parts: the program that does so."""
+        if not self.is_joined:
+            return {}
+        return {device: _joiner(self.part_shape, self.dtype, self.tiles.joins, device) for device in self.route.parts}
 
     @functools.cached_property
     def part_shape(self) -> tuple[int, ...]:
-        """Of the array of all devices' first parts, say, on the target mesh."""
-        return tuple(size // n for size, n in zip(self.shape, self.tiles.joins, strict=True))
+        """Of one part of a tile."""
+        tile = self.target.shard_shape(self.shape)
+        return tuple(size // n for size, n in zip(tile, self.tiles.joins, strict=True))
 
     @functools.cached_property
     def is_local(self) -> bool:
@@ -114,83 +102,123 @@ class TileTransfer:
     def route(self) -> Route:
         """This process's part of the copies.
 
-        A device takes a tile from a device of its own process that holds it, if there is one. What several devices of a
-        process take from others comes to the first of them, and goes on from there: it crosses once.
+        1. A device takes a part from itself, or else from a device of its own process, where one holds it.
+        2. A tile of which other processes send something is made once in each process that takes it, by the first of
+           its devices that want it, and copied whole to the others: what crosses does so once. So is any that is made of
+           several parts on virtual CPU devices, whose copies share one memory: the fewer, the better.
+        3. Both processes number what one sends the other in the order of the copies.
         """
         here = jax.process_index()
         senders, receivers = list(self.source.mesh.devices.flat), list(self.target.mesh.devices.flat)
-        held = self.source.devices_indices_map(self.shape)
+        held = {device: _key(at) for device, at in self.source.devices_indices_map(self.shape).items()}
+        wanted = {device: _key(at) for device, at in self.target.devices_indices_map(self.shape).items()}
         holders: dict[tuple[Any, int], Any] = {}  # (tile, process) -> its first device that holds the tile
         for device in senders:
-            holders.setdefault((_key(held[device]), device.process_index), device)
+            holders.setdefault((held[device], device.process_index), device)
+        makers: dict[tuple[Any, int], Any] = {}  # (tile, process) -> its device that makes the tile
         offers: dict[int, list[Tile]] = {}
         pulls: dict[int, list[jax.ShapeDtypeStruct]] = {}
-        first: dict[tuple[Any, int, int], tuple[int, int]] = {}  # (tile, part, process) -> sender, number of its tiles
-        wanted: list[_Wanted] = []
-        for copy in self.tiles.copies:
-            to, tile = receivers[copy.target], _key(held[senders[copy.source]])
+        taken: list[tuple[Tile, Any]] = []  # within this process, and where to
+        found: dict[Any, list[tuple[int, int]]] = {}  # by device: (process, number among what that gives)
+        again: dict[Any, Any] = {}
+        for position, copies in itertools.groupby(self.tiles.copies, lambda copy: copy.target):
+            to, parts = receivers[position], []
             process = to.process_index
-            near = holders.get((tile, process))
-            if near is not None:
-                if process == here:
-                    own = senders[copy.source] if senders[copy.source].process_index == here else near
-                    wanted.append(_Wanted(to, copy.place, Tile(copy.cut, own), False))
-                continue
-            met = (tile, copy.cut, process)
-            is_first = met not in first
-            if is_first:
-                sender = senders[copy.source]
-                shape = self.target.shard_shape(self.part_shape)
-                if sender.process_index == here:
-                    offers.setdefault(process, []).append(Tile(copy.cut, sender))
-                numbered = pulls.setdefault(sender.process_index, []) if process == here else []
-                first[met] = sender.process_index, len(numbered)
-                numbered.append(jax.ShapeDtypeStruct(shape, self.dtype, sharding=SingleDeviceSharding(to)))
-            if process == here:
-                wanted.append(_Wanted(to, copy.place, first[met], is_first))
-        return _route(self, offers, pulls, wanted)
+            for cut, sender in ((copy.cut, senders[copy.source]) for copy in copies):
+                if held.get(to) == held[sender]:
+                    parts.append(Tile(cut, to))
+                elif sender.process_index == process:
+                    parts.append(Tile(cut, sender))
+                else:
+                    parts.append(Tile(cut, holders.get((held[sender], process), sender)))
+            is_shared = self.is_joined and to.platform == "cpu"
+            if is_shared or any(tile.device.process_index != process for tile in parts):
+                maker = makers.setdefault((wanted[to], process), to)
+                if maker is not to:
+                    if process == here:
+                        again[to] = maker
+                    continue
+            for tile in parts:
+                giver = tile.device.process_index
+                if process != here:
+                    if giver == here:
+                        offers.setdefault(process, []).append(tile)
+                elif giver == here:
+                    found.setdefault(to, []).append((here, len(taken)))
+                    taken.append((tile, to))
+                else:
+                    numbered = pulls.setdefault(giver, [])
+                    found.setdefault(to, []).append((giver, len(numbered)))
+                    at = SingleDeviceSharding(to)
+                    numbered.append(jax.ShapeDtypeStruct(self.part_shape, self.dtype, sharding=at))
+        sizes = itertools.accumulate(map(len, pulls.values()), initial=len(taken))
+        before = {here: 0, **dict(zip(pulls, sizes, strict=False))}
+        return Route(
+            bool(self.source.addressable_devices), bool(self.target.addressable_devices), offers, pulls,
+            tuple(tile for tile, _ in taken), tuple(to for _, to in taken),
+            {to: [before[giver] + number for giver, number in numbers] for to, numbers in found.items()}, again,
+        )  # fmt: skip
 
     def compile(self) -> None:
         """Compile what cuts and joins tiles where it runs, ahead of the first transfer."""
-        if self.source.addressable_devices:
-            _ = self.cut
-        if self.target.addressable_devices:
-            _ = self.join
+        _ = self.cutters, self.joiners
 
 
 def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
     return tuple((s.start, s.stop) for s in index)
 
 
-def _route(
-    transfer: TileTransfer, offers: Mapping[int, Sequence[Tile]], pulls: Mapping[int, Sequence[jax.ShapeDtypeStruct]],
-    wanted: Sequence[_Wanted],
-) -> Route:  # fmt: skip
-    """Numbers for all that arrives: copies within the process first, then what is pulled, sender by sender."""
-    before = dict(zip(pulls, itertools.accumulate(map(len, pulls.values()), initial=0), strict=False))
-    own = [w for w in wanted if isinstance(w.source, Tile)]
-    again = [w for w in wanted if not isinstance(w.source, Tile) and not w.is_first]
-    pulled_at = {w: before[w.source[0]] + w.source[1] for w in wanted if not isinstance(w.source, Tile)}
-    number = {w: k for k, w in enumerate((*own, *again))}
-    number |= {w: len(number) + pulled_at[w] for w in wanted if w.is_first}
-    places: list[list[int]] = [[] for _ in range(math.prod(transfer.tiles.joins))]
-    for w in wanted:
-        places[w.place].append(number[w])
-    return Route(
-        bool(transfer.source.addressable_devices), bool(transfer.target.addressable_devices), offers, pulls,
-        tuple(w.source for w in own if isinstance(w.source, Tile)), tuple(pulled_at[w] for w in again),
-        tuple(w.device for w in (*own, *again)), tuple(map(tuple, places)),
-    )  # fmt: skip
+@functools.lru_cache(maxsize=4096)
+def _cutter(
+    shape: tuple[int, ...], dtype: Any, cuts: tuple[int, ...], numbers: tuple[int, ...], device: jax.Device
+) -> Callable[..., Sequence[jax.Array]]:
+    """Of a tile some of its parts, which are numbered row-major."""
+    sizes = [size // n for size, n in zip(shape, cuts, strict=True)]
+    grid = list(itertools.product(*map(range, cuts)))
+
+    def cut(tile: jax.Array) -> tuple[jax.Array, ...]:
+        parts = []
+        for number in numbers:
+            start = [i * size for i, size in zip(grid[number], sizes, strict=True)]
+            parts.append(jax.lax.slice(tile, start, [i + size for i, size in zip(start, sizes, strict=True)]))
+        return tuple(parts)
+
+    return _compiled(cut, [shape], dtype, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _joiner(
+    shape: tuple[int, ...], dtype: Any, joins: tuple[int, ...], device: jax.Device
+) -> Callable[..., Sequence[jax.Array]]:
+    """A tile of its parts."""
+
+    def join(*parts: jax.Array) -> tuple[jax.Array]:
+        joined = list(parts)
+        for dim in reversed(range(len(joins))):
+            n = joins[dim]
+            joined = [jnp.concatenate(joined[at : at + n], dim) for at in range(0, len(joined), n)]
+        return (joined[0],)
+
+    return _compiled(join, [shape] * math.prod(joins), dtype, device)
 
 
 def _compiled(
-    function: Callable[..., Any], shapes: Sequence[tuple[int, ...]], dtype: Any, sharding: NamedSharding, results: Any
-) -> Callable[..., Any]:
-    """A function of every device's pieces."""
-    specs = (sharding.spec,) * len(shapes)
-    mapped = jax.shard_map(function, mesh=sharding.mesh, in_specs=specs, out_specs=results, check_vma=False)
-    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
-    compiled: Callable[..., Any] = jax.jit(mapped).lower(*arguments).compile()
+    function: Callable[..., Sequence[jax.Array]], shapes: Sequence[tuple[int, ...]], dtype: Any, device: jax.Device
+) -> Callable[..., Sequence[jax.Array]]:
+    """A function that only moves elements, for one device."""
+    # As integers: XLA for CPUs widens bfloat16 for that, which takes five times as long and changes bits of what is not
+    # a number (jaxlib 0.10.2).
+    is_narrow = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 2
+
+    def moved(*xs: jax.Array) -> list[jax.Array]:
+        if not is_narrow:
+            return list(function(*xs))
+        found = function(*[jax.lax.bitcast_convert_type(x, jnp.uint16) for x in xs])
+        return [jax.lax.bitcast_convert_type(x, dtype) for x in found]
+
+    here = SingleDeviceSharding(device)
+    arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape in shapes]
+    compiled: Callable[..., Sequence[jax.Array]] = jax.jit(moved).lower(*arguments).compile()
     return compiled
 
 
@@ -214,30 +242,42 @@ def send(transfer: TileTransfer, array: jax.Array, message: Message | None = Non
         moved: jax.Array = jax.device_put(array, transfer.target, may_alias=False)
         return moved
     route = transfer.route
-    parts: Sequence[jax.Array] = ()
-    by_device: list[dict[Any, jax.Array]] = []
+    parts: dict[Tile, jax.Array] = {}
     if route.sends:
-        parts = (array,) if transfer.cut is None else transfer.cut(array)
-        by_device = [{shard.device: shard.data for shard in part.addressable_shards} for part in parts]
+        parts = {Tile(0, shard.device): shard.data for shard in array.addressable_shards}
+        if transfer.is_cut:
+            cutters = transfer.cutters.items()
+            cut = {device: program(parts[Tile(0, device)]) for device, (_, program) in cutters}
+            parts = {
+                tile: part for device, (tiles, _) in cutters for tile, part in zip(tiles, cut[device], strict=True)
+            }
     pulled: list[jax.Array] = []
     if message is not None:
-        for receiver, tiles in route.offers.items():
-            offered = [by_device[tile.cut][tile.device] for tile in tiles]
-            message.offer(receiver, offered, fresh=transfer.cut is not None)
+        for receiver, offered in route.offers.items():
+            message.offer(receiver, [parts[tile] for tile in offered], fresh=transfer.is_cut)
         for sender, structs in route.pulls.items():
             pulled += message.pull(sender, structs)
     result = None
     if route.receives:
-        sent = [by_device[tile.cut][tile.device] for tile in route.tiles] + [pulled[k] for k in route.again]
-        arrived = [*jax.device_put(sent, list(route.devices), may_alias=False), *pulled]
-        received = [
-            jax.make_array_from_single_device_arrays(transfer.part_shape, transfer.target, [arrived[k] for k in place])
-            for place in route.places
-        ]
-        result = received[0] if transfer.join is None else transfer.join(*received)
-    # Of the source's program and the target's, if they are this process's.
-    if route.sends and transfer.cut and needs_waits(transfer.source.mesh):
-        jax.block_until_ready(parts)
-    if route.receives and transfer.join and needs_waits(transfer.target.mesh):
+        # What a device takes from itself needs no copy where a program makes a new array of it, or has made it.
+        is_new = transfer.is_joined or (transfer.is_cut and not route.offers)
+        arrived = _put([parts[tile] for tile in route.tiles], route.devices, None if is_new else False) + pulled
+        if transfer.is_joined:
+            made = {to: transfer.joiners[to](*[arrived[k] for k in numbers])[0] for to, numbers in route.parts.items()}
+        else:
+            made = {to: arrived[number] for to, (number,) in route.parts.items()}
+        copied = _put([made[maker] for maker in route.again.values()], route.again, False)
+        made.update(zip(route.again, copied, strict=True))
+        result = jax.make_array_from_single_device_arrays(transfer.shape, transfer.target, list(made.values()))
+    # Of the source's programs and the target's, if they are this process's.
+    if route.sends and transfer.is_cut and needs_waits(transfer.source.mesh):
+        jax.block_until_ready(list(parts.values()))
+    if route.receives and transfer.is_joined and needs_waits(transfer.target.mesh):
         jax.block_until_ready(result)
     return result
+
+
+def _put(arrays: Sequence[jax.Array], devices: Collection[jax.Device], may_alias: bool | None) -> list[jax.Array]:
+    """Each onto its device."""
+    found: list[jax.Array] = jax.device_put(arrays, list(devices), may_alias=may_alias) if arrays else []
+    return found
