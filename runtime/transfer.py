@@ -104,8 +104,8 @@ class TileTransfer:
 
         1. A device takes a part from itself, or else from a device of its own process, where one holds it.
         2. A tile of which other processes send something is made once in each process that takes it, by the first of
-           its devices that want it, and copied whole to the others: what crosses does so once. So is any that is made of
-           several parts on virtual CPU devices, whose copies share one memory: the fewer, the better.
+           its devices that want it, and copied whole to the others: what crosses does so once. So is any that is made
+           of several parts on virtual CPU devices, whose copies go through one memory: the fewer, the better.
         3. Both processes number what one sends the other in the order of the copies.
         """
         here = jax.process_index()
