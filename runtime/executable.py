@@ -9,7 +9,7 @@ import operator
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,7 @@ class Executable:
             transfer.compile()
         self._calls = dict(zip(here, self.programs, strict=True))
         self._waits = {i: needs_waits(sources[i].mesh) for i in here}
+        self._ever_waits = any(self._waits.values())
         self.dispatch_seconds = 0.0  # host time of the last step's instructions, waits left out
         permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
         permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
@@ -134,13 +135,16 @@ class Executable:
         self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
         instructions = wiring.instructions
         self._passes = [(k, instructions.leaves[v]) for k, v in wiring.kept.items() if v in self._homes]
-        self._passed = list(wiring.results)
+        passed = {k: result for k, result in enumerate(wiring.results) if result is not None}
         for k, v in wiring.kept.items():
             if v in self._homes:
-                self._passed[k] = None
+                del passed[k]
             elif v.shape:  # numbers are known to all processes
                 nothing = absent(dataclasses.replace(wiring.homes[v], weak_type=v.weak_type))
-                self._passed[k] = functools.partial(_constant, nothing)
+                passed[k] = functools.partial(_constant, nothing)
+        self._passed = list(passed.items())
+        nowhere = instructions.num_registers  # a register more, for results that no program makes
+        self._results = _getter(nowhere if register is None else register for register in instructions.results)
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
         # Of each leaf that lies here, where it goes, and the result that comes in its place.
         self._kept = [(self._leaf_at[v], instructions.leaves[v], array) for v, array in self._homes.items()]
@@ -148,14 +152,19 @@ class Executable:
         self._next = {at: made.get(at) for at, _, _ in self._kept}
         # To the state that the last call left, where that is all that has to be looked at.
         self._expected: Sequence[weakref.ref[Any]] | None = None if self._kept else ()
-        self._expect_at([])
         renewals = [None if k is None else instructions.results[k] for k in self._next.values()]
-        self._expects = all(
+        renewed = [register for register in renewals if register is not None]
+        # State comes out where it went in, and no two leaves of it as one.
+        self._expects = len(renewed) == len(set(renewed)) and all(
             register is None or wiring.made[register].sharding == array.sharding
             for register, array in zip(renewals, self._homes.values(), strict=True)
-        )  # state comes out where it went in
+        )
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
+        self._expect_at([])
+        # Beside each program of the list what gets its arguments.
+        getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in self._instructions]
+        self._list = list(zip(self._instructions, getters, strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
         self._mail = (
             None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
@@ -188,17 +197,27 @@ class Executable:
         self.others = [at for at in range(len(self.wiring.inputs)) if at not in there]
         self._stays = [(at, register) for at, register, _ in self._kept if at in there]
         self._brought = [kept for kept in self._kept if kept[0] not in there]
+        self._state = _getter(expected)
+        # The first program finds out by itself that one is gone.
+        taken = next((set(i.inputs) for i in self._instructions if isinstance(i, Run)), set())
+        self._unchecked = _getter(at for at, register in self._stays if register not in taken)
+        # Where a call's results, and after them its arguments, have what it leaves.
+        count = len(self.wiring.results)
+        self._left = _getter(count + at if (k := self._next[at]) is None else k for at in expected)
 
     def knows(self, leaves: Sequence[Any]) -> bool:
         """Whether the state among the arguments' leaves is what the last call left, where it left it."""
-        state = [leaves[at] for at in self._expected_at]
-        return (
-            self._expected is not None
-            and all(map(operator.is_, map(operator.call, self._expected), state))
-            and not any(map(_IS_DELETED, state))
-            and not any(isinstance(leaves[at], jax.Array) for at, _, _ in self._brought)
-            and {id(leaves[at]) for at in self.others}.isdisjoint(map(id, state))
-        )
+        if self._expected is None:
+            return False
+        state = self._state(leaves)
+        if not all(map(operator.is_, map(operator.call, self._expected), state)):
+            return False
+        if any(map(_IS_DELETED, self._unchecked(leaves))):
+            return False
+        if any(isinstance(leaves[at], jax.Array) for at, _, _ in self._brought):
+            return False
+        arrays = {id(leaf) for at in self.others if isinstance(leaf := leaves[at], jax.Array)}
+        return not arrays or arrays.isdisjoint(map(id, state))
 
     def __call__(self, leaves: Sequence[Any], known: bool = False) -> list[Any]:
         """One step on the arguments' leaves; returns the outputs' leaves.
@@ -212,29 +231,30 @@ class Executable:
         wiring = self.wiring
         if self._mail is not None:
             self._mail.next_step()
-        registers: list[Any] = [None] * wiring.instructions.num_registers
+        registers: list[Any] = [None] * (wiring.instructions.num_registers + 1)
         for register, value in self._permanent:
             registers[register] = value
         in_place = self._place(leaves, registers, known)
         for target, zeros in self._sums:
             totals = zeros()
-            if any(self._waits.values()):
-                jax.block_until_ready(totals)
+            if self._ever_waits:
+                _wait_for(totals)
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
-        passed = [None if result is None else result(leaves) for result in self._passed]
-        for k, register in self._passes:
-            passed[k] = registers[register]
-        if any(self._waits.values()):
-            jax.block_until_ready(passed)
-        started, waited = time.perf_counter(), 0.0
+        has_run = False
         try:
-            for instruction in self._instructions:
+            passed = [(k, result(leaves)) for k, result in self._passed]
+            passed += [(k, registers[register]) for k, register in self._passes]
+            if self._ever_waits:
+                jax.block_until_ready(passed)
+            started, waited = time.perf_counter(), 0.0
+            for instruction, arguments_of in self._list:
                 if isinstance(instruction, Run):
-                    outputs = self._calls[instruction.program](*[registers[r] for r in instruction.inputs])
+                    outputs = self._calls[instruction.program](*arguments_of(registers))
+                    has_run = True
                     if self._waits[instruction.program]:
                         launched = time.perf_counter()
-                        jax.block_until_ready(outputs)
+                        _wait_for(outputs)
                         waited += time.perf_counter() - launched
                     for register, output in zip(instruction.outputs, outputs, strict=True):
                         registers[register] = output
@@ -246,6 +266,9 @@ class Executable:
                     for register in instruction.registers:
                         registers[register] = None
         except Exception as error:
+            if not has_run:
+                for at, _ in self._stays:
+                    self._check_there(at, leaves[at])
             # Only update programs get leaves to overwrite: before the first of them all are there.
             lost = [wiring.input_paths[i] for i in sorted(wiring.donated) if _is_deleted(leaves[i])]
             if not lost:
@@ -256,17 +279,25 @@ class Executable:
                 "step keeps the old state, at the price of its memory."
             ) from error
         self.dispatch_seconds = time.perf_counter() - started - waited
-        results = wiring.instructions.results
         for register, nothing in self._absent.items():
             registers[register] = nothing
         if self._mail is not None:
             self._mail.make_known(registers)
-        returned = [
-            argument if register is None else registers[register]
-            for register, argument in zip(results, passed, strict=True)
-        ]
-        self._expect(leaves, in_place, returned)
+        returned = list(self._results(registers))
+        for k, argument in passed:
+            returned[k] = argument
+        if known:
+            self._expected = self._remember(self._left([*returned, *leaves]))
+        else:
+            self._expect(leaves, in_place, returned)
         return returned
+
+    def _remember(self, left: Iterable[Any]) -> Sequence[weakref.ref[Any]]:
+        """What a call leaves, as arrays of which none shares a buffer with another."""
+        own = list(map(weakref.ref, left))
+        if self._given:
+            self.buffers.remember(own)
+        return own
 
     def _expect(self, leaves: Sequence[Any], in_place: Sequence[int], returned: Sequence[Any]) -> None:
         """Remember what a call leaves: results where they take the place of state, else what it was given in place."""
@@ -277,9 +308,7 @@ class Executable:
             for at, k in self._next.items()
             if k is not None or at in placed
         }
-        own = [weakref.ref(x) for x in left.values()]
-        if self._given:
-            self.buffers.remember(own)
+        own = self._remember(left.values())
         # None to be given away twice, and what is brought anew each time a value of the host that nothing overwrites.
         if (
             self._expects
@@ -308,11 +337,7 @@ class Executable:
             leaf = leaves[at]
             register = wiring.instructions.leaves[value]
             if isinstance(leaf, jax.Array):
-                if leaf.is_deleted():
-                    raise StateError(
-                        f"{wiring.input_paths[at]} was donated to an earlier step and is gone. Use the state that "
-                        "that step returned, or pass donate_argnums=() to keep the old one."
-                    )
+                self._check_there(at, leaf)
                 if leaf.sharding == array.sharding:
                     registers[register] = leaf
                     in_place[at] = register, array
@@ -338,6 +363,13 @@ class Executable:
         self._move(leaves, registers, moves)
         return list(in_place)
 
+    def _check_there(self, at: int, leaf: jax.Array) -> None:
+        if leaf.is_deleted():
+            raise StateError(
+                f"{self.wiring.input_paths[at]} was donated to an earlier step and is gone. Use the state that that "
+                "step returned, or pass donate_argnums=() to keep the old one."
+            )
+
     def _move(self, leaves: Sequence[Any], registers: list[Any], moves: list[tuple[Register, Any, Any]]) -> None:
         """Examples, and what else is not where it is wanted, to there."""
         count = self.wiring.num_microbatches
@@ -356,6 +388,18 @@ class Executable:
         placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
+
+
+def _getter(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """What a sequence has at these positions."""
+    at = tuple(positions)
+    return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
+
+
+def _wait_for(outputs: Sequence[jax.Array]) -> None:
+    """Wait for a program to end on its devices: all its results are there at once."""
+    if outputs:
+        outputs[-1].block_until_ready()
 
 
 def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:

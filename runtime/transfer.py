@@ -49,6 +49,12 @@ class TileTransfer:
     target: NamedSharding
 
     @functools.cached_property
+    def destination(self) -> jax.Device | NamedSharding:
+        """The target as `jax.device_put` is told: to be told a device takes it less time."""
+        devices = self.target.mesh.devices.flat
+        return devices[0] if len(devices) == 1 else self.target
+
+    @functools.cached_property
     def aligned(self) -> bool:
         """Device i feeds device i with its tile: JAX copies such arrays shard by shard by itself, in one call."""
         return (
@@ -236,10 +242,10 @@ def send(transfer: TileTransfer, array: jax.Array, message: Message | None = Non
 
     It shares no buffer with the original, which may be given away, though two stages may have the same devices. Where
     the meshes span processes, each calls this: those without devices of the source have nothing to give for `array`,
-    those without devices of the target get None.
+    those without devices of the target get None. On a mesh of one device its sharding is that of the device.
     """
     if transfer.aligned and transfer.is_local:
-        moved: jax.Array = jax.device_put(array, transfer.target, may_alias=False)
+        moved: jax.Array = jax.device_put(array, transfer.destination, may_alias=False)
         return moved
     route = transfer.route
     parts: dict[Tile, jax.Array] = {}

@@ -92,6 +92,18 @@ def test_a_state_that_is_gone(parallel: autopar.Parallelized) -> None:
         parallel(ours, X)
 
 
+@pytest.mark.parametrize("number", range(4))
+def test_a_leaf_that_is_gone(parallel: autopar.Parallelized, number: int) -> None:
+    """Whichever program would have taken it, the others are still there."""
+    ours, theirs = steady(parallel)
+    leaves, expected = jax.tree.leaves(ours), jax.tree.leaves(theirs)
+    leaves.pop(number).delete()
+    expected.pop(number)
+    with pytest.raises(StateError, match="was donated to an earlier step and is gone"):
+        parallel(ours, X)
+    same(leaves, expected)
+
+
 def test_what_is_looked_for_is_found(parallel: autopar.Parallelized) -> None:
     ours, _ = steady(parallel)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):

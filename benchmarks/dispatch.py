@@ -1,0 +1,272 @@
+"""What the worker itself takes in steps of tiny programs: `python -m benchmarks.dispatch --json FILE`.
+
+1. An instruction: a step in 16 microbatches on one device, of programs with about 10 and about 300 arguments. Of the
+   host time of its instructions, what is not within the calls of the compiled programs, per call. Bar: 25 µs.
+2. Leaves: a step with 1,000 leaves of state, on one device and on 8, beside `jax.jit` of the same step, with data
+   parallelism written as `NamedSharding`s. Bar: 1.05 times that.
+3. A pipeline: 8 stages and 64 microbatches of tiny programs, beside a loop written by hand over as many calls of
+   compiled programs and of `jax.device_put`, in the same order (GPipe: all forward, then all backward). Bar: 1.15 times
+   that.
+
+Ratios are medians over interleaved rounds. With `--gpu` the GPUs that are there instead of 8 virtual CPU devices; what
+needs more of them than there are is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from benchmarks import common
+
+DEVICES = 8
+ROUNDS = 100
+ARGUMENTS = (10, 300)
+LEAVES = 1000
+STAGES, MICROBATCHES = 8, 64
+WIDTH = 16
+MICROSECONDS, LEAVES_LIMIT, PIPELINE_LIMIT = 25.0, 1.05, 1.15
+
+Step = Callable[[Any, Any], tuple[Any, Any]]
+
+
+def sum_of_squares(params: Any, batch: Any) -> tuple[Any, Any]:
+    """Gradient descent on the squares of all parameters, weighted by the examples."""
+
+    def loss_of(params: Any) -> Any:
+        return sum(jnp.sum(p * p) for p in jax.tree.leaves(params)) * jnp.mean(batch)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients), loss
+
+
+def parameters(count: int) -> dict[str, np.ndarray[Any, Any]]:
+    """So many small leaves."""
+    return {f"{k:04d}": np.full((8, 8), 0.01, np.float32) for k in range(count)}
+
+
+def cluster(devices: Sequence[jax.Device]) -> autopar.Cluster:
+    """Of the first devices."""
+    return autopar.cluster_from_devices(devices)
+
+
+class Stopwatch:
+    """A compiled program that adds up the seconds of its calls, and of letting go of what each was given."""
+
+    def __init__(self, program: Callable[..., Any]) -> None:
+        self._program = program
+        self._given: tuple[Any, ...] = ()
+        self.seconds, self.calls = 0.0, 0
+
+    def __call__(self, *arguments: Any) -> Any:
+        started = time.perf_counter()
+        self._given = ()
+        results = self._program(*arguments)
+        self.seconds += time.perf_counter() - started
+        self._given = arguments
+        self.calls += 1
+        return results
+
+
+def microseconds_per_instruction(arguments: int, rounds: int, microbatches: int = 16) -> dict[str, Any]:
+    """Host time beyond the calls of the programs, per call: the median over some steps."""
+    leaves = (arguments - 1) // 2  # a leaf and the running sum of its gradients
+    batch = np.ones((microbatches * 4, 8), np.float32)
+    step = autopar.parallelize(
+        sum_of_squares, cluster=cluster(jax.devices()[:1]), num_microbatches=microbatches, batch_axes=(None, 0)
+    )
+    state, _ = step(parameters(leaves), batch)
+    state, _ = step(state, batch)
+    worker = step.compile(state, batch)._runtime
+    watches = {number: Stopwatch(program) for number, program in worker._calls.items()}
+    worker._calls.update(watches)
+    found = []
+    for _ in range(rounds):
+        before = sum(watch.seconds for watch in watches.values()), sum(watch.calls for watch in watches.values())
+        state, loss = step(state, batch)
+        jax.block_until_ready((state, loss))
+        seconds = sum(watch.seconds for watch in watches.values()) - before[0]
+        calls = sum(watch.calls for watch in watches.values()) - before[1]
+        found.append((worker.dispatch_seconds - seconds) / calls * 1e6)
+    taken = [len(source.inputs) for source in worker.sources]
+    return {"part": "instruction", "arguments": max(taken), "microseconds": float(np.median(found)), "rounds": rounds}
+
+
+def interleaved(ours: Callable[[], Any], hand: Callable[[], Any], rounds: int) -> np.ndarray[Any, Any]:
+    """Seconds of each, (rounds, 2), all results there; the order changes from round to round."""
+    times = np.empty((rounds, 2))
+    for number, row in enumerate(times):
+        for k in (0, 1) if number % 2 else (1, 0):
+            started = time.perf_counter()
+            jax.block_until_ready((ours, hand)[k]())
+            row[k] = time.perf_counter() - started
+    return times
+
+
+class Loop:
+    """A training loop: each call is a step on what the one before left."""
+
+    def __init__(self, step: Step, state: Any, batch: Any) -> None:
+        self._step, self._state, self._batch = step, state, batch
+        self()
+        self()
+
+    def __call__(self) -> Any:
+        self._state, loss = self._step(self._state, self._batch)
+        return self._state, loss
+
+
+def _row(part: str, times: np.ndarray[Any, Any], **rest: Any) -> dict[str, Any]:
+    ours, hand = np.median(times, axis=0)
+    ratio = float(np.median(times[:, 0] / times[:, 1]))
+    return {"part": part, **rest, "seconds": ours, "seconds_by_hand": hand, "ratio": ratio, "rounds": len(times)}
+
+
+def many_leaves(leaves: int, devices: int, rounds: int) -> dict[str, Any]:
+    """A step over one written by hand."""
+    chosen = jax.devices()[:devices]
+    mesh = Mesh(np.array(chosen), ("data",))
+    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
+    by_hand = jax.jit(sum_of_squares, in_shardings=(whole, cut), out_shardings=(whole, whole), donate_argnums=0)
+    method = autopar.recipes.data_parallel() if devices > 1 else "auto"
+    step = autopar.parallelize(sum_of_squares, cluster=cluster(chosen), method=method, batch_axes=(None, 0))
+    batch = np.ones((8, 8), np.float32)
+    ours = Loop(step, parameters(leaves), batch)
+    hand = Loop(by_hand, jax.device_put(parameters(leaves), whole), batch)
+    return _row("leaves", interleaved(ours, hand, rounds), leaves=leaves, devices=devices)
+
+
+def chain(params: Any, batch: Any) -> tuple[Any, Any]:
+    """Gradient descent of a layer a stage."""
+
+    def loss_of(params: Any) -> Any:
+        hidden = batch["x"]
+        for name in sorted(params):
+            hidden = jnp.tanh(hidden @ params[name])
+        return jnp.mean((hidden - batch["y"]) ** 2)
+
+    loss, gradients = jax.value_and_grad(loss_of)(params)
+    return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients), loss
+
+
+class ByHand:
+    """The pipeline of `chain` as one writes it for the occasion: GPipe, of `jax.vjp` under `jax.jit`."""
+
+    def __init__(self, params: Sequence[Any], batch: Any, microbatches: int) -> None:
+        self._devices = jax.devices()[: len(params)]
+        self._params = [jax.device_put(w, device) for w, device in zip(params, self._devices, strict=True)]
+        self._count = microbatches
+        self._batch = batch
+
+        def layer(w: Any, x: Any) -> Any:
+            return jnp.tanh(x @ w)
+
+        def last(w: Any, x: Any, y: Any, total: Any, losses: Any) -> Any:
+            loss, (dw, dx) = jax.value_and_grad(lambda w, x: jnp.mean((layer(w, x) - y) ** 2), (0, 1))(w, x)
+            return dx, total + dw, losses + loss
+
+        def backward(of_layer: Any, gradient: Any, total: Any) -> Any:
+            dw, dx = of_layer(gradient)
+            return dx, total + dw
+
+        self._forward = jax.jit(lambda w, x: jax.vjp(layer, w, x))
+        self._last = jax.jit(last, donate_argnums=(3, 4))
+        self._backward = jax.jit(backward, donate_argnums=2)
+        self._zeros = jax.jit(lambda w: (jnp.zeros_like(w), jnp.zeros(())))
+        self._update = jax.jit(lambda w, total: w - 0.01 / microbatches * total, donate_argnums=0)
+        self._mean = jax.jit(lambda losses: losses / microbatches)
+
+    def __call__(self) -> Any:
+        devices, params = self._devices, self._params
+        rows = len(self._batch["x"]) // self._count
+        cut = [slice(k * rows, (k + 1) * rows) for k in range(self._count)]
+        inputs = [jax.device_put(self._batch["x"][at], devices[0]) for at in cut]
+        labels = [jax.device_put(self._batch["y"][at], devices[-1]) for at in cut]
+        totals, losses = map(list, zip(*map(self._zeros, params), strict=True))
+        held: list[tuple[Any, list[Any]]] = []
+        for x in inputs:
+            layers = []
+            for w, there in zip(params[:-1], devices[1:], strict=True):
+                hidden, of_layer = self._forward(w, x)
+                layers.append(of_layer)
+                x = jax.device_put(hidden, there)
+            held.append((x, layers))
+        for (x, layers), y in zip(held, labels, strict=True):
+            gradient, totals[-1], losses[-1] = self._last(params[-1], x, y, totals[-1], losses[-1])
+            for stage in reversed(range(len(layers))):
+                gradient = jax.device_put(gradient, devices[stage])
+                gradient, totals[stage] = self._backward(layers[stage], gradient, totals[stage])
+        self._params = [self._update(w, total) for w, total in zip(params, totals, strict=True)]
+        return self._params, self._mean(losses[-1])
+
+
+def pipeline(stages: int, microbatches: int, rounds: int) -> dict[str, Any]:
+    """A pipeline over the same written by hand; both have the same result.
+
+    Raises:
+      AssertionError: they have not.
+    """
+    numbers = np.random.default_rng(0)
+    weights = numbers.normal(size=(stages, WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5
+    batch = {name: numbers.normal(size=(microbatches * 4, WIDTH)).astype(np.float32) for name in "xy"}
+    method = autopar.recipes.pipeline([(1, (1,))] * stages, microbatches, "gpipe")
+    step = autopar.parallelize(
+        chain, cluster=cluster(jax.devices()[:stages]), method=method, batch_axes=(None, 0)
+    )  # fmt: skip
+    ours = Loop(step, {str(k): w for k, w in enumerate(weights)}, batch)
+    hand = ByHand(weights, batch, microbatches)
+    hand(), hand()
+    (state, loss), (params, expected) = ours(), hand()
+    np.testing.assert_allclose(autopar.gather(loss), expected, rtol=1e-4)
+    for mine, theirs in zip(autopar.gather(state).values(), params, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
+    return _row("pipeline", interleaved(ours, hand, rounds), stages=stages, microbatches=microbatches)
+
+
+def bars_of(rows: Sequence[dict[str, Any]]) -> dict[str, common.Bar]:
+    """One for each row."""
+    bars = {}
+    for row in rows:
+        if row["part"] == "instruction":
+            name, value, limit = f"microseconds_with_{row['wanted']}_arguments", row["microseconds"], MICROSECONDS
+        elif row["part"] == "leaves":
+            name, value, limit = f"leaves_on_{row['devices']}", row["ratio"], LEAVES_LIMIT
+        else:
+            name, value, limit = "pipeline", row["ratio"], PIPELINE_LIMIT
+        bars[name] = common.Bar(value, limit, n=row["rounds"])
+    return bars
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds")
+    parser.add_argument("--gpu", action="store_true", help="on the GPUs that are there")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
+    arguments = parser.parse_args()
+    if not arguments.gpu:
+        common.use_virtual_devices(DEVICES)
+    there, rounds = jax.device_count(), arguments.rounds
+
+    rows = [{"wanted": count, **microseconds_per_instruction(count, rounds)} for count in ARGUMENTS]
+    rows += [many_leaves(LEAVES, devices, rounds) for devices in (1, DEVICES) if devices <= there]
+    if there >= STAGES:
+        rows.append(pipeline(STAGES, MICROBATCHES, max(1, rounds // 4)))
+    for row in rows:
+        told = [f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()]
+        print(", ".join(told))
+    common.report(bars_of(rows), rows, arguments.json)
+
+
+if __name__ == "__main__":
+    main()
