@@ -8,6 +8,8 @@ runs, one after the other:
 The efficiency is half the time of 1 over that of 2. It can be m / (m + p - 1) at most: m microbatches, p stages.
 
 Bars: the best efficiency of the rounds is at least 0.85 of that; so is the CPU time of each process over the wall time.
+And stage i of p holds activations of no more of the m microbatches at once than its schedule says: m under GPipe,
+min(m, p - i) under 1F1B. The last, which goes backward at once, holds one under both.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from benchmarks import common
 
 SCHEDULES = ("gpipe", "1f1b")
 MICROBATCHES = (16, 32)
+STAGES = 2
 ROUNDS = 10
 LEAST = 0.85  # of what is possible
 SCRIPT = pathlib.Path(__file__).with_name("pipeline_processes.py")
@@ -45,6 +48,11 @@ def measure(rounds: int) -> list[list[dict[str, Any]]]:
         return [json.loads((pathlib.Path(folder) / f"{p}.json").read_text()) for p in range(2)]
 
 
+def in_flight(schedule: str, microbatches: int, stage: int) -> int:
+    """Microbatches of which a stage holds activations at once."""
+    return microbatches if schedule == "gpipe" else min(microbatches, STAGES - stage)
+
+
 def bars_of(rows: list[dict[str, Any]]) -> dict[str, common.Bar]:
     """Of a schedule and a number of microbatches: what is possible over what the best round reached."""
     bars = {}
@@ -54,6 +62,9 @@ def bars_of(rows: list[dict[str, Any]]) -> dict[str, common.Bar]:
         best = max(row["efficiencies"])
         bars[f"{name}_possible_over_best"] = common.Bar(possible / best, 1 / LEAST, n=len(row["efficiencies"]))
         bars[f"{name}_possible_over_cpu"] = common.Bar(possible / row["cpu"], 1 / LEAST, n=len(row["efficiencies"]))
+        expected = [in_flight(row["schedule"], row["microbatches"], stage) for stage in range(STAGES)]
+        beyond = max(found - wanted for found, wanted in zip(row["in_flight"], expected, strict=True))
+        bars[f"{name}_in_flight_beyond_formula"] = common.Bar(beyond, 0, n=STAGES)
     return bars
 
 
@@ -72,12 +83,13 @@ def main() -> None:
         cpu = min(max(x / y for x, y in zip(row["cpu"], steps, strict=True)) for row in (a, b))
         rows.append({
             "schedule": a["schedule"], "microbatches": a["microbatches"], "alone": calibration, "step": steps,
-            "efficiencies": efficiencies, "cpu": cpu,
+            "efficiencies": efficiencies, "cpu": cpu, "in_flight": [a["in_flight"], b["in_flight"]],
         })  # fmt: skip
         possible = a["microbatches"] / (a["microbatches"] + 1)
         print(
             f"{a['schedule']}, {a['microbatches']} microbatches: {min(steps):.2f} s a step, efficiency "
-            f"{max(efficiencies):.3f} at best of {possible:.3f} possible; CPU time over wall time {cpu:.3f}"
+            f"{max(efficiencies):.3f} at best of {possible:.3f} possible; CPU time over wall time {cpu:.3f}; "
+            f"microbatches in flight {rows[-1]['in_flight']}"
         )
     bars = bars_of(rows)
     for name, bar in bars.items():

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pathlib
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +17,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 import autopar
+from autopar.ir.graph import Phase
+from autopar.ir.instructions import Free, InstructionList, Register, Run
 
 LAYERS = 8
 WIDTH = 1024
@@ -56,6 +60,25 @@ class Alone:
         jax.block_until_ready(total)
 
 
+def most_in_flight(instructions: InstructionList, stage: int, sizes: Mapping[int, Sequence[int]], least: int) -> int:
+    """Microbatches of which a stage holds activations at once, at most, as a worker plays its list.
+
+    `sizes`: the elements of each result of the stage's programs; what is smaller than `least`, such as a loss, is no
+    activation, nor is a running sum. One where a program does forward and backward.
+    """
+    held: list[set[Register]] = []  # by microbatch
+    most = 1
+    for instruction in instructions.of_stages({stage}):
+        if isinstance(instruction, Run) and instruction.phase is Phase.FORWARD:
+            found = zip(instruction.outputs, sizes[instruction.program], strict=True)
+            held.append({register for register, size in found if size >= least and register not in instructions.sums})
+        elif isinstance(instruction, Free):
+            for registers in held:
+                registers.difference_update(instruction.registers)
+        most = max(most, sum(map(bool, held)))
+    return most
+
+
 def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[int]) -> None:
     """Measure; each process writes what it saw."""
     index = jax.process_index()
@@ -69,15 +92,23 @@ def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[i
         alone = Alone(params, batch, count)
         alone()
         steps: dict[str, Any] = {}
+        flights: dict[str, int] = {}
         for schedule in schedules:
             method = autopar.recipes.pipeline([(1, (1,)), (1, (1,))], count, schedule)
             step = autopar.parallelize(train_step, method=method)
             state, _ = step(params, batch)
+            worker = step.compile(params, batch)._runtime
+            programs = zip(worker._calls, worker.sources, strict=True)
+            sizes = {number: [math.prod(a.shape) for a in source.outputs] for number, source in programs}
+            flights[schedule] = most_in_flight(worker.wiring.instructions, index, sizes, EXAMPLES * WIDTH)
             steps[schedule] = step, state, next(step.batches([batch]))
         rows: dict[str, dict[str, Any]] = {
-            schedule: {"schedule": schedule, "microbatches": count, "alone": [], "step": [], "cpu": []}
+            schedule: {
+                "schedule": schedule, "microbatches": count, "in_flight": flights[schedule], "alone": [], "step": [],
+                "cpu": [],
+            }
             for schedule in schedules
-        }
+        }  # fmt: skip
         for _ in range(rounds):
             multihost_utils.sync_global_devices("alone")
             started = time.perf_counter()

@@ -164,7 +164,8 @@ SUITES = (
         "pipeline", "benchmarks.pipeline", "Pipelines over two processes",
         "A chain of layers over two processes of one CPU device and one core each, with 16 and 32 microbatches: what "
         "efficiency is possible, m / (m + p - 1), over the best of the rounds, beside calls written by hand; and over "
-        "the CPU time of the idler process.",
+        "the CPU time of the idler process. Microbatches in flight: how many more a stage holds at most than its "
+        "schedule says.",
         quick=("--rounds", "1"),
     ),
     Suite(
