@@ -165,7 +165,7 @@ class Prices:
         )
         transfers: dict[tuple[int, int, Phase], float] = {}
         for crossing in lowered.crossings:
-            key = (crossing.source, crossing.target, crossing_phase(crossing.value, placed))
+            key = (crossing.source, crossing.target, _sending_phase(crossing.value, placed))
             transfers[key] = transfers.get(key, 0.0) + crossing.plan.seconds
         return Played(rows, tuple(costs), times, simulate(rows, times, transfers, self._turns(rows, lowered)))
 
@@ -351,6 +351,12 @@ def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ..
             )
         )
     return tuple(found)
+
+
+def _sending_phase(value: Value, placed: PlacedStep) -> Phase:
+    """The phase of the program after which a value crosses: the last stage goes backward in its forward program."""
+    phase = crossing_phase(value, placed)
+    return placed.programs[placed.producer[value]].phase if phase is Phase.BACKWARD else phase
 
 
 def crossing_phase(value: Value, placed: PlacedStep) -> Phase:

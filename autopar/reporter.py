@@ -19,7 +19,7 @@ from typing import Any
 from autopar.cost_model.compute import peak_flops
 from autopar.cost_model.program import OpCost, local_bytes, op_costs, phases_of
 from autopar.cost_model.reshard import SUM_KINDS
-from autopar.cost_model.timeline import Timeline, memory_over_time
+from autopar.cost_model.timeline import Timeline, memory_over_time, reading_phase
 from autopar.finisher import Finisher, Restored
 from autopar.ir.build import source_of
 from autopar.ir.graph import Equation, Graph, Phase, Value
@@ -87,7 +87,10 @@ def gather_details(
         tuple(_split(group, programs, played.timeline, _beside(group, groups, plan.cluster)) for group in groups),
         _spans(groups, programs, played.timeline),
         tuple(
-            Copying(t.source, t.target, t.phase.value, t.microbatch, t.start, t.end) for t in played.timeline.transfers
+            Copying(
+                t.source, t.target, reading_phase(t.source, t.target, t.phase).value, t.microbatch, t.start, t.end
+            )
+            for t in played.timeline.transfers
         ),
         tuple(_curve(group, plan, parameters, lowered, played) for group in groups),
         layers, tuple(operators), len(rows[_MOST_OPERATORS:]),

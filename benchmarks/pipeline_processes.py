@@ -1,4 +1,7 @@
-"""What each process of `benchmarks.pipeline` runs: `pipeline_processes.py FOLDER ROUNDS SCHEDULES MICROBATCHES`."""
+"""What each process of `benchmarks.pipeline` runs: `pipeline_processes.py FOLDER ROUNDS SCHEDULES MICROBATCHES`.
+
+The folder has a cluster file of each process's host, `0.cluster.json` and `1.cluster.json`.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar.ir.graph import Phase
 from autopar.ir.instructions import Free, InstructionList, Register, Run
+from autopar.runtime.processes import Processes, this_job
 
 LAYERS = 8
 WIDTH = 1024
+ROUND_TRIPS = 20
 EXAMPLES = 320  # of a microbatch: some 50 ms for the layers of a stage
 
 
@@ -79,6 +85,46 @@ def most_in_flight(instructions: InstructionList, stage: int, sizes: Mapping[int
     return most
 
 
+def measured_link(job: Processes) -> autopar.Link:
+    """From process to process, as transfers go: half the time there and back, of a number and of 4 MiB."""
+    channel, here = job.channel(), jax.local_devices()[0]
+    other = 1 - job.index
+    job.connect()
+
+    def seconds(count: int) -> float:
+        like = jax.ShapeDtypeStruct((count,), np.float32, sharding=SingleDeviceSharding(here))
+        array = jax.device_put(np.ones(count, np.float32), here)
+        times = []
+        for _ in range(ROUND_TRIPS):
+            channel.next_step()
+            started = time.perf_counter()
+            if job.index == 0:
+                job.offer(channel.uuid(0, other), [array])
+            [array] = jax.block_until_ready(job.pull(channel.uuid(0, job.index), other, [like]))
+            if job.index == 1:
+                job.offer(channel.uuid(0, other), [array])
+            times.append((time.perf_counter() - started) / 2)
+        return float(np.median(times))
+
+    many = 1 << 20
+
+    def link() -> str:
+        return json.dumps([seconds(1), seconds(many)])
+
+    mine = link()
+    latency, whole = json.loads(job.from_first(lambda: mine))
+    return autopar.Link("between processes", latency, bandwidth=4 * many / (whole - latency))
+
+
+def measured_cluster(folder: pathlib.Path) -> autopar.Cluster:
+    """Two hosts of one device, each as fast as the slower of them was found to be, and what is between them."""
+    job = this_job()
+    assert job is not None
+    found = [autopar.cluster_from_json(folder / f"{process}.cluster.json").hosts[0] for process in range(job.count)]
+    host = min(found, key=lambda host: host.kind.peak_flops["float32"])
+    return autopar.make_cluster("two processes", job.count, 1, host.kind, host.link, measured_link(job))
+
+
 def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[int]) -> None:
     """Measure; each process writes what it saw."""
     index = jax.process_index()
@@ -87,17 +133,20 @@ def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[i
     scale = np.float32(WIDTH**-0.5)
     params = {f"{k}": numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) * scale for k in range(LAYERS)}
     found: list[Any] = []
+    cluster = measured_cluster(folder)
     for count in counts:
         batch = {name: numbers.normal(size=(count * EXAMPLES, WIDTH)).astype(np.float32) for name in "xy"}
         alone = Alone(params, batch, count)
         alone()
         steps: dict[str, Any] = {}
         flights: dict[str, int] = {}
+        predicted: dict[str, float] = {}
         for schedule in schedules:
             method = autopar.recipes.pipeline([(1, (1,)), (1, (1,))], count, schedule)
-            step = autopar.parallelize(train_step, method=method)
+            step = autopar.parallelize(train_step, cluster=cluster, method=method)
             state, _ = step(params, batch)
-            worker = step.compile(params, batch)._runtime
+            executable = step.compile(params, batch)
+            worker, predicted[schedule] = executable._runtime, executable.cost
             programs = zip(worker._calls, worker.sources, strict=True)
             sizes = {number: [math.prod(a.shape) for a in source.outputs] for number, source in programs}
             flights[schedule] = most_in_flight(worker.wiring.instructions, index, sizes, EXAMPLES * WIDTH)
@@ -105,7 +154,7 @@ def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[i
         rows: dict[str, dict[str, Any]] = {
             schedule: {
                 "schedule": schedule, "microbatches": count, "in_flight": flights[schedule], "alone": [], "step": [],
-                "cpu": [],
+                "cpu": [], "predicted": predicted[schedule],
             }
             for schedule in schedules
         }  # fmt: skip

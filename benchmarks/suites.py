@@ -165,8 +165,9 @@ SUITES = (
         "A chain of layers over two processes of one CPU device and one core each, with 16 and 32 microbatches: what "
         "efficiency is possible, m / (m + p - 1), over the best of the rounds, beside calls written by hand; and over "
         "the CPU time of the idler process. Microbatches in flight: how many more a stage holds at most than its "
-        "schedule says.",
-        quick=("--rounds", "1"),
+        "schedule says. Predicted error: of the step time, by a calibration of each core and of the link between the "
+        "processes, from the median of the rounds.",
+        quick=("--rounds", "1", "--seconds", "20"),
     ),
     Suite(
         "transfer", "benchmarks.transfer", "Transfers between meshes",

@@ -179,7 +179,7 @@ class _Simulation:
         for (source, target, phase), seconds in transfers.items():
             self._outgoing[source, phase].append((target, seconds))
             if phase.in_loop:
-                self._sources[target, _reader(source, target, phase)].append((source, phase))
+                self._sources[target, reading_phase(source, target, phase)].append((source, phase))
         for stage in range(schedule.num_stages):
             self._sources[stage, Phase.BACKWARD].append((stage, Phase.FORWARD))
             self._sources[stage, Phase.WEIGHTS].append((stage, Phase.BACKWARD))
@@ -236,7 +236,7 @@ class _Simulation:
         seconds = {Phase.FORWARD: times.forward, Phase.BACKWARD: times.backward, Phase.WEIGHTS: times.weights}
         end = self._run(task.stage, task.phase, task.microbatch, self._arrived[task], seconds[task.phase])
         for target, arrival in self._send(task.stage, task.phase, task.microbatch, end):
-            reader = Task(target, _reader(task.stage, target, task.phase), task.microbatch)
+            reader = Task(target, reading_phase(task.stage, target, task.phase), task.microbatch)
             self._arrived[reader] = max(self._arrived[reader], arrival)
         self._done.add(task)
 
@@ -266,7 +266,7 @@ class _Simulation:
         return arrivals
 
 
-def _reader(source: int, target: int, phase: Phase) -> Phase:
+def reading_phase(source: int, target: int, phase: Phase) -> Phase:
     """The phase in which the target reads what a loop program of the source sends."""
     return Phase.BACKWARD if phase is Phase.FORWARD and target < source else phase
 

@@ -28,11 +28,15 @@ def test_microbatches_in_flight(schedule: Any, expected: list[int]) -> None:
 
 
 def test_bars() -> None:
-    row = {"schedule": "1f1b", "microbatches": 16, "efficiencies": [0.7, 0.9], "cpu": 0.5, "in_flight": [2, 2]}
+    row = {
+        "schedule": "1f1b", "microbatches": 16, "efficiencies": [0.7, 0.9], "cpu": 0.5, "in_flight": [2, 2],
+        "predicted": 1.9, "step": [1.5, 2.0, 4.0],
+    }  # fmt: skip
     bars = pipeline.bars_of([row])
     assert {name: bar.holds for name, bar in bars.items()} == {
         "one_f_one_b_16_possible_over_best": True,
         "one_f_one_b_16_possible_over_cpu": False,
+        "one_f_one_b_16_predicted_error": True,
         "one_f_one_b_16_in_flight_beyond_formula": False,
     }
     assert pipeline.in_flight("gpipe", 16, 1) == 16 and pipeline.in_flight("1f1b", 1, 0) == 1
