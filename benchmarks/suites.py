@@ -154,6 +154,14 @@ SUITES = (
         quick=(_CONTEST, "--seconds", "10"),
     ),
     Suite(
+        "distribution", "benchmarks.distribution", "From a plan to every host's instructions",
+        "A GPT of 48 layers in 16 stages and 64 microbatches on 64 hosts of 8 H100s, by three schedules, scanned and "
+        "unrolled: seconds until all hosts' instructions, what each device sends to which, and the proof that none "
+        "waits for ever are there, after planning; memory of the process, planning included; seconds to simulate a "
+        "step. The largest of them.",
+        quick=("--hosts", "8"),
+    ),
+    Suite(
         "dispatch", "benchmarks.dispatch", "What the worker itself takes",
         "Steps of tiny programs: host time of an instruction beyond the call of its compiled program, in microseconds; "
         "a step of 1,000 leaves over `jax.jit` of the same step, on one device and on 8 virtual ones; a pipeline of 8 "

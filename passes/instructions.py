@@ -42,6 +42,15 @@ class _Writer:
             self.ready.add(register)
         self.instructions: list[Instruction] = []
         self.copies = 0
+        self.programs: dict[tuple[int, Phase], list[int]] = defaultdict(list)
+        for i, local in enumerate(lowered.programs):
+            self.programs[local.program.stage, local.program.phase].append(i)
+        self.leaving: dict[int, list[int]] = defaultdict(list)  # of a stage: the crossings
+        for number, crossing in enumerate(lowered.crossings):
+            self.leaving[crossing.source].append(number)
+        # A program is issued for each microbatch, but gives away and sends the same.
+        self.given = list(map(self._donated, lowered.programs))
+        self.sent = list(map(self._sent, lowered.programs))
 
     def _number(self, key: Hashable) -> Register:
         return self.numbers.setdefault(key, len(self.numbers))
@@ -95,19 +104,13 @@ class _Writer:
     def _loop_queue(self, group: int) -> list[_Entry]:
         """The schedule's tasks of a group of devices."""
         tasks = self.schedule.tasks[group]
-        return [(i, task.microbatch) for task in tasks for i in self._programs(task.stage, task.phase)]
+        return [(i, task.microbatch) for task in tasks for i in self.programs[task.stage, task.phase]]
 
     def _once(self, stage: int, phase: Phase) -> list[_Entry]:
         """Bridges, then "send what was stored before this phase", then the phase's programs."""
-        programs = self._programs(stage, phase)
+        programs = self.programs[stage, phase]
         bridges = [i for i in programs if not self.lowered.programs[i].program.equations]
         return [*((i, None) for i in bridges), (stage, phase), *((i, None) for i in programs if i not in bridges)]
-
-    def _programs(self, stage: int, phase: Phase) -> list[int]:
-        return [
-            i for i, local in enumerate(self.lowered.programs)
-            if local.program.stage == stage and local.program.phase is phase
-        ]  # fmt: skip
 
     def _issue(self, entry: _Entry) -> bool:
         index, microbatch = entry
@@ -124,17 +127,24 @@ class _Writer:
         if not all(register in self.ready for register in inputs):
             return False
         outputs = [self._register(stage, port, microbatch) for port in local.outputs]
-        donated = self._donated(local, inputs)
-        self.instructions.append(Run(stage, index, local.program.phase, tuple(inputs), tuple(outputs), donated))
+        given = self.given[index]
+        self.instructions.append(Run(stage, index, local.program.phase, tuple(inputs), tuple(outputs), given))
         self.ready.update(outputs)
-        for number, crossing in enumerate(self.lowered.crossings):
-            if crossing.source == stage and crossing.value not in self.totals and crossing.value not in self.kept:
-                port = Port(crossing.value, crossing.plan.sent)
-                if port in local.outputs:
-                    self._copy(number, port, microbatch)
+        for number, port in self.sent[index]:
+            self._copy(number, port, microbatch)
         return True
 
-    def _donated(self, local: LocalProgram, inputs: list[Register]) -> tuple[int, ...]:
+    def _sent(self, local: LocalProgram) -> list[tuple[int, Port]]:
+        """The crossings for which a program makes what is sent at once."""
+        found, made = [], set(local.outputs)
+        for number in self.leaving[local.program.stage]:
+            crossing = self.lowered.crossings[number]
+            port = Port(crossing.value, crossing.plan.sent)
+            if port in made and crossing.value not in self.totals and crossing.value not in self.kept:
+                found.append((number, port))
+        return found
+
+    def _donated(self, local: LocalProgram) -> tuple[int, ...]:
         """Inputs whose buffers the outputs can take over: running sums, and leaves that this very program renews.
 
         A leaf that a later program reads as well is not given away, nor one that the same program reads again for the
@@ -164,10 +174,11 @@ class _Writer:
 
     def _send_stored(self, stage: int, phase: Phase) -> None:
         """Send what no program of its own makes: leaves before the loop, sums and kept values after it."""
-        for number, crossing in enumerate(self.lowered.crossings):
+        for number in self.leaving[stage]:
+            crossing = self.lowered.crossings[number]
             value = crossing.value
             stored = value in self.inputs if phase is Phase.PROLOGUE else value in self.totals or value in self.kept
-            if crossing.source == stage and stored:
+            if stored:
                 self._copy(number, Port(value, crossing.plan.sent), None)
 
     def _copy(self, number: int, port: Port, microbatch: int | None) -> None:
