@@ -25,6 +25,7 @@ from autopar.planner import Planner
 from autopar.pricing import Prices
 from autopar.runtime.executable import Executable, Source
 from autopar.runtime.hlo import collectives_in_hlo
+from autopar.runtime.processes import Processes
 from autopar.trace import trace
 from tests.clusters import IN_TURN
 
@@ -47,8 +48,8 @@ class Planned:
     plan: Plan
     lowered: LoweredStep
 
-    def build(self, devices: Sequence[Any]) -> Executable:
-        return build(self.lowered, self.plan.schedule, devices, frozenset())
+    def build(self, devices: Sequence[Any], job: Processes | None = None) -> Executable:
+        return build(self.lowered, self.plan.schedule, devices, frozenset(), job)
 
     def priced(self, local: LocalProgram) -> Counter[Collective]:
         prices = Prices(self.plan.cluster)

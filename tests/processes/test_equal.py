@@ -12,27 +12,41 @@ from tests.processes import cases
 from tests.processes.start import free_port, run_job
 
 JOB = pathlib.Path(__file__).parent / "job.py"
+RANDOM_JOB = pathlib.Path(__file__).parent / "random_job.py"
+BY_DEFAULT, A_JOB, ALL = 6, 20, 206  # plans drawn by lot
 
 
-def _digests(folder: pathlib.Path, names: Iterable[str], processes: int) -> list[dict[str, str]]:
+def _digests(folder: pathlib.Path, names: Iterable[str], processes: int, job: pathlib.Path) -> list[dict[str, str]]:
     """What each process of a job says of the cases."""
     arguments = [f"127.0.0.1:{free_port()}", str(folder), *names]
-    done = run_job(JOB, arguments, processes, cases.DEVICES // processes)
+    done = run_job(job, arguments, processes, cases.DEVICES // processes)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return [json.loads((folder / f"{processes}-{index}.json").read_text()) for index in range(processes)]
 
 
-def _check(folder: pathlib.Path, names: list[str]) -> None:
-    """One process, which has all devices, makes the plans; then others run them."""
-    (alone,) = _digests(folder, names, 1)
+def _check(folder: pathlib.Path, names: list[str], job: pathlib.Path = JOB) -> None:
+    """First one process, which has all devices; then others run the same plans."""
+    (alone,) = _digests(folder, names, 1, job)
     assert len(set(alone.values())) == len(names)  # a digest that says nothing would be equal
     for processes in (2, 4):
-        for index, digests in enumerate(_digests(folder, names, processes)):
+        for index, digests in enumerate(_digests(folder, names, processes, job)):
             assert digests == alone, f"process {index} of {processes}"
 
 
 def test_several_processes_compute_what_one_does(tmp_path: pathlib.Path) -> None:
     _check(tmp_path, list(cases.CASES))
+
+
+SEEDS = [
+    range(BY_DEFAULT),
+    *(pytest.param(range(k, k + A_JOB), marks=pytest.mark.slow) for k in range(BY_DEFAULT, ALL, A_JOB)),
+]
+
+
+@pytest.mark.parametrize("seeds", SEEDS, ids=lambda seeds: f"{seeds.start}-{seeds.stop - 1}")
+def test_random_steps_under_plans_drawn_by_lot(tmp_path: pathlib.Path, seeds: range) -> None:
+    """The one process compares them with `jax.jit`, too."""
+    _check(tmp_path, list(map(str, seeds)), RANDOM_JOB)
 
 
 @pytest.mark.slow
