@@ -1,0 +1,101 @@
+"""The files of `docs/launch.md`, as two processes in the variables that each launcher sets."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import stat
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.processes.start import REPOSITORY, free_port, run_job, run_under
+
+LAUNCH = REPOSITORY / "examples" / "launch"
+LIMIT = 150
+# Starts what it is told twice, as a launcher would on two hosts; numbers by variables of its own.
+SHIM = """#!{python}
+import os, subprocess, sys
+command = sys.argv[sys.argv.index("autopar"):]
+command = [sys.executable, "-m", *command[:2], "--devices-per-process", "1", *command[2:]]
+numbered = [{{name: value.format(index) for name, value in {variables}.items()}} for index in range(2)]
+jobs = [subprocess.Popen(command, env=dict(os.environ, **each)) for each in numbered]
+sys.exit(max(job.wait({limit}) for job in jobs))
+"""
+
+
+def _losses(text: str) -> list[str]:
+    return re.findall(r"step \d+: loss [\d.]+", text)
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[str]:
+    done = run_job(LAUNCH / "train.py", [], 1, 1, LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert len(_losses(done.stdout)) == 4
+    return _losses(done.stdout)
+
+
+def _slurm(port: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": str(port - (2**16 - 2**12)), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "{}", "SLURM_LOCALID": "{}",
+    }  # fmt: skip
+
+
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"}
+
+
+@pytest.mark.parametrize(("launcher", "file"), [("srun", "slurm.sbatch"), ("mpirun", "mpi.sh")])
+def test_scripts_for_launchers(launcher: str, file: str, tmp_path: pathlib.Path, alone: list[str]) -> None:
+    port = free_port(2**16 - 2**12)
+    shim = tmp_path / launcher
+    variables = _slurm(port) if launcher == "srun" else OPEN_MPI
+    shim.write_text(SHIM.format(python=sys.executable, variables=variables, limit=LIMIT))
+    shim.chmod(shim.stat().st_mode | stat.S_IXUSR)
+    environment = {
+        **os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": os.fspath(REPOSITORY),
+    }  # fmt: skip
+    if launcher == "mpirun":
+        environment["JAX_COORDINATOR_ADDRESS"] = f"127.0.0.1:{port}"
+    done = subprocess.run(
+        ["bash", str(LAUNCH / file)], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.returncode == 0, done.stderr
+    assert _losses(done.stdout) == alone
+
+
+def _environment(container: dict[str, Any], index: int) -> dict[str, str]:
+    """As a pod of the Job gets it."""
+    completion = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    found = {}
+    for variable in container["env"]:
+        if "valueFrom" in variable:
+            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == completion
+        found[variable["name"]] = variable.get("value", str(index))
+    return found
+
+
+def test_the_manifest_for_kubernetes(alone: list[str]) -> None:
+    service, job = yaml.safe_load_all((LAUNCH / "kubernetes.yaml").read_text())
+    spec = job["spec"]
+    assert spec["completionMode"] == "Indexed" and service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    pod = spec["template"]["spec"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["containers"]
+    variables = [_environment(container, index) for index in range(2)]
+    assert spec["completions"] == spec["parallelism"] == int(variables[0]["JAX_NUM_PROCESSES"])
+    # The name of the first pod, as the service knows it.
+    host, _ = variables[0]["JAX_COORDINATOR_ADDRESS"].split(":")
+    assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    here = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    assert container["command"][:2] == ["autopar", "run"]
+    done = run_under([{**each, **here} for each in variables], REPOSITORY / container["command"][2], LIMIT)
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr
+    assert _losses(done[0].stdout) == alone
