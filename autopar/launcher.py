@@ -42,24 +42,44 @@ def _local_index(environment: Mapping[str, str]) -> int | None:
     return next((int(environment[name]) for name in names if name in environment), None)
 
 
+def _numbers(environment: Mapping[str, str], names: tuple[str, str]) -> tuple[int, int]:
+    """A process's number, and how many there are."""
+    texts = [environment[name] for name in names]
+    if all(text.strip().isdecimal() for text in texts):
+        index, count = map(int, texts)
+        if index < count:
+            return index, count
+    raise ArgumentError(
+        f"{names[0]}={texts[0]!r} and {names[1]}={texts[1]!r} name no process of a job: the first is a whole number "
+        "from 0 to one less than the second."
+    )
+
+
 def membership(environment: Mapping[str, str]) -> Membership | None:
     """The job that this process was started in, by the variables of its launcher; None: it is alone.
 
     Raises:
-      ArgumentError: the launcher does not say where process 0 is, and neither does JAX_COORDINATOR_ADDRESS.
+      ArgumentError: the launcher does not say where process 0 is, and neither does JAX_COORDINATOR_ADDRESS; or what is
+        said makes no sense.
     """
     from jax._src import clusters  # what `jax.distributed.initialize` asks; it has no public name
 
     if _COUNT in environment and _INDEX in environment:
-        index = int(environment[_INDEX])
-        found = Membership(index, int(environment[_COUNT]), index if _LAUNCHED in environment else None)
+        index, count = _numbers(environment, (_INDEX, _COUNT))
+        found = Membership(index, count, index if _LAUNCHED in environment else None)
     elif any(kind.is_env_present() for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method):
         return Membership(None, None, _local_index(environment))
     else:
         said = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
         if said is None:
+            for mine, other in ((_INDEX, _COUNT), (_COUNT, _INDEX)):
+                if mine in environment:
+                    raise ArgumentError(
+                        f"{mine} is {environment[mine]!r}, but {other} is not set, so that this process would train "
+                        "alone: set both, or neither."
+                    )
             return None
-        found = Membership(int(environment[said[0]]), int(environment[said[1]]), _local_index(environment))
+        found = Membership(*_numbers(environment, said), _local_index(environment))
     if found.count == 1:
         return None
     if _COORDINATOR not in environment:

@@ -157,6 +157,21 @@ def test_by_variables() -> None:
     assert membership(job) == Membership(2, 3, None)
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"JAX_NUM_PROCESSES": "2"}, "JAX_NUM_PROCESSES is '2', but JAX_PROCESS_ID is not set, so that this process"),
+        ({"JAX_PROCESS_ID": "0"}, "JAX_PROCESS_ID is '0', but JAX_NUM_PROCESSES is not set"),
+        ({"JAX_PROCESS_ID": "2", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID='2' and JAX_NUM_PROCESSES='2' name no"),
+        ({"JAX_PROCESS_ID": "one", "JAX_NUM_PROCESSES": "2"}, "JAX_PROCESS_ID='one' and JAX_NUM_PROCESSES='2' name"),
+        ({"PMI_RANK": "-1", "PMI_SIZE": "2"}, "PMI_RANK='-1' and PMI_SIZE='2' name no process of a job"),
+    ],
+)
+def test_variables_that_make_no_sense(variables: dict[str, str], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        membership({"JAX_COORDINATOR_ADDRESS": "a:1", **variables})
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_hold_no_more_than_two_hundred() -> None:
     done = run_job(SCRIPT.parent / "many_steps.py", [], 2, 1, 600)
