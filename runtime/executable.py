@@ -266,7 +266,7 @@ class Executable:
                     for register in instruction.registers:
                         registers[register] = None
         except Exception as error:
-            if not has_run:
+            if known and not has_run:
                 for at, _ in self._stays:
                     self._check_there(at, leaves[at])
             # Only update programs get leaves to overwrite: before the first of them all are there.

@@ -104,6 +104,23 @@ def test_a_leaf_that_is_gone(parallel: autopar.Parallelized, number: int) -> Non
     same(leaves, expected)
 
 
+def test_a_first_program_that_fails_says_why(parallel: autopar.Parallelized) -> None:
+    """Also where the state is another than the last call left, and still on the host."""
+    ours, theirs = steady(parallel)
+    calls = parallel.compile(ours, X)._runtime._calls
+    before = dict(calls)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("out of memory")
+
+    calls.update(dict.fromkeys(calls, fail))
+    for state in (start(), ours):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            parallel(state, X)
+    calls.update(before)
+    same(parallel(ours, X), jax.jit(step)(theirs, X))
+
+
 def test_what_is_looked_for_is_found(parallel: autopar.Parallelized) -> None:
     ours, _ = steady(parallel)
     with jax.debug_nans(True), pytest.raises(FloatingPointError, match="invalid value"):
