@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import SingleDeviceSharding
 
 import autopar
@@ -127,6 +126,8 @@ def measured_cluster(folder: pathlib.Path) -> autopar.Cluster:
 
 def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[int]) -> None:
     """Measure; each process writes what it saw."""
+    from jax.experimental import multihost_utils
+
     index = jax.process_index()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index]})
     numbers = np.random.default_rng(0)
