@@ -35,10 +35,8 @@ _HEARD = f"{_PREFIX}/heard"
 _DONE, _ALL_DONE = f"{_PREFIX}/done", f"{_PREFIX}/all_done"
 _POLL = 1.0  # seconds between looks for a failure of others
 _SOON = 30.0  # seconds after which it is said whom a process waits for
-_PARTING = (
-    0.5  # seconds that it then leaves them to end: JAX aborts those whose coordinator is gone, with a stack trace
-)
 _PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
+_PARTING = 0.5  # seconds that it leaves them to end then: JAX aborts those whose coordinator is gone
 _STEPS = 1 << 20  # numbers of messages are unique for so many steps
 _CHANNELS = 1 << 11  # and for so many executables
 
