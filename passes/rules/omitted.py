@@ -10,6 +10,7 @@ _EXPORT = "it belongs to exported programs, whose sizes are known at run time on
 _HIGHER = "it works on types beyond arrays"
 _MEMORY = "it is about memory, not about what is in it"
 _CALLBACK = "Python is called, which may look at all of its operands"
+_HOST = "arrays of one process become one of all, or the other way round, between steps"
 _EFFECT = "Python is called for what it does, not for a result"
 _SPARSE = "which entries of a sparse array lie where is known at run time only"
 _UNUSED = "nothing in JAX makes it: gradients of maxima over windows are select_and_scatter_add"
@@ -39,6 +40,7 @@ _GROUPS: dict[str, str] = {
         bcsr_fromdense bcsr_todense coo_fromdense coo_matmat coo_matvec coo_spmm coo_spmv coo_todense
         csr_fromdense csr_matmat csr_matvec csr_spmm csr_spmv csr_todense spsolve todense""",
     _UNUSED: "select_and_scatter",
+    _HOST: "global_array_to_host_local_array host_local_array_to_global_array",
     _EFFECT: "debug_callback debug_print inspect_sharding io_callback",
 }
 
