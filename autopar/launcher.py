@@ -99,7 +99,7 @@ def initialize(devices_per_process: int | None = None) -> bool:
 
     Args:
       devices_per_process: so many virtual devices on CPUs; of the GPUs of a host its process number i takes the i-th
-        so many. Default: JAX's own.
+        so many. Default: JAX's own, which is one GPU under Slurm and Open MPI 4, and else all.
 
     Raises:
       ArgumentError: the launcher does not say where process 0 is.

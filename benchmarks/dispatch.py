@@ -28,6 +28,8 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from benchmarks import common
+from benchmarks.overhead import Program, interleaved
+from benchmarks.pipeline_processes import train_step
 
 DEVICES = 8
 ROUNDS = 100
@@ -36,8 +38,6 @@ LEAVES = 1000
 STAGES, MICROBATCHES = 8, 64
 WIDTH = 16
 MICROSECONDS, LEAVES_LIMIT, PIPELINE_LIMIT = 25.0, 1.05, 1.15
-
-Step = Callable[[Any, Any], tuple[Any, Any]]
 
 
 def sum_of_squares(params: Any, batch: Any) -> tuple[Any, Any]:
@@ -53,11 +53,6 @@ def sum_of_squares(params: Any, batch: Any) -> tuple[Any, Any]:
 def parameters(count: int) -> dict[str, np.ndarray[Any, Any]]:
     """So many small leaves."""
     return {f"{k:04d}": np.full((8, 8), 0.01, np.float32) for k in range(count)}
-
-
-def cluster(devices: Sequence[jax.Device]) -> autopar.Cluster:
-    """Of the first devices."""
-    return autopar.cluster_from_devices(devices)
 
 
 class Stopwatch:
@@ -83,7 +78,7 @@ def microseconds_per_instruction(arguments: int, rounds: int, microbatches: int 
     leaves = (arguments - 1) // 2  # a leaf and the running sum of its gradients
     batch = np.ones((microbatches * 4, 8), np.float32)
     step = autopar.parallelize(
-        sum_of_squares, cluster=cluster(jax.devices()[:1]), num_microbatches=microbatches, batch_axes=(None, 0)
+        sum_of_squares, devices=jax.devices()[:1], num_microbatches=microbatches, batch_axes=(None, 0)
     )
     state, _ = step(parameters(leaves), batch)
     state, _ = step(state, batch)
@@ -92,41 +87,23 @@ def microseconds_per_instruction(arguments: int, rounds: int, microbatches: int 
     worker._calls.update(watches)
     found = []
     for _ in range(rounds):
-        before = sum(watch.seconds for watch in watches.values()), sum(watch.calls for watch in watches.values())
+        for watch in watches.values():
+            watch.seconds, watch.calls = 0.0, 0
         state, loss = step(state, batch)
         jax.block_until_ready((state, loss))
-        seconds = sum(watch.seconds for watch in watches.values()) - before[0]
-        calls = sum(watch.calls for watch in watches.values()) - before[1]
+        seconds, calls = (sum(each) for each in zip(*((w.seconds, w.calls) for w in watches.values()), strict=True))
         found.append((worker.dispatch_seconds - seconds) / calls * 1e6)
-    taken = [len(source.inputs) for source in worker.sources]
-    return {"part": "instruction", "arguments": max(taken), "microseconds": float(np.median(found)), "rounds": rounds}
+    taken = max(len(source.inputs) for source in worker.sources)
+    return {
+        "part": "instruction", "wanted": arguments, "arguments": taken, "microseconds": float(np.median(found)),
+        "rounds": rounds,
+    }  # fmt: skip
 
 
-def interleaved(ours: Callable[[], Any], hand: Callable[[], Any], rounds: int) -> np.ndarray[Any, Any]:
-    """Seconds of each, (rounds, 2), all results there; the order changes from round to round."""
-    times = np.empty((rounds, 2))
-    for number, row in enumerate(times):
-        for k in (0, 1) if number % 2 else (1, 0):
-            started = time.perf_counter()
-            jax.block_until_ready((ours, hand)[k]())
-            row[k] = time.perf_counter() - started
-    return times
-
-
-class Loop:
-    """A training loop: each call is a step on what the one before left."""
-
-    def __init__(self, step: Step, state: Any, batch: Any) -> None:
-        self._step, self._state, self._batch = step, state, batch
-        self()
-        self()
-
-    def __call__(self) -> Any:
-        self._state, loss = self._step(self._state, self._batch)
-        return self._state, loss
-
-
-def _row(part: str, times: np.ndarray[Any, Any], **rest: Any) -> dict[str, Any]:
+def _row(part: str, programs: Sequence[Program], batch: Any, rounds: int, **rest: Any) -> dict[str, Any]:
+    """Of ours and of what is written by hand, which take turns."""
+    interleaved(programs, batch, 3, 0)  # compiled, and warm
+    times = interleaved(programs, batch, rounds, 0)
     ours, hand = np.median(times, axis=0)
     ratio = float(np.median(times[:, 0] / times[:, 1]))
     return {"part": part, **rest, "seconds": ours, "seconds_by_hand": hand, "ratio": ratio, "rounds": len(times)}
@@ -139,34 +116,16 @@ def many_leaves(leaves: int, devices: int, rounds: int) -> dict[str, Any]:
     whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
     by_hand = jax.jit(sum_of_squares, in_shardings=(whole, cut), out_shardings=(whole, whole), donate_argnums=0)
     method = autopar.recipes.data_parallel() if devices > 1 else "auto"
-    step = autopar.parallelize(sum_of_squares, cluster=cluster(chosen), method=method, batch_axes=(None, 0))
-    batch = np.ones((8, 8), np.float32)
-    ours = Loop(step, parameters(leaves), batch)
-    hand = Loop(by_hand, jax.device_put(parameters(leaves), whole), batch)
-    return _row("leaves", interleaved(ours, hand, rounds), leaves=leaves, devices=devices)
-
-
-def chain(params: Any, batch: Any) -> tuple[Any, Any]:
-    """Gradient descent of a layer a stage."""
-
-    def loss_of(params: Any) -> Any:
-        hidden = batch["x"]
-        for name in sorted(params):
-            hidden = jnp.tanh(hidden @ params[name])
-        return jnp.mean((hidden - batch["y"]) ** 2)
-
-    loss, gradients = jax.value_and_grad(loss_of)(params)
-    return jax.tree.map(lambda p, g: p - 0.01 * g, params, gradients), loss
+    step = autopar.parallelize(sum_of_squares, devices=chosen, method=method, batch_axes=(None, 0))
+    programs = Program(step, parameters(leaves)), Program(by_hand, jax.device_put(parameters(leaves), whole))
+    return _row("leaves", programs, np.ones((8, 8), np.float32), rounds, leaves=leaves, devices=devices)
 
 
 class ByHand:
-    """The pipeline of `chain` as one writes it for the occasion: GPipe, of `jax.vjp` under `jax.jit`."""
+    """The step of `benchmarks.pipeline` as one writes it for the occasion: GPipe, of `jax.vjp` under `jax.jit`."""
 
-    def __init__(self, params: Sequence[Any], batch: Any, microbatches: int) -> None:
-        self._devices = jax.devices()[: len(params)]
-        self._params = [jax.device_put(w, device) for w, device in zip(params, self._devices, strict=True)]
-        self._count = microbatches
-        self._batch = batch
+    def __init__(self, devices: Sequence[jax.Device], microbatches: int) -> None:
+        self._devices, self._count = devices, microbatches
 
         def layer(w: Any, x: Any) -> Any:
             return jnp.tanh(x @ w)
@@ -186,12 +145,12 @@ class ByHand:
         self._update = jax.jit(lambda w, total: w - 0.01 / microbatches * total, donate_argnums=0)
         self._mean = jax.jit(lambda losses: losses / microbatches)
 
-    def __call__(self) -> Any:
-        devices, params = self._devices, self._params
-        rows = len(self._batch["x"]) // self._count
+    def __call__(self, params: Any, batch: Any) -> tuple[Any, Any]:
+        devices = self._devices
+        rows = len(batch["x"]) // self._count
         cut = [slice(k * rows, (k + 1) * rows) for k in range(self._count)]
-        inputs = [jax.device_put(self._batch["x"][at], devices[0]) for at in cut]
-        labels = [jax.device_put(self._batch["y"][at], devices[-1]) for at in cut]
+        inputs = [jax.device_put(batch["x"][at], devices[0]) for at in cut]
+        labels = [jax.device_put(batch["y"][at], devices[-1]) for at in cut]
         totals, losses = map(list, zip(*map(self._zeros, params), strict=True))
         held: list[tuple[Any, list[Any]]] = []
         for x in inputs:
@@ -206,8 +165,8 @@ class ByHand:
             for stage in reversed(range(len(layers))):
                 gradient = jax.device_put(gradient, devices[stage])
                 gradient, totals[stage] = self._backward(layers[stage], gradient, totals[stage])
-        self._params = [self._update(w, total) for w, total in zip(params, totals, strict=True)]
-        return self._params, self._mean(losses[-1])
+        new = [self._update(w, total) for w, total in zip(params, totals, strict=True)]
+        return new, self._mean(losses[-1])
 
 
 def pipeline(stages: int, microbatches: int, rounds: int) -> dict[str, Any]:
@@ -220,17 +179,15 @@ def pipeline(stages: int, microbatches: int, rounds: int) -> dict[str, Any]:
     weights = numbers.normal(size=(stages, WIDTH, WIDTH)).astype(np.float32) / WIDTH**0.5
     batch = {name: numbers.normal(size=(microbatches * 4, WIDTH)).astype(np.float32) for name in "xy"}
     method = autopar.recipes.pipeline([(1, (1,))] * stages, microbatches, "gpipe")
-    step = autopar.parallelize(
-        chain, cluster=cluster(jax.devices()[:stages]), method=method, batch_axes=(None, 0)
-    )  # fmt: skip
-    ours = Loop(step, {str(k): w for k, w in enumerate(weights)}, batch)
-    hand = ByHand(weights, batch, microbatches)
-    hand(), hand()
-    (state, loss), (params, expected) = ours(), hand()
-    np.testing.assert_allclose(autopar.gather(loss), expected, rtol=1e-4)
-    for mine, theirs in zip(autopar.gather(state).values(), params, strict=True):
+    devices = jax.devices()[:stages]
+    step, by_hand = autopar.parallelize(train_step, devices=devices, method=method), ByHand(devices, microbatches)
+    start = [jax.device_put(w, device) for w, device in zip(weights, devices, strict=True)]
+    ours, hand = step({str(k): w for k, w in enumerate(weights)}, batch), by_hand(start, batch)
+    np.testing.assert_allclose(autopar.gather(ours[1]), hand[1], rtol=1e-4)
+    for mine, theirs in zip(autopar.gather(ours[0]).values(), hand[0], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
-    return _row("pipeline", interleaved(ours, hand, rounds), stages=stages, microbatches=microbatches)
+    programs = Program(step, ours[0]), Program(by_hand, hand[0])
+    return _row("pipeline", programs, batch, rounds, stages=stages, microbatches=microbatches)
 
 
 def bars_of(rows: Sequence[dict[str, Any]]) -> dict[str, common.Bar]:
@@ -258,7 +215,7 @@ def main() -> None:
         common.use_virtual_devices(DEVICES)
     there, rounds = jax.device_count(), arguments.rounds
 
-    rows = [{"wanted": count, **microseconds_per_instruction(count, rounds)} for count in ARGUMENTS]
+    rows = [microseconds_per_instruction(count, rounds) for count in ARGUMENTS]
     rows += [many_leaves(LEAVES, devices, rounds) for devices in (1, DEVICES) if devices <= there]
     if there >= STAGES:
         rows.append(pipeline(STAGES, MICROBATCHES, max(1, rounds // 4)))

@@ -61,9 +61,10 @@ def calibrate(folder: str, seconds: float) -> None:
         subprocess.Popen(command, env=ENVIRONMENT, preexec_fn=functools.partial(os.sched_setaffinity, 0, {core}))
         for command, core in zip(commands, cores, strict=True)
     ]
-    for job, command in zip(started, commands, strict=True):
-        if job.wait():
-            raise subprocess.CalledProcessError(job.returncode, command)
+    codes = [job.wait() for job in started]
+    for code, command in zip(codes, commands, strict=True):
+        if code:
+            raise subprocess.CalledProcessError(code, command)
 
 
 def measure(rounds: int, seconds: float) -> list[list[dict[str, Any]]]:

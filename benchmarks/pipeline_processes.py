@@ -11,7 +11,6 @@ import os
 import pathlib
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +20,8 @@ from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar.ir.graph import Phase
-from autopar.ir.instructions import Free, InstructionList, Register, Run
+from autopar.ir.instructions import Free, Register, Run
+from autopar.runtime.executable import Executable
 from autopar.runtime.processes import Processes, this_job
 
 LAYERS = 8
@@ -65,18 +65,21 @@ class Alone:
         jax.block_until_ready(total)
 
 
-def most_in_flight(instructions: InstructionList, stage: int, sizes: Mapping[int, Sequence[int]], least: int) -> int:
-    """Microbatches of which a stage holds activations at once, at most, as a worker plays its list.
+def most_in_flight(worker: Executable, stage: int, least: int) -> int:
+    """Microbatches of which a stage holds activations at once, at most, as the worker plays its list.
 
-    `sizes`: the elements of each result of the stage's programs; what is smaller than `least`, such as a loss, is no
-    activation, nor is a running sum. One where a program does forward and backward.
+    What has fewer elements than `least`, such as a loss, is no activation, nor is a running sum. One where a program
+    does forward and backward.
     """
+    instructions = worker.wiring.instructions
+    sources = dict(zip(worker._calls, worker.sources, strict=True))
     held: list[set[Register]] = []  # by microbatch
     most = 1
     for instruction in instructions.of_stages({stage}):
         if isinstance(instruction, Run) and instruction.phase is Phase.FORWARD:
-            found = zip(instruction.outputs, sizes[instruction.program], strict=True)
-            held.append({register for register, size in found if size >= least and register not in instructions.sums})
+            found = zip(instruction.outputs, sources[instruction.program].outputs, strict=True)
+            large = {register for register, array in found if math.prod(array.shape) >= least}
+            held.append(large - instructions.sums.keys())
         elif isinstance(instruction, Free):
             for registers in held:
                 registers.difference_update(instruction.registers)
@@ -107,10 +110,7 @@ def measured_link(job: Processes) -> autopar.Link:
 
     many = 1 << 20
 
-    def link() -> str:
-        return json.dumps([seconds(1), seconds(many)])
-
-    mine = link()
+    mine = json.dumps([seconds(1), seconds(many)])
     latency, whole = json.loads(job.from_first(lambda: mine))
     return autopar.Link("between processes", latency, bandwidth=4 * many / (whole - latency))
 
@@ -147,10 +147,8 @@ def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[i
             step = autopar.parallelize(train_step, cluster=cluster, method=method)
             state, _ = step(params, batch)
             executable = step.compile(params, batch)
-            worker, predicted[schedule] = executable._runtime, executable.cost
-            programs = zip(worker._calls, worker.sources, strict=True)
-            sizes = {number: [math.prod(a.shape) for a in source.outputs] for number, source in programs}
-            flights[schedule] = most_in_flight(worker.wiring.instructions, index, sizes, EXAMPLES * WIDTH)
+            predicted[schedule] = executable.cost
+            flights[schedule] = most_in_flight(executable._runtime, index, EXAMPLES * WIDTH)
             steps[schedule] = step, state, next(step.batches([batch]))
         rows: dict[str, dict[str, Any]] = {
             schedule: {

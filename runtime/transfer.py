@@ -63,12 +63,12 @@ class TileTransfer:
             and all(copy.source == copy.target for copy in self.tiles.copies)
         )
 
-    @property
+    @functools.cached_property
     def is_cut(self) -> bool:
         """Whether tiles are sent in parts."""
         return math.prod(self.tiles.cuts) > 1
 
-    @property
+    @functools.cached_property
     def is_joined(self) -> bool:
         """Whether tiles arrive in parts."""
         return math.prod(self.tiles.joins) > 1

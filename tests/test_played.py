@@ -68,4 +68,4 @@ def test_the_microbatches_take_as_long_as_their_instructions(name: str, network:
     played = Prices(cluster).play(of.lowered, of.plan.schedule)
     assert played.timeline.makespan == pytest.approx(of.plan.step_time)
     loop = max(event.end for event in played.timeline.events if event.phase.in_loop)
-    assert loop == pytest.approx(seconds_of_list(of, played), rel=0.05)
+    assert loop == pytest.approx(seconds_of_list(of, played), rel=1e-3)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import time
 
-import jax
-import numpy as np
 import pytest
 
 from benchmarks import dispatch
@@ -24,7 +22,7 @@ def test_a_stopwatch_counts_the_calls_and_what_they_take() -> None:
 @pytest.mark.parametrize("arguments", [10, 40])
 def test_an_instruction_has_so_many_arguments(arguments: int) -> None:
     row = dispatch.microseconds_per_instruction(arguments, 2, microbatches=2)
-    assert abs(row["arguments"] - arguments) <= 2
+    assert row["wanted"] == arguments and abs(row["arguments"] - arguments) <= 2
     assert row["microseconds"] > 0
 
 
@@ -39,12 +37,6 @@ def test_the_pipeline_is_the_one_by_hand() -> None:
     assert row["rounds"] == 2 and row["seconds_by_hand"] > 0
 
 
-def test_rounds_take_turns() -> None:
-    order: list[str] = []
-    times = dispatch.interleaved(lambda: order.append("ours"), lambda: order.append("hand"), 4)
-    assert order == ["hand", "ours", "ours", "hand", "hand", "ours", "ours", "hand"] and times.shape == (4, 2)
-
-
 def test_bars() -> None:
     rows = [
         {"part": "instruction", "wanted": 10, "microseconds": 24.0, "rounds": 5},
@@ -55,4 +47,3 @@ def test_bars() -> None:
     assert {name: bar.holds for name, bar in bars.items()} == {
         "microseconds_with_10_arguments": True, "leaves_on_1": False, "pipeline": True,
     }  # fmt: skip
-    assert np.isfinite([bar.value for bar in bars.values()]).all() and jax.device_count() >= 4

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 
@@ -67,6 +69,7 @@ def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int)
     assert said[odd][-1] and MISTAKES[what].endswith(said[odd][-1])
     other = [line for line in said[1 - odd] if "I0000" not in line and "WARNING" not in line]
     assert f"autopar: stopped, since process {odd} of this job failed: {MISTAKES[what]}" in other
+    assert not any(line.startswith("Traceback") for line in other)
     assert not any("Traceback" in line or "Check failure" in line for line in other)
 
 
@@ -113,6 +116,25 @@ def test_what_jax_knows_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SLURM.items():
         monkeypatch.setenv(name, value)
     assert membership({**SLURM}) == Membership(None, None, 0)
+
+
+@pytest.mark.parametrize(("local", "expected"), [("0", "range(0, 8)"), ("1", "range(8, 16)")])
+@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+def test_a_process_has_as_many_gpus_as_it_is_told(launcher: str, local: str, expected: str) -> None:
+    """JAX would give it one under Slurm, and all of its host under Open MPI 5."""
+    variables = {**SLURM, "SLURM_LOCALID": local}
+    if launcher == "mpi":
+        variables = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": local, "JAX_COORDINATOR_ADDRESS": "node1:1234"}
+    script = (
+        "import jax\nfrom autopar import launcher\n"
+        "jax.distributed.initialize = lambda **given: print(given['local_device_ids'])\n"
+        "launcher.this_job = lambda: None\nlauncher.initialize(8)"
+    )
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_PLATFORMS"} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=LIMIT
+    )
+    assert done.stdout.strip() == expected, done.stderr
 
 
 def test_open_mpi_5_and_mpich() -> None:

@@ -21,7 +21,7 @@ LIMIT = 150
 SHIM = """#!{python}
 import os, subprocess, sys
 command = sys.argv[sys.argv.index("autopar"):]
-command = [sys.executable, "-m", *command[:2], "--devices-per-process", "1", *command[2:]]
+command = [sys.executable, "-m", *command]
 numbered = [{{name: value.format(index) for name, value in {variables}.items()}} for index in range(2)]
 jobs = [subprocess.Popen(command, env=dict(os.environ, **each)) for each in numbered]
 sys.exit(max(job.wait({limit}) for job in jobs))
@@ -43,11 +43,11 @@ def alone() -> list[str]:
 def _slurm(port: int) -> dict[str, str]:
     return {
         "SLURM_JOB_ID": str(port - (2**16 - 2**12)), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_NTASKS": "2",
-        "SLURM_STEP_NUM_NODES": "1", "SLURM_PROCID": "{}", "SLURM_LOCALID": "{}",
+        "SLURM_STEP_NUM_NODES": "2", "SLURM_PROCID": "{}", "SLURM_LOCALID": "0",
     }  # fmt: skip
 
 
-OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "{}"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 
 
 @pytest.mark.parametrize(("launcher", "file"), [("srun", "slurm.sbatch"), ("mpirun", "mpi.sh")])
@@ -94,7 +94,11 @@ def test_the_manifest_for_kubernetes(alone: list[str]) -> None:
     # The name of the first pod, as the service knows it.
     host, _ = variables[0]["JAX_COORDINATOR_ADDRESS"].split(":")
     assert host == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
-    here = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    # A pod has the last, by which JAX would look for the job itself.
+    here = {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2",
+        "KUBERNETES_SERVICE_HOST": "10.0.0.1",
+    }  # fmt: skip
     assert container["command"][:2] == ["autopar", "run"]
     done = run_under([{**each, **here} for each in variables], REPOSITORY / container["command"][2], LIMIT)
     assert [one.returncode for one in done] == [0, 0], done[0].stderr
