@@ -24,7 +24,7 @@ from autopar.passes.rules.table import register_sharding_rule
 from autopar.state import gather
 
 if TYPE_CHECKING:
-    from autopar.checkpoints import restore, save
+    from autopar.checkpoints import latest_step, restore, save, wait_until_saved
 
 __all__ = [
     "Alternative",
@@ -51,6 +51,7 @@ __all__ = [
     "gather",
     "hint",
     "initialize",
+    "latest_step",
     "load_preset",
     "make_cluster",
     "parallelize",
@@ -59,12 +60,13 @@ __all__ = [
     "register_sharding_rule",
     "restore",
     "save",
+    "wait_until_saved",
 ]
 
 
 def __getattr__(name: str) -> Any:
     """Checkpoints are imported when they are first used: they need packages that not everyone has."""
-    if name not in ("restore", "save"):
+    if name not in ("latest_step", "restore", "save", "wait_until_saved"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
         from autopar import checkpoints

@@ -36,6 +36,7 @@ from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, kind_of, unflatten_arrays
 from autopar.ir.why import Why
+from autopar.launcher import check_joined
 from autopar.origin import StepOrigin, inputs_of
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
@@ -481,6 +482,8 @@ class Parallelized:
         started = time.perf_counter()
         mine = shown[1] if shown is not None and shown[0] == call.key else None
         job = this_job()
+        if job is None:
+            check_joined()
         if job is None or leader is not None:
             plan, lowered = mine or self._planned(call, analysis)
         else:

@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,37 @@ def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches |
         _set_aside(manager, chosen, problem)
 
 
+def latest_step(path: Any) -> int | None:
+    """The step of the latest complete checkpoint that `save` has written into a folder; None: there is none.
+
+    In a job of several processes all of them have to call this.
+    """
+    folder = _folder(path)
+    if _of_first(lambda: str(int(folder.exists()))) == "0":
+        return None
+    manager = _opened(path, None, create=False).manager
+    manager.wait_until_finished()
+
+    def find() -> str:
+        manager.reload()
+        return json.dumps(manager.latest_step())
+
+    found: int | None = json.loads(_of_first(find))
+    return found
+
+
+def wait_until_saved() -> None:
+    """Return once all checkpoints of `save` are complete.
+
+    For processes that are ended without coming to the end of their program, as those of a notebook or of Ray are.
+
+    Raises:
+      OSError, ValueError: one could not be written; what the storage says.
+    """
+    for opened in _open.values():
+        opened.manager.wait_until_finished()
+
+
 # The folder and its manager.
 
 
@@ -139,9 +170,7 @@ _managers = itertools.count()  # in the same order on all processes
 
 
 def _opened(path: Any, options: ocp.CheckpointManagerOptions | None, *, create: bool) -> _Open:
-    folder = epath.Path(path)
-    if "://" not in str(path):
-        folder = epath.Path(str(folder.expanduser().absolute()))
+    folder = _folder(path)
     name = str(folder)
     found = _open.get(name)
     if found is not None and options is not None and _fields(options) != _fields(found.options):
@@ -155,6 +184,17 @@ def _opened(path: Any, options: ocp.CheckpointManagerOptions | None, *, create: 
             threading._register_atexit(_finish)  # type: ignore[attr-defined]
         found = _open[name] = _made(folder, options, create)
     return found
+
+
+def _folder(path: Any) -> epath.Path:
+    folder = epath.Path(path)
+    return folder if "://" in str(path) else epath.Path(str(folder.expanduser().absolute()))
+
+
+def _of_first(make: Callable[[], str]) -> str:
+    """What process 0 makes, on all processes."""
+    job = this_job()
+    return make() if job is None else job.from_first(make)
 
 
 def _fields(options: ocp.CheckpointManagerOptions | None) -> Any:
@@ -176,13 +216,11 @@ def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None, crea
             raise CheckpointError(f"restore: there is no folder {folder}.")
         return ""
 
-    if job is None:
-        find()
-    else:
+    _of_first(find)
+    if job is not None:
         chosen.multiprocessing_options = ocp.options.MultiprocessingOptions(
             primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{next(_managers)}"
         )
-        job.from_first(find)
     chosen.create = False
     handler = _StateHandler(chosen.multiprocessing_options)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -219,7 +257,6 @@ def _finish() -> None:
 
 def _chosen(manager: ocp.CheckpointManager, step: int | None) -> int:
     """A step that there is, for all processes the same."""
-    job = this_job()
 
     def choose() -> str:
         manager.reload()
@@ -230,7 +267,7 @@ def _chosen(manager: ocp.CheckpointManager, step: int | None) -> int:
             raise CheckpointError(f"restore: {manager.directory} holds no complete {which}; {there}.")
         return str(steps[-1] if step is None else step)
 
-    return int(choose() if job is None else job.from_first(choose))
+    return int(_of_first(choose))
 
 
 def _damage(folder: epath.Path) -> str:
@@ -250,8 +287,7 @@ def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
         (directory / str(step)).rename(directory / name)
         return name
 
-    job = this_job()
-    aside = move() if job is None else job.from_first(move)
+    aside = _of_first(move)
     manager.reload()
     warnings.warn(
         f"the checkpoint {directory / str(step)} is damaged: {problem}. It is set aside as {aside}, and the one "

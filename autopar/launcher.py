@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -34,7 +35,7 @@ class Membership:
 
     index: int | None
     count: int | None
-    local_index: int | None  # on its host; None: not known
+    local_index: int | None  # on its host; None: not known, or it sees no devices but its own
 
 
 def _local_index(environment: Mapping[str, str]) -> int | None:
@@ -90,12 +91,58 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     return found
 
 
+def _ray_worker() -> Membership | None:
+    """This process's place among the workers of Ray Train; None: it is none of them."""
+    ray_train = sys.modules.get("ray.train")  # Ray has imported it before it runs a worker's train loop
+    if ray_train is None:
+        return None
+    try:
+        context = ray_train.get_context()
+        return Membership(context.get_world_rank(), context.get_world_size() or 1, None)
+    except (RuntimeError, DeprecationWarning):  # which it raises in the driver, and in trials of Ray Tune
+        return None
+
+
+def _rays_coordinator(index: int) -> str:
+    """The address that the first worker chooses; all of them come here."""
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.util import get_node_ip_address
+
+    address = f"{get_node_ip_address()}:{_free_port('')}" if index == 0 else None
+    return str(broadcast_from_rank_zero(address))
+
+
+def check_joined() -> None:
+    """Before a process trains alone: whether it is one of several that should have joined a job.
+
+    Raises:
+      ArgumentError: it is a worker of Ray Train, or its launcher's variables make no sense.
+    """
+    remedy = "call autopar.initialize() before JAX is used for anything"
+    worker = _ray_worker()
+    if worker is not None:
+        if worker.count != 1:
+            raise ArgumentError(
+                f"this process is worker {worker.index} of {worker.count} of Ray Train and has not joined the others, "
+                f"so that each would train alone: {remedy}, first thing in the train loop."
+            )
+        return
+    found = membership({_COORDINATOR: "", **os.environ})  # wherever process 0 is
+    if found is not None and found.count is not None:
+        warnings.warn(
+            f"this process is {found.index} of {found.count} by its launcher's variables and has not joined the "
+            f"others: it trains alone. Start the script by `autopar run`, or {remedy}.",
+            stacklevel=2,
+        )
+
+
 def initialize(devices_per_process: int | None = None) -> bool:
     """Join the job that this process was started in; True if there is one. A process that is alone goes on as it is.
 
     To be called before JAX is used: by scripts that are not started by `autopar run`, which does it by itself. What
-    `jax.distributed.initialize` knows is joined (Slurm, Open MPI, Kubernetes, Cloud TPUs), what mpirun starts, and what
-    JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name. From then on a process that fails ends all.
+    `jax.distributed.initialize` knows is joined (Slurm, Open MPI, Kubernetes, Cloud TPUs), what mpirun starts, the
+    workers of a trainer of Ray Train, and what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name. From
+    then on a process that fails ends all.
 
     Args:
       devices_per_process: so many virtual devices on CPUs; of the GPUs of a host its process number i takes the i-th
@@ -109,8 +156,9 @@ def initialize(devices_per_process: int | None = None) -> bool:
         jax.config.update("jax_num_cpu_devices", devices)
     if jax.distributed.is_initialized():
         return this_job() is not None
-    found = membership(os.environ)
-    if found is None:
+    worker = _ray_worker()
+    found = worker or membership(os.environ)
+    if found is None or found.count == 1:
         return False
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would keep a process that is asked to end from ending.
@@ -120,6 +168,9 @@ def initialize(devices_per_process: int | None = None) -> bool:
     if devices is not None and found.local_index is not None and not on_cpus:
         local = range(found.local_index * devices, (found.local_index + 1) * devices)
     given: dict[str, Any] = {"num_processes": found.count, "process_id": found.index, "local_device_ids": local}
+    if worker is not None and worker.index is not None:
+        # Of whatever started Ray itself, its workers have inherited variables that mean something else.
+        given |= {"coordinator_address": _rays_coordinator(worker.index), "cluster_detection_method": "deactivate"}
     jax.distributed.initialize(**{name: value for name, value in given.items() if value is not None})
     this_job()
     return True
@@ -168,10 +219,8 @@ def launch(command: Sequence[str], processes: int, devices_per_process: int | No
     What they print comes line by line, with the number of the process before it (but for `bare` not what the first
     prints on stdout). Once one has failed, the others have ten seconds to end by themselves.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = {_COORDINATOR: f"127.0.0.1:{port}", _COUNT: str(processes), _LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
+    here = f"127.0.0.1:{_free_port('127.0.0.1')}"
+    job = {_COORDINATOR: here, _COUNT: str(processes), _LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
         job[_DEVICES] = str(devices_per_process)
     lock = threading.Lock()
@@ -193,6 +242,13 @@ def launch(command: Sequence[str], processes: int, devices_per_process: int | No
     for reader in readers:
         reader.join(timeout=_GRACE)
     return code
+
+
+def _free_port(address: str) -> int:
+    """One that nobody on this machine uses now, at one of its addresses or, for "", at all of them."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
 
 
 def _copy_lines(source: IO[bytes], target: Any, prefix: str, lock: threading.Lock) -> None:

@@ -154,6 +154,18 @@ def test_what_the_manager_keeps(tmp_path: pathlib.Path) -> None:
         autopar.save(tmp_path, {"x": 0}, step=8, options=ocp.CheckpointManagerOptions(max_to_keep=3))
 
 
+def test_the_latest_step(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "run"
+    assert autopar.latest_step(folder) is None and not folder.exists()
+    folder.mkdir()
+    assert autopar.latest_step(folder) is None
+    autopar.save(folder, {"x": jnp.asarray(0)}, step=3)
+    assert autopar.latest_step(folder) == 3
+    (folder / "3" / "commit_success.txt").rename(folder / "3" / "other")  # whichever way the storage tells it
+    (folder / "3").rename(folder / "3.orbax-checkpoint-tmp")
+    assert autopar.latest_step(folder) is None
+
+
 def test_options_may_be_given_after_a_first_restore(tmp_path: pathlib.Path) -> None:
     autopar.save(tmp_path, {"x": jnp.asarray(0)}, step=0)
     autopar.restore(tmp_path, like={"x": 0})
@@ -242,7 +254,7 @@ def test_the_one_before_a_damaged_one_is_taken_and_steps_go_on(tmp_path: pathlib
 
 
 SCRIPT = """
-import sys, resource, signal
+import os, sys, resource, signal
 import jax.numpy as jnp, autopar
 for step in (1, 2, 3):
     if step == 3 and sys.argv[2] == "full":
@@ -253,14 +265,17 @@ for step in (1, 2, 3):
         autopar.restore(sys.argv[1], like={"x": jnp.zeros(1000000)})
 if sys.argv[2] == "raises":
     raise ValueError("of the script")
+if sys.argv[2] == "vanishes":
+    autopar.wait_until_saved()
+    os._exit(0)
 """
 
 
-@pytest.mark.parametrize("what", ["ends", "raises", "full"])
+@pytest.mark.parametrize("what", ["ends", "vanishes", "raises", "full"])
 def test_the_end_of_the_program_waits_for_it(tmp_path: pathlib.Path, what: str) -> None:
     arguments = [sys.executable, "-c", SCRIPT, str(tmp_path), what]
     done = subprocess.run(arguments, env={**os.environ, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
-    assert done.returncode == int(what != "ends"), done.stderr
+    assert done.returncode == int(what in ("raises", "full")), done.stderr
     assert what != "full" or "File too large" in done.stderr
     last = 2 if what == "full" else 3
     assert autopar.restore(tmp_path, like={"x": np.zeros(0)})["x"][1] == last

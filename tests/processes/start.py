@@ -31,7 +31,7 @@ def _environment(devices: int) -> dict[str, str]:
     return {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": str(devices), "PYTHONPATH": os.fspath(REPOSITORY)}
 
 
-def _finished(
+def finished(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], limit: float
 ) -> list[subprocess.CompletedProcess[str]]:
     """Of commands that run side by side; all are ended after the limit, with what they have started."""
@@ -64,7 +64,7 @@ def run_job(
         sys.executable, "-m", "autopar", "run", *many, "--devices-per-process", str(devices), os.fspath(script),
         *arguments,
     ]  # fmt: skip
-    (done,) = _finished([command], [_environment(processes * devices)], limit)
+    (done,) = finished([command], [_environment(processes * devices)], limit)
     return done
 
 
@@ -74,4 +74,4 @@ def run_under(
     """`autopar run` of a script as processes with one device each, in the variables that a launcher gives each."""
     command = [sys.executable, "-m", "autopar", "run", "--devices-per-process", "1", os.fspath(script)]
     environments = [{**_environment(len(launcher)), **variables} for variables in launcher]
-    return _finished([command] * len(launcher), environments, limit)
+    return finished([command] * len(launcher), environments, limit)

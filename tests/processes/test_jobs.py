@@ -11,8 +11,10 @@ import subprocess
 import sys
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
+import autopar
 from autopar import launcher
 from autopar.errors import ArgumentError
 from autopar.launcher import Membership, membership
@@ -192,6 +194,14 @@ def test_by_variables() -> None:
 def test_variables_that_make_no_sense(variables: dict[str, str], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         membership({"JAX_COORDINATOR_ADDRESS": "a:1", **variables})
+
+
+def test_one_that_has_not_joined_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = autopar.parallelize(lambda w, x: w - (w * x).sum(0), batch_axes=(None, 0))
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(UserWarning, match=r"process is 3 of 4 by its launcher's variables and has not joined"):
+        step(np.ones(4, np.float32), np.ones((8, 4), np.float32))
 
 
 @pytest.mark.slow
