@@ -256,9 +256,9 @@ class Parallelized:
             return renew(returning_changed(self._fun)(*gather(args), **gather(kwargs)), args, kwargs)
         steady = self._steady
         if steady is not None:
-            flat, structure = jax.tree.flatten((args, kwargs))
-            if steady.serves(flat, structure):
-                return steady(flat)
+            leaves = steady.serves((args, kwargs))
+            if leaves is not None:
+                return steady(leaves)
         call = self._call(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             raise TraceError(

@@ -253,18 +253,22 @@ class Steady:
     configuration: Any
     returned: Any  # the result's structure
 
-    def serves(self, leaves: Sequence[Any], structure: Any) -> bool:
-        """Whether a call is such."""
-        if structure != self.structure:
-            return False
+    def serves(self, arguments: Any) -> Sequence[Any] | None:
+        """The leaves of the arguments of such a call; None: it is none."""
+        try:
+            leaves = self.structure.flatten_up_to(arguments)  # sooner done than to flatten and compare
+        except ValueError:
+            return None
         others = [leaves[at] for at in self.executable._runtime.others]
-        return (
-            not any(isinstance(leaf, jax.core.Tracer) for leaf in others)
+        serves = (
+            jax.tree_util.all_leaves(others)
+            and not any(isinstance(leaf, jax.core.Tracer) for leaf in others)
             and self.executable._runtime.knows(leaves)
             and call_specs(others) == self.specs
             and configuration() is self.configuration
             and not _looks_for_errors()
         )
+        return leaves if serves else None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self.returned, self.executable._runtime(leaves, known=True))

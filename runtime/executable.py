@@ -78,6 +78,20 @@ class Source:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class _Direct:
+    """How a step that is one program is called. Of thousands of leaves each further look takes as long as the program.
+
+    Positions are those in the arguments' leaves, what is always the same after them, and then what is moved.
+    """
+
+    program: int
+    arguments: Callable[[Sequence[Any]], Sequence[Any]]
+    permanent: Sequence[Any]
+    results: Callable[[Sequence[Any]], Sequence[Any]]  # of what the program returns, and None after it
+    passed: Sequence[tuple[int, int]]  # results that are arguments
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Wiring:
     """What the worker needs to know besides programs: how arguments become registers and registers results."""
 
@@ -161,7 +175,6 @@ class Executable:
         )
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
-        self._expect_at([])
         # Beside each program of the list what gets its arguments.
         getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in self._instructions]
         self._list = list(zip(self._instructions, getters, strict=True))
@@ -169,6 +182,7 @@ class Executable:
         self._mail = (
             None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
         )
+        self._expect_at([])
 
     @functools.cached_property
     def rows(self) -> Rows:
@@ -204,6 +218,25 @@ class Executable:
         # Where a call's results, and after them its arguments, have what it leaves.
         count = len(self.wiring.results)
         self._left = _getter(count + at if (k := self._next[at]) is None else k for at in expected)
+        self._direct = self._direct_call()
+
+    def _direct_call(self) -> _Direct | None:
+        """Of a step that is one program, where its arguments come from while calls know the state; None: it is not."""
+        runs = [i for i in self._instructions if isinstance(i, Run)]
+        copies = any(isinstance(i, Copy) for i in self._instructions)
+        if len(runs) != 1 or copies or self._sums or self._absent or self._mail is not None:
+            return None
+        (run,) = runs
+        moved = [*self._feeds, *(register for _, register, _ in self._brought)]
+        given = [*[r for r, _ in self._permanent], *moved]
+        at = {register: len(self.wiring.inputs) + k for k, register in enumerate(given)}
+        at |= {register: leaf for leaf, register in self._stays}
+        made = {register: k for k, register in enumerate(run.outputs)}
+        return _Direct(
+            run.program, _getter(at[register] for register in run.inputs), [x for _, x in self._permanent],
+            _getter(made.get(-1 if r is None else r, len(made)) for r in self.wiring.instructions.results),
+            [(k, at[register]) for k, register in self._passes],
+        )  # fmt: skip
 
     def knows(self, leaves: Sequence[Any]) -> bool:
         """Whether the state among the arguments' leaves is what the last call left, where it left it."""
@@ -228,6 +261,8 @@ class Executable:
           StateError: a leaf was donated to an earlier step, or lies on other devices than planned.
           StateLostError: a program failed after the state had been given to an update program.
         """
+        if known and self._direct is not None:
+            return self._call_direct(self._direct, leaves)
         wiring = self.wiring
         if self._mail is not None:
             self._mail.next_step()
@@ -266,18 +301,8 @@ class Executable:
                     for register in instruction.registers:
                         registers[register] = None
         except Exception as error:
-            if known and not has_run:
-                for at, _ in self._stays:
-                    self._check_there(at, leaves[at])
-            # Only update programs get leaves to overwrite: before the first of them all are there.
-            lost = [wiring.input_paths[i] for i in sorted(wiring.donated) if _is_deleted(leaves[i])]
-            if not lost:
-                raise
-            raise StateLostError(
-                f"the step failed after {len(lost)} leaves of the state, among them {lost[0]}, had been given to "
-                "update programs, so that the state is lost: restore it from a checkpoint. With donate_argnums=() a "
-                "step keeps the old state, at the price of its memory."
-            ) from error
+            self._explain(error, leaves, known=known and not has_run)
+            raise
         self.dispatch_seconds = time.perf_counter() - started - waited
         for register, nothing in self._absent.items():
             registers[register] = nothing
@@ -291,6 +316,46 @@ class Executable:
         else:
             self._expect(leaves, in_place, returned)
         return returned
+
+    def _call_direct(self, direct: _Direct, leaves: Sequence[Any]) -> list[Any]:
+        """As `__call__`, of a step that is one program, called with the state that it left."""
+        wanted = [self._examples(register, leaves) for register in self._feeds]
+        wanted += [(leaves[at], array) for at, _, array in self._brought]
+        moved = [_ready(x, array) for x, array in wanted]
+        given = [*leaves, *direct.permanent, *moved]
+        started, waited = time.perf_counter(), 0.0
+        try:
+            outputs = self._calls[direct.program](*direct.arguments(given))
+        except Exception as error:
+            self._explain(error, leaves, known=True)
+            raise
+        if self._waits[direct.program]:
+            launched = time.perf_counter()
+            _wait_for(outputs)
+            waited = time.perf_counter() - launched
+        self.dispatch_seconds = time.perf_counter() - started - waited
+        returned: list[Any] = list(direct.results((*outputs, None)))
+        for k, result in self._passed:
+            returned[k] = result(leaves)
+        for k, at in direct.passed:
+            returned[k] = given[at]
+        self._expected = self._remember(self._left([*returned, *leaves]))
+        return returned
+
+    def _explain(self, error: Exception, leaves: Sequence[Any], *, known: bool) -> None:
+        """Raise what says more of a failed step than `error`, if there is such; `known`: no program has run before."""
+        wiring = self.wiring
+        if known:
+            for at, _ in self._stays:
+                self._check_there(at, leaves[at])
+        # Only update programs get leaves to overwrite: before the first of them all are there.
+        lost = [wiring.input_paths[i] for i in sorted(wiring.donated) if _is_deleted(leaves[i])]
+        if lost:
+            raise StateLostError(
+                f"the step failed after {len(lost)} leaves of the state, among them {lost[0]}, had been given to "
+                "update programs, so that the state is lost: restore it from a checkpoint. With donate_argnums=() a "
+                "step keeps the old state, at the price of its memory."
+            ) from error
 
     def _remember(self, left: Iterable[Any]) -> Sequence[weakref.ref[Any]]:
         """What a call leaves, as arrays of which none shares a buffer with another."""
@@ -370,29 +435,54 @@ class Executable:
                 "step returned, or pass donate_argnums=() to keep the old one."
             )
 
+    def _examples(self, register: Register, leaves: Sequence[Any]) -> tuple[Any, Array | None]:
+        """What is fed into a register, and as which array it is wanted there; None: it lies there already.
+
+        Raises:
+          StateError: the examples were placed for another step.
+        """
+        at, batch, microbatch, array = self._feeds[register]
+        leaf = leaves[at]
+        if not isinstance(leaf, PlacedExamples):
+            return _microbatch(leaf, batch, microbatch, self.wiring.num_microbatches), array
+        if leaf.owner is not self.wiring:
+            raise StateError(
+                f"{self.wiring.input_paths[at]} was placed on the devices for {leaf.function}, which wants it "
+                "elsewhere than this step, or has other shapes: each step has its own batches()."
+            )
+        return leaf.arrays[register], None
+
     def _move(self, leaves: Sequence[Any], registers: list[Any], moves: list[tuple[Register, Any, Any]]) -> None:
         """Examples, and what else is not where it is wanted, to there."""
-        count = self.wiring.num_microbatches
-        for register, (at, batch, microbatch, array) in self._feeds.items():
-            leaf = leaves[at]
-            if isinstance(leaf, PlacedExamples):
-                if leaf.owner is not self.wiring:
-                    raise StateError(
-                        f"{self.wiring.input_paths[at]} was placed on the devices for {leaf.function}, which wants it "
-                        "elsewhere than this step, or has other shapes: each step has its own batches()."
-                    )
-                registers[register] = leaf.arrays[register]
+        for register in self._feeds:
+            examples, array = self._examples(register, leaves)
+            if array is None:
+                registers[register] = examples
             else:
-                moves.append((register, _microbatch(leaf, batch, microbatch, count), array.sharding))
+                moves.append((register, examples, array.sharding))
         # Callers may fill their batch buffers anew while the step still runs.
         placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
 
 
+def _ready(x: Any, array: Array | None) -> Any:
+    """An argument as a compiled program takes it; None: it is such already."""
+    if array is None:
+        return x
+    # What a caller may fill anew while the step still runs is copied; the program itself brings it to its devices,
+    # which takes a fifth of the time of `jax.device_put`.
+    if type(x) is np.ndarray and x.dtype == array.dtype:
+        return x.copy()
+    (placed,) = place([x], [array.sharding])
+    return placed
+
+
 def _getter(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """What a sequence has at these positions."""
     at = tuple(positions)
+    if at and at == tuple(range(at[0], at[0] + len(at))):
+        return operator.itemgetter(slice(at[0], at[-1] + 1))
     return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
 
 

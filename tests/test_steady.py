@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import StateError
+from autopar.errors import StateError, UserError
 from tests.planned import cluster_of
 
 X = np.linspace(-1, 1, 32, dtype=np.float32).reshape(8, 4)
@@ -83,6 +83,26 @@ def test_a_leaf_that_was_replaced(parallel: autopar.Parallelized) -> None:
 def test_a_batch_of_another_type(parallel: autopar.Parallelized) -> None:
     ours, theirs = steady(parallel)
     same(parallel(ours, X.astype(np.float16)), jax.jit(step)(theirs, X.astype(np.float16)), 1e-2)
+
+
+@pytest.mark.parametrize("other", [{"x": X}, [X], None], ids=["dict", "list", "None"])
+def test_a_batch_of_another_structure(parallel: autopar.Parallelized, other: Any) -> None:
+    ours, theirs = steady(parallel)
+    with pytest.raises((TypeError, UserError)):  # as the step itself says it
+        parallel(ours, other)
+    same(parallel(ours, X), jax.jit(step)(theirs, X))
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_batch_that_is_filled_anew_at_once(parallel: autopar.Parallelized, order: Any) -> None:
+    ours, theirs = steady(parallel)
+    batch = np.array(np.tile(X, (512, 1)), order=order)
+    for k in range(20):
+        batch[...] = np.tile(X + k, (512, 1))
+        theirs, _ = jax.jit(step)(theirs, batch.copy())
+        ours, _ = parallel(ours, batch)
+        batch.fill(np.nan)
+    same(ours, theirs, 1e-3)
 
 
 def test_a_state_that_is_gone(parallel: autopar.Parallelized) -> None:
