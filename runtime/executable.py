@@ -323,22 +323,26 @@ class Executable:
         wanted += [(leaves[at], array) for at, _, array in self._brought]
         moved = [_ready(x, array) for x, array in wanted]
         given = [*leaves, *direct.permanent, *moved]
-        started, waited = time.perf_counter(), 0.0
+        has_run = False
         try:
+            passed = [(k, result(leaves)) for k, result in self._passed]
+            passed += [(k, given[at]) for k, at in direct.passed]
+            if self._ever_waits:
+                jax.block_until_ready(passed)
+            started, waited = time.perf_counter(), 0.0
             outputs = self._calls[direct.program](*direct.arguments(given))
+            has_run = True
+            if self._waits[direct.program]:
+                launched = time.perf_counter()
+                _wait_for(outputs)
+                waited = time.perf_counter() - launched
         except Exception as error:
-            self._explain(error, leaves, known=True)
+            self._explain(error, leaves, known=not has_run)
             raise
-        if self._waits[direct.program]:
-            launched = time.perf_counter()
-            _wait_for(outputs)
-            waited = time.perf_counter() - launched
         self.dispatch_seconds = time.perf_counter() - started - waited
         returned: list[Any] = list(direct.results((*outputs, None)))
-        for k, result in self._passed:
-            returned[k] = result(leaves)
-        for k, at in direct.passed:
-            returned[k] = given[at]
+        for k, x in passed:
+            returned[k] = x
         self._expected = self._remember(self._left([*returned, *leaves]))
         return returned
 

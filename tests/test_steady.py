@@ -181,6 +181,21 @@ def test_a_number_of_the_host_beside_the_state(method: Any) -> None:
     assert is_steady[3:] == [True, False, False, True]
 
 
+@pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: method.name)
+def test_what_comes_back_beside_what_takes_its_place(method: Any) -> None:
+    def both(w: Any, x: Any) -> Any:
+        return w - 0.1 * jax.grad(lambda w: ((x @ w) ** 2).mean())(w), w, x
+
+    parallel = autopar.parallelize(both, cluster=cluster_of(1, 4), method=method, batch_axes=(None, 0))
+    ours = theirs = np.eye(4, dtype=np.float32)
+    for _ in range(5):
+        ours, before, x = parallel(ours, X)
+        expected = jax.jit(both)(theirs, X)
+        theirs = expected[0]
+        same((ours, before, x), expected)
+    assert parallel._steady is not None
+
+
 def test_kept_states() -> None:
     """Without donation an earlier state can be gone back to."""
     keeping = autopar.parallelize(
