@@ -6,6 +6,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,6 +220,41 @@ def test_the_position_is_part_of_a_checkpoint(tmp_path: pathlib.Path, tells: boo
     autopar.save(tmp_path, fourth[0], step=4)
     with pytest.raises(autopar.UserError, match="holds no position of batches"):
         autopar.restore(tmp_path, like=step, batches=step.batches(batches(1)))
+
+
+def pairs() -> list[dict[str, Any]]:
+    numbers = np.random.default_rng(0).normal(size=(64, 2, WIDTH)).astype(np.float32)
+    return [{"x": x, "y": y} for x, y in numbers]
+
+
+def grain_dataset() -> Any:
+    shuffled = grain.MapDataset.source(pairs()).seed(3).shuffle().repeat(2)
+    return shuffled.batch(8, drop_remainder=True).to_iter_dataset(grain.ReadOptions(num_threads=2))
+
+
+def grain_loader() -> Any:
+    sampler = grain.samplers.IndexSampler(
+        64, shuffle=True, seed=3, num_epochs=2, shard_options=grain.sharding.NoSharding()
+    )
+    batch = grain.transforms.Batch(8, drop_remainder=True)
+    return grain.DataLoader(data_source=pairs(), sampler=sampler, operations=[batch], worker_count=0)
+
+
+@pytest.mark.parametrize("source", [grain_dataset, grain_loader])
+def test_grain_goes_on_where_it_was(tmp_path: pathlib.Path, source: Any) -> None:
+    step = compiled(METHODS["zero3"])
+    taken, state, expected = step.batches(source()), initial(), []
+    for at, batch in enumerate(taken, 1):
+        state, loss = step(state, batch, 0.1)
+        expected.append(loss)
+        if at == 5:
+            autopar.save(tmp_path, state, step=at, batches=taken)
+    again = step.batches(source())
+    state, found = autopar.restore(tmp_path, like=step, batches=again), []
+    for batch in again:
+        state, loss = step(state, batch, 0.1)
+        found.append(loss)
+    assert len(found) == 11 and found == expected[5:]
 
 
 def test_who_needs_what() -> None:
