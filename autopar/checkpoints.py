@@ -126,6 +126,10 @@ def latest_step(path: Any) -> int | None:
     """The step of the latest complete checkpoint that `save` has written into a folder; None: there is none.
 
     In a job of several processes all of them have to call this.
+
+    Raises:
+      CheckpointError: the folder cannot be read as one of checkpoints.
+      OSError, ValueError: a checkpoint that `save` began before could not be written; what the storage says.
     """
     folder = _folder(path)
     if _of_first(lambda: str(int(folder.exists()))) == "0":
@@ -149,8 +153,14 @@ def wait_until_saved() -> None:
     Raises:
       OSError, ValueError: one could not be written; what the storage says.
     """
+    failed: Exception | None = None
     for opened in _open.values():
-        opened.manager.wait_until_finished()
+        try:
+            opened.manager.wait_until_finished()
+        except Exception as error:  # the others are waited for all the same
+            failed = failed or error
+    if failed is not None:
+        raise failed
 
 
 # The folder and its manager.

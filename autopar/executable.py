@@ -70,7 +70,10 @@ class Executable:
 
     @property
     def dispatch_seconds(self) -> float:
-        """Host seconds that issuing the last step's instructions took."""
+        """Host seconds that issuing the last step's instructions took.
+
+        In a loop over a step that is one program, bringing NumPy examples to the devices is a part of it.
+        """
         return self._runtime.dispatch_seconds
 
     def as_text(self) -> dict[str, str]:

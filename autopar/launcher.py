@@ -98,9 +98,12 @@ def _ray_worker() -> Membership | None:
         return None
     try:
         context = ray_train.get_context()
-        return Membership(context.get_world_rank(), context.get_world_size() or 1, None)
+        count = context.get_world_size()
     except (RuntimeError, DeprecationWarning):  # which it raises in the driver, and in trials of Ray Tune
         return None
+    # In its local mode, and in a driver before Ray Train 2, the process is one of whatever else has started it.
+    is_worker = type(context).__name__ == "DistributedTrainContext"
+    return Membership(context.get_world_rank(), count, None) if is_worker else None
 
 
 def _rays_coordinator(index: int) -> str:
@@ -114,6 +117,8 @@ def _rays_coordinator(index: int) -> str:
 
 def check_joined() -> None:
     """Before a process trains alone: whether it is one of several that should have joined a job.
+
+    Only those are known whose number is in their variables, and workers of Ray Train: not what JAX finds out by itself.
 
     Raises:
       ArgumentError: it is a worker of Ray Train, or its launcher's variables make no sense.
@@ -132,7 +137,7 @@ def check_joined() -> None:
         warnings.warn(
             f"this process is {found.index} of {found.count} by its launcher's variables and has not joined the "
             f"others: it trains alone. Start the script by `autopar run`, or {remedy}.",
-            stacklevel=2,
+            stacklevel=4,  # where the step is called or compiled
         )
 
 
@@ -169,8 +174,12 @@ def initialize(devices_per_process: int | None = None) -> bool:
         local = range(found.local_index * devices, (found.local_index + 1) * devices)
     given: dict[str, Any] = {"num_processes": found.count, "process_id": found.index, "local_device_ids": local}
     if worker is not None and worker.index is not None:
-        # Of whatever started Ray itself, its workers have inherited variables that mean something else.
-        given |= {"coordinator_address": _rays_coordinator(worker.index), "cluster_detection_method": "deactivate"}
+        # Of whatever started Ray itself, its workers have inherited variables that name other jobs and addresses.
+        address = _rays_coordinator(worker.index)
+        given |= {
+            "coordinator_address": address, "cluster_detection_method": "deactivate",
+            "coordinator_bind_address": f"[::]:{address.rpartition(':')[2]}",
+        }  # fmt: skip
     jax.distributed.initialize(**{name: value for name, value in given.items() if value is not None})
     this_job()
     return True

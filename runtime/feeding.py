@@ -11,7 +11,7 @@ import numpy as np
 from autopar.ir.graph import BatchDim
 from autopar.ir.instructions import Register
 from autopar.runtime.gathering import box_of
-from autopar.runtime.placement import Array, arrays_of
+from autopar.runtime.placement import Array, arrays_of, private
 
 Feeds = Mapping[Register, tuple[int, BatchDim, int, Array]]  # (argument leaf, its batch, microbatch, array)
 
@@ -67,6 +67,7 @@ def place_rows(leaves: Mapping[int, np.ndarray[Any, Any]], feeds: Feeds, rows: R
     Nobody waits: the copies go on while steps run.
     """
     held = []
+    leaves = {at: private(leaf) for at, leaf in leaves.items()}  # loaders may fill theirs anew
     for at, batch, microbatch, array in feeds.values():
         leaf = leaves[at]
         is_part = leaf.shape[batch.dim] != batch.size

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core.primitives import convert_element_type_p
 
 from autopar.errors import StateError
@@ -50,6 +51,14 @@ def is_here(mesh: Any) -> bool:
     return bool(mesh.local_devices)
 
 
+def private(x: Any) -> Any:
+    """A value that its owner may change at once, as one that nobody changes.
+
+    JAX reads NumPy arrays after `device_put` has returned, `may_alias=False` or not (jaxlib 0.10.2).
+    """
+    return x.copy() if isinstance(x, np.ndarray) else x
+
+
 def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]) -> list[jax.Array]:
     """The values as arrays of these shardings; of meshes over several processes each places what its devices hold.
 
@@ -61,10 +70,12 @@ def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]
     local = [sharding.is_fully_addressable for sharding in shardings]
     found: dict[int, jax.Array] = {}
     whole = [i for i, is_local in enumerate(local) if is_local]
-    moved = jax.device_put([values[i] for i in whole], [shardings[i] for i in whole], may_alias=False)
+    moved = jax.device_put([private(values[i]) for i in whole], [shardings[i] for i in whole], may_alias=False)
     found.update(zip(whole, moved, strict=True))
     shared = [i for i, is_local in enumerate(local) if not is_local]
-    held = [(tuple(jax.numpy.shape(values[i])), shardings[i], _pieces(values[i], shardings[i])) for i in shared]
+    held = [
+        (tuple(jax.numpy.shape(values[i])), shardings[i], _pieces(private(values[i]), shardings[i])) for i in shared
+    ]
     for i, array in zip(shared, arrays_of(held), strict=True):
         found[i] = weakly_typed(array) if jax.typeof(values[i]).weak_type else array
     return [found[i] for i in range(len(values))]
@@ -73,7 +84,10 @@ def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]
 def arrays_of(
     held: Sequence[tuple[tuple[int, ...], jax.sharding.Sharding, Mapping[jax.Device, Any]]],
 ) -> list[jax.Array]:
-    """Arrays of these shapes and shardings, of what each of this process's devices holds, copied in one call."""
+    """Arrays of these shapes and shardings, of what each of this process's devices holds, copied in one call.
+
+    Of the host's values nobody may change any (`private`).
+    """
     devices = [device for _, _, pieces in held for device in pieces]
     copies = jax.device_put([x for _, _, pieces in held for x in pieces.values()], devices, may_alias=False)
     placed = iter(copies)

@@ -189,13 +189,6 @@ class Processes:
         text = "".join(traceback.format_exception_only(type(error), error)).strip()
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failed before
             self._client.key_value_set(_FAILED, json.dumps({"process": self.index, "error": text}))
-        if not self.index:  # which hosts the coordination service
-            until = time.monotonic() + _PATIENCE
-            for other in range(1, self.count):
-                left = max(1, int(1000 * (until - time.monotonic())))
-                with contextlib.suppress(jax.errors.JaxRuntimeError):
-                    self._client.blocking_key_value_get(f"{_HEARD}/{other}", left)
-            time.sleep(_PARTING)
         self._stop("", code)
 
     def _stop(self, reason: str, code: int) -> NoReturn:
@@ -205,9 +198,15 @@ class Processes:
                 _print(f"stopped, since {reason}")
             sys.stdout.flush()
             sys.stderr.flush()
-            # The last: JAX aborts those whose coordinator is gone.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_set(f"{_HEARD}/{self.index}", "")
+            if not self.index:  # which hosts the coordination service: JAX aborts those whose coordinator is gone
+                until = time.monotonic() + _PATIENCE
+                for other in range(1, self.count):
+                    left = max(1, int(1000 * (until - time.monotonic())))
+                    with contextlib.suppress(jax.errors.JaxRuntimeError):
+                        self._client.blocking_key_value_get(f"{_HEARD}/{other}", left)
+                time.sleep(_PARTING)
             os._exit(code)
 
     def _watch(self) -> None:

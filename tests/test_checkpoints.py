@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
+from autopar import checkpoints
 from autopar.errors import CheckpointError, PlanError, StateError
 from autopar.ir.graph import LeafCut
 from autopar.ir.pieces import Pieces
@@ -164,6 +165,25 @@ def test_the_latest_step(tmp_path: pathlib.Path) -> None:
     (folder / "3" / "commit_success.txt").rename(folder / "3" / "other")  # whichever way the storage tells it
     (folder / "3").rename(folder / "3.orbax-checkpoint-tmp")
     assert autopar.latest_step(folder) is None
+
+
+def test_all_are_waited_for_though_one_fails(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = []
+    for name in "abc":
+        autopar.save(tmp_path / name, {"x": jnp.asarray(0)}, step=0)
+    autopar.wait_until_saved()
+    for name in "abc":
+        manager = checkpoints._open[str(tmp_path / name)].manager
+
+        def wait(name: str = name) -> None:
+            waited.append(name)
+            if name != "c":
+                raise OSError(name)
+
+        monkeypatch.setattr(manager, "wait_until_finished", wait)
+    with pytest.raises(OSError, match="a"):
+        autopar.wait_until_saved()
+    assert waited == ["a", "b", "c"]
 
 
 def test_options_may_be_given_after_a_first_restore(tmp_path: pathlib.Path) -> None:

@@ -196,6 +196,31 @@ def test_what_comes_back_beside_what_takes_its_place(method: Any) -> None:
     assert parallel._steady is not None
 
 
+@pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: method.name)
+def test_state_that_is_brought_anew_and_comes_back(method: Any) -> None:
+    def scaled(state: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(state["w"])
+        return {"w": state["w"] - state["rate"] * gradient, "rate": state["rate"]}, loss
+
+    parallel = autopar.parallelize(scaled, cluster=cluster_of(1, 4), method=method, batch_axes=(None, 0))
+    ours = theirs = {"w": np.eye(4, dtype=np.float32), "rate": np.full((4, 4), 0.1, np.float32)}
+    for k in range(1, 8):
+        rate = np.full((4, 4), 0.1 / k, np.float32)
+        theirs, expected = jax.jit(scaled)({**theirs, "rate": rate.copy()}, X)
+        ours, loss = parallel({**ours, "rate": rate}, X)
+        rate.fill(np.nan)
+        assert isinstance(ours["rate"], jax.Array)
+        same((ours, loss), (theirs, expected))
+    assert parallel._steady is not None
+
+
+def test_under_a_transfer_guard(parallel: autopar.Parallelized) -> None:
+    ours, theirs = steady(parallel)
+    with jax.transfer_guard("disallow"):  # of what happens without being asked for
+        ours, _ = parallel(ours, X)
+    same(ours, jax.jit(step)(theirs, X)[0])
+
+
 def test_kept_states() -> None:
     """Without donation an earlier state can be gone back to."""
     keeping = autopar.parallelize(
