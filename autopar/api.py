@@ -474,6 +474,9 @@ class Parallelized:
         found = self._executables.get(call.key)
         if found is not None:
             return found
+        job = this_job()
+        if job is None:
+            check_joined()
         analysis = self._analyse(call)
         leader = self._leader()
         devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
@@ -481,9 +484,6 @@ class Parallelized:
         shown, self._shown = self._shown, None  # state may lie otherwise afterwards
         started = time.perf_counter()
         mine = shown[1] if shown is not None and shown[0] == call.key else None
-        job = this_job()
-        if job is None:
-            check_joined()
         if job is None or leader is not None:
             plan, lowered = mine or self._planned(call, analysis)
         else:

@@ -96,14 +96,16 @@ def _ray_worker() -> Membership | None:
     ray_train = sys.modules.get("ray.train")  # Ray has imported it before it runs a worker's train loop
     if ray_train is None:
         return None
+    from ray.train.v2.api.context import DistributedTrainContext
+
     try:
         context = ray_train.get_context()
-        count = context.get_world_size()
     except (RuntimeError, DeprecationWarning):  # which it raises in the driver, and in trials of Ray Tune
         return None
-    # In its local mode, and in a driver before Ray Train 2, the process is one of whatever else has started it.
-    is_worker = type(context).__name__ == "DistributedTrainContext"
-    return Membership(context.get_world_rank(), count, None) if is_worker else None
+    # In Ray's local mode, and in a driver before Ray Train 2, the process is one of whatever else has started it.
+    if not isinstance(context, DistributedTrainContext):
+        return None
+    return Membership(context.get_world_rank(), context.get_world_size(), None)
 
 
 def _rays_coordinator(index: int) -> str:

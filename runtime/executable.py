@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import operator
@@ -29,9 +28,6 @@ from autopar.runtime.placement import Array, absent, is_here, place, private, we
 from autopar.runtime.processes import Processes
 from autopar.runtime.transfer import TileTransfer, needs_waits, send
 
-# That a step brings its examples to the devices is what was asked for, as with `jax.device_put`.
-_ALLOWED = functools.partial(jax.transfer_guard_host_to_device, "allow")
-_UNGUARDED = contextlib.nullcontext()
 _IS_DELETED = operator.methodcaller("is_deleted")
 
 
@@ -91,8 +87,9 @@ class _Direct:
     program: int
     arguments: Callable[[Sequence[Any]], Sequence[Any]]
     permanent: Sequence[Any]
+    moved: Sequence[Register]
     results: Callable[[Sequence[Any]], Sequence[Any]]  # of what the program returns, and None after it
-    passed: Sequence[tuple[int, int]]  # results that are arguments
+    passes: Sequence[tuple[int, int]]  # results that are arguments
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -142,6 +139,7 @@ class Executable:
         self._waits = {i: needs_waits(sources[i].mesh) for i in here}
         self._ever_waits = any(self._waits.values())
         self.dispatch_seconds = 0.0  # host time of the last step's instructions, waits left out
+        self._waited, self._has_run = 0.0, False  # of the last step: seconds in these waits; whether a program has run
         permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
         permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
         permanent = [(r, x, a) for r, x, a in permanent if is_here(a.sharding.mesh)]
@@ -231,13 +229,13 @@ class Executable:
         if len(runs) != 1 or copies or self._sums or self._absent or self._mail is not None:
             return None
         (run,) = runs
-        moved = [*self._feeds, *(register for _, register, _ in self._brought)]
+        moved = (*self._feeds, *(register for _, register, _ in self._brought))
         given = [*[r for r, _ in self._permanent], *moved]
         at = {register: len(self.wiring.inputs) + k for k, register in enumerate(given)}
         at |= {register: leaf for leaf, register in self._stays}
         made = {register: k for k, register in enumerate(run.outputs)}
         return _Direct(
-            run.program, _getter(at[register] for register in run.inputs), [x for _, x in self._permanent],
+            run.program, _getter(at[register] for register in run.inputs), [x for _, x in self._permanent], moved,
             _getter(made.get(-1 if r is None else r, len(made)) for r in self.wiring.instructions.results),
             [(k, at[register]) for k, register in self._passes],
         )  # fmt: skip
@@ -280,21 +278,13 @@ class Executable:
                 _wait_for(totals)
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
-        has_run = False
+        self._has_run, self._waited = False, 0.0
         try:
-            passed = [(k, result(leaves)) for k, result in self._passed]
-            passed += [(k, registers[register]) for k, register in self._passes]
-            if self._ever_waits:
-                jax.block_until_ready(passed)
-            started, waited = time.perf_counter(), 0.0
+            passed = self._pass(leaves, registers, self._passes)
+            started = time.perf_counter()
             for instruction, arguments_of in self._list:
                 if isinstance(instruction, Run):
-                    outputs = self._calls[instruction.program](*arguments_of(registers))
-                    has_run = True
-                    if self._waits[instruction.program]:
-                        launched = time.perf_counter()
-                        _wait_for(outputs)
-                        waited += time.perf_counter() - launched
+                    outputs = self._launch(instruction.program, arguments_of(registers))
                     for register, output in zip(instruction.outputs, outputs, strict=True):
                         registers[register] = output
                 elif isinstance(instruction, Copy):
@@ -305,9 +295,9 @@ class Executable:
                     for register in instruction.registers:
                         registers[register] = None
         except Exception as error:
-            self._explain(error, leaves, known=known and not has_run)
+            self._explain(error, leaves, known)
             raise
-        self.dispatch_seconds = time.perf_counter() - started - waited
+        self.dispatch_seconds = time.perf_counter() - started - self._waited
         for register, nothing in self._absent.items():
             registers[register] = nothing
         if self._mail is not None:
@@ -323,53 +313,50 @@ class Executable:
 
     def _call_direct(self, direct: _Direct, leaves: Sequence[Any]) -> list[Any]:
         """As `__call__`, of a step that is one program, called with the state that it left."""
-        moved: list[Any] = []
-        moves: list[tuple[int, Any, Any]] = []
-        copies = False
-        for register in self._feeds:
-            x, array = self._examples(register, leaves)
-            if array is not None and type(x) is np.ndarray and x.dtype == array.dtype:
-                # The program itself brings it to its devices, which takes a fifth of the time of `jax.device_put`.
-                x, copies = private(x), True
-            elif array is not None:
-                moves.append((len(moved), x, array.sharding))
-            moved.append(x)
-        # State may come back from where it is brought to, and so as an array that lies there.
-        moves += [(len(moved) + k, leaves[at], array.sharding) for k, (at, _, array) in enumerate(self._brought)]
-        moved += [None] * len(self._brought)
-        if moves:
-            placed = place([x for _, x, _ in moves], [sharding for _, _, sharding in moves])
-            for (k, _, _), x in zip(moves, placed, strict=True):
-                moved[k] = x
-        given = [*leaves, *direct.permanent, *moved]
-        has_run = False
+        moved = dict.fromkeys(direct.moved)
+        self._bring(leaves, moved, as_numpy=True)
+        given = [*leaves, *direct.permanent, *moved.values()]
+        self._has_run, self._waited = False, 0.0
         try:
-            passed = [(k, result(leaves)) for k, result in self._passed]
-            passed += [(k, given[at]) for k, at in direct.passed]
-            if self._ever_waits:
-                jax.block_until_ready(passed)
-            started, waited = time.perf_counter(), 0.0
-            with _ALLOWED() if copies else _UNGUARDED:
-                outputs = self._calls[direct.program](*direct.arguments(given))
-            has_run = True
-            if self._waits[direct.program]:
-                launched = time.perf_counter()
-                _wait_for(outputs)
-                waited = time.perf_counter() - launched
+            passed = self._pass(leaves, given, direct.passes)
+            started = time.perf_counter()
+            # That a step brings its examples to the devices is asked for, as it is of `jax.device_put`.
+            with jax.transfer_guard_host_to_device("allow"):
+                outputs = self._launch(direct.program, direct.arguments(given))
         except Exception as error:
-            self._explain(error, leaves, known=not has_run)
+            self._explain(error, leaves, known=True)
             raise
-        self.dispatch_seconds = time.perf_counter() - started - waited
+        self.dispatch_seconds = time.perf_counter() - started - self._waited
         returned: list[Any] = list(direct.results((*outputs, None)))
         for k, x in passed:
             returned[k] = x
         self._expected = self._remember(self._left([*returned, *leaves]))
         return returned
 
-    def _explain(self, error: Exception, leaves: Sequence[Any], *, known: bool) -> None:
-        """Raise what says more of a failed step than `error`, if there is such; `known`: no program has run before."""
+    def _pass(
+        self, leaves: Sequence[Any], values: Sequence[Any], passes: Sequence[tuple[int, int]]
+    ) -> list[tuple[int, Any]]:
+        """Results that are arguments: made of the leaves, or (number, where it is among the values)."""
+        passed = [(k, result(leaves)) for k, result in self._passed]
+        passed += [(k, values[at]) for k, at in passes]
+        if self._ever_waits:
+            jax.block_until_ready(passed)
+        return passed
+
+    def _launch(self, program: int, arguments: Sequence[Any]) -> Sequence[jax.Array]:
+        """Results of a program, which may be still to come."""
+        outputs: Sequence[jax.Array] = self._calls[program](*arguments)
+        self._has_run = True
+        if self._waits[program]:
+            launched = time.perf_counter()
+            _wait_for(outputs)
+            self._waited += time.perf_counter() - launched
+        return outputs
+
+    def _explain(self, error: Exception, leaves: Sequence[Any], known: bool) -> None:
+        """Raise what says more of a failed step than `error`, if there is such."""
         wiring = self.wiring
-        if known:
+        if known and not self._has_run:
             for at, _ in self._stays:
                 self._check_there(at, leaves[at])
         # Only update programs get leaves to overwrite: before the first of them all are there.
@@ -418,8 +405,7 @@ class Executable:
         if known:
             for at, register in self._stays:
                 registers[register] = leaves[at]
-            moves += [(register, leaves[at], array.sharding) for at, register, array in self._brought]
-            self._move(leaves, registers, moves)
+            self._bring(leaves, registers)
             return self._expected_at
         for value, array in self._homes.items():
             at = self._leaf_at[value]
@@ -441,8 +427,8 @@ class Executable:
                         "that this step's init or last call returned, or autopar.gather(state) to start from; a "
                         "function on another step's state is made with follow=that_step."
                     )
-            # What will be donated is copied first: `may_alias` does not keep device_put from reusing the array of one
-            # device as a tile, and the caller may have it elsewhere too (as the start of a moving average, say).
+            # An array that will be donated is copied first: `may_alias` does not keep device_put from reusing that of
+            # one device as a tile, and the caller may have it elsewhere too (as the start of a moving average, say).
             moves.append((register, copied(leaf) if at in wiring.donated else leaf, array.sharding))
         if self._given:
             # XLA ends the process where a buffer is given away twice, or given away and read.
@@ -459,32 +445,37 @@ class Executable:
                 "step returned, or pass donate_argnums=() to keep the old one."
             )
 
-    def _examples(self, register: Register, leaves: Sequence[Any]) -> tuple[Any, Array | None]:
-        """What is fed into a register, and as which array it is wanted there; None: it lies there already.
+    def _bring(self, leaves: Sequence[Any], registers: Any, *, as_numpy: bool = False) -> None:
+        """Of a call with known state what is not there: examples, and state that is brought each time."""
+        moves = [(register, leaves[at], array.sharding) for at, register, array in self._brought]
+        self._move(leaves, registers, moves, as_numpy=as_numpy)
 
-        Raises:
-          StateError: the examples were placed for another step.
+    def _move(
+        self, leaves: Sequence[Any], registers: Any, moves: list[tuple[Register, Any, Any]], *, as_numpy: bool = False
+    ) -> None:
+        """Examples, and what else is not where it is wanted, to there.
+
+        `as_numpy`: examples for a program that brings them to its devices itself, which takes a fifth of the time of
+        `jax.device_put`.
         """
-        at, batch, microbatch, array = self._feeds[register]
-        leaf = leaves[at]
-        if not isinstance(leaf, PlacedExamples):
-            return _microbatch(leaf, batch, microbatch, self.wiring.num_microbatches), array
-        if leaf.owner is not self.wiring:
-            raise StateError(
-                f"{self.wiring.input_paths[at]} was placed on the devices for {leaf.function}, which wants it "
-                "elsewhere than this step, or has other shapes: each step has its own batches()."
-            )
-        return leaf.arrays[register], None
-
-    def _move(self, leaves: Sequence[Any], registers: list[Any], moves: list[tuple[Register, Any, Any]]) -> None:
-        """Examples, and what else is not where it is wanted, to there."""
-        for register in self._feeds:
-            examples, array = self._examples(register, leaves)
-            if array is None:
-                registers[register] = examples
+        count = self.wiring.num_microbatches
+        for register, (at, batch, microbatch, array) in self._feeds.items():
+            leaf = leaves[at]
+            if isinstance(leaf, PlacedExamples):
+                if leaf.owner is not self.wiring:
+                    raise StateError(
+                        f"{self.wiring.input_paths[at]} was placed on the devices for {leaf.function}, which wants it "
+                        "elsewhere than this step, or has other shapes: each step has its own batches()."
+                    )
+                registers[register] = leaf.arrays[register]
+                continue
+            examples = _microbatch(leaf, batch, microbatch, count)
+            if as_numpy and type(examples) is np.ndarray and examples.dtype == array.dtype:
+                registers[register] = private(examples)
             else:
                 moves.append((register, examples, array.sharding))
-        # Callers may fill their batch buffers anew while the step still runs.
+        if not moves:
+            return
         placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
@@ -513,8 +504,8 @@ def _is_deleted(leaf: Any) -> bool:
 
 
 def copied(leaf: Any) -> Any:
-    """An argument of which the original may be given away."""
-    return leaf.copy() if isinstance(leaf, jax.Array | np.ndarray) else leaf
+    """An argument of which the original may be given away; those of the host are copied where they are placed."""
+    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
 
 
 def on_device(leaf: Any) -> Any:
