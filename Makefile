@@ -3,6 +3,7 @@
 #   make test         the tests, a sample of them compiled as users do before; PYTEST_ARGS="-k name -x" narrows them
 #   make test-slow    the slow ones
 #   make test-browser open a report in Chromium, which has to be there with its driver
+#   make test-gpu     those that need a GPU
 #   make test-matrix  the tests on the oldest and the newest Python and jax that are supported
 #   make docs         write docs/primitives.md from the rule table
 #   make wheel-test   build wheel and sdist, try the wheel from another folder
@@ -26,7 +27,7 @@ fit_compiler = $(1) -m pip install $(PIP_FLAGS) "jax-cuda12-plugin==$$($(1) -c '
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	if $(call usable,$$python); then echo $$python; break; fi; done)
 
-.PHONY: help venv train test test-slow test-browser test-matrix docs wheel-test lint format coverage clean
+.PHONY: help venv train test test-slow test-browser test-gpu test-matrix docs wheel-test lint format coverage clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -64,6 +65,9 @@ test-browser: $(VENV)/.installed
 		fi; \
 	done
 	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed
+	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed
 	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.passes.rules.document

@@ -49,7 +49,7 @@ from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
 from autopar.runtime.feeding import DataShard
 from autopar.runtime.placement import absent, is_here
-from autopar.runtime.processes import Processes, this_job
+from autopar.runtime.processes import Processes, compiler_options, this_job
 from autopar.state import argument_like, gather, homes_of, pieces_of, uncommitted
 from autopar.trace import call_specs, configuration, name_of, trace, with_examples
 
@@ -315,7 +315,9 @@ class Parallelized:
 
             wanted = None if mesh is None else [shardings[piece] for piece in pieces]
             # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
-            made = jax.block_until_ready(jax.jit(make, out_shardings=wanted)(*jax.tree.map(uncommitted, args)))
+            options = None if mesh is None else compiler_options(mesh.devices.flat)
+            program = jax.jit(make, out_shardings=wanted, compiler_options=options)
+            made = jax.block_until_ready(program(*jax.tree.map(uncommitted, args)))
             placed.update(zip(pieces, made, strict=True))
         return unflatten_arrays(
             structure,

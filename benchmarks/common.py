@@ -56,6 +56,16 @@ def num_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def _gpus() -> list[str]:
+    """Names of the GPUs of this machine, without starting JAX's backend, which would take their memory."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return []
+    return told.stdout.strip().splitlines()
+
+
 def machine() -> dict[str, Any]:
     """What a measurement depends on besides the code."""
     return {
@@ -63,6 +73,7 @@ def machine() -> dict[str, Any]:
         "cores": num_cores(),
         "jax": jax.__version__,
         "python": platform.python_version(),
+        **({"gpus": gpus} if (gpus := _gpus()) else {}),
     }
 
 

@@ -93,6 +93,8 @@ def _section(suite: Suite, result: Mapping[str, Any] | None, sources: Sources) -
     seconds, command = origin["seconds"], " ".join(["python -m", origin["suite"], *origin["arguments"]])
     took = "" if seconds is None else f", in {_duration(seconds)}"
     cores = f"{machine['cores']} core{'s' if machine['cores'] > 1 else ''} of {machine['cpu']}"
+    if gpus := machine.get("gpus"):
+        cores += f" and {len(gpus)} {' and '.join(dict.fromkeys(gpus))}"
     text += (
         f"{_when(result, fresh(suite, result, sources)).capitalize()}{took}, on {cores} with jax {machine['jax']} and "
         f"Python {machine['python']}: `{command}`.\n\n"

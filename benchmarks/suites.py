@@ -169,6 +169,12 @@ SUITES = (
         quick=("--rounds", "4"),
     ),
     Suite(
+        "dispatch_gpu", "benchmarks.dispatch", "What the worker itself takes, with a GPU",
+        "The same on the GPUs that are there; where these are fewer than 8, leaves on one alone, and a pipeline of 4 "
+        "stages that share them.",
+        ("--gpu",), ("--rounds", "4"), missing=_missing_gpu,
+    ),
+    Suite(
         "pipeline", "benchmarks.pipeline", "Pipelines over two processes",
         "A chain of layers over two processes of one CPU device and one core each, with 16 and 32 microbatches: what "
         "efficiency is possible, m / (m + p - 1), over the best of the rounds, beside calls written by hand; and over "

@@ -25,7 +25,7 @@ from autopar.runtime.buffers import Buffers
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
 from autopar.runtime.mail import Mail
 from autopar.runtime.placement import Array, absent, is_here, place, private, weakly_typed
-from autopar.runtime.processes import Processes
+from autopar.runtime.processes import Processes, compiler_options
 from autopar.runtime.transfer import TileTransfer, needs_waits, send
 
 _IS_DELETED = operator.methodcaller("is_deleted")
@@ -532,10 +532,12 @@ def _compile(sources: Sequence[Source]) -> list[Any]:
         return list(pool.map(lambda low, chosen: low.compile(chosen), lowered, options))
 
 
-def compile_options(source: Source, traced: Any) -> Mapping[str, Any] | None:
+def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
     """What XLA has to be told to compile a program."""
-    on_cpu = source.mesh.devices.flat[0].platform == "cpu"
-    return _SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else None
+    devices = source.mesh.devices.flat
+    on_cpu = devices[0].platform == "cpu"
+    safe = _SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else {}
+    return {**safe, **compiler_options(devices)}
 
 
 # XLA leaves some products of bfloat16 with a result in float32 to a kernel that has none for them, if the result is
@@ -567,7 +569,11 @@ def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register,
         def zeros(arrays: list[Array] = arrays) -> list[Any]:
             return [jnp.zeros(a.shape, a.dtype) for a in arrays]
 
-        compiled = jax.jit(zeros, out_shardings=[a.sharding for a in arrays]).lower().compile()
+        compiled = (
+            jax.jit(zeros, out_shardings=[a.sharding for a in arrays])
+            .lower()
+            .compile(compiler_options(arrays[0].sharding.mesh.devices.flat))
+        )
         found.append((tuple(registers), compiled))
     return found
 

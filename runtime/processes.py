@@ -32,7 +32,7 @@ from autopar.errors import PeerError, PlanMismatchError, UserError
 _PREFIX = "autopar"
 _FAILED = f"{_PREFIX}/failed"
 _HEARD = f"{_PREFIX}/heard"
-_DONE, _ALL_DONE = f"{_PREFIX}/done", f"{_PREFIX}/all_done"
+_DONE, _PARTED = f"{_PREFIX}/done", f"{_PREFIX}/parted"
 _POLL = 1.0  # seconds between looks for a failure of others
 _SOON = 30.0  # seconds after which it is said whom a process waits for
 _PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
@@ -229,17 +229,23 @@ class Processes:
         def end() -> None:
             """Not before all have come to their ends: one that fails till then is heard."""
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self._client.key_value_set(f"{_DONE}/{self.index}", "")
                 try:
-                    for other in range(1, self.count) if not self.index else ():
-                        self._wait_for(f"{_DONE}/{other}")
-                    if not self.index:
-                        self._client.key_value_set(_ALL_DONE, "")
-                    self._wait_for(_ALL_DONE)
+                    self._meet(_DONE)
+                    self._disconnect()
+                    self._meet(_PARTED)
                 except PeerError as error:
                     self._stop(str(error), 1)
             ended.set()
             watcher.join()
+
+    def _meet(self, where: str) -> None:
+        """All come here before one goes on."""
+        self._client.key_value_set(f"{where}/{self.index}", "")
+        for other in range(1, self.count) if not self.index else ():
+            self._wait_for(f"{where}/{other}")
+        if not self.index:
+            self._client.key_value_set(f"{where}/all", "")
+        self._wait_for(f"{where}/all")
 
     def _watch_others(self, ended: threading.Event) -> None:
         while not ended.wait(_POLL):
@@ -284,9 +290,32 @@ class Processes:
         self._client.key_value_set(f"{_PREFIX}/address/{self.index}", server.address())
         return server
 
+    def _disconnect(self) -> None:
+        """Close what arrays go over. Once both ends have, the threads that served it end.
+
+        They hold memory of the backend: one that lived on while this process ends would free it when the driver of the
+        GPU is gone, at which jaxlib 0.11.2 aborts.
+        """
+        self._connections.clear()
+        self.__dict__.pop("_server", None)
+
     def connect(self) -> None:
         """Others can pull from this process from now on."""
         _ = self._server
+
+
+def compiler_options(devices: Iterable[jax.Device]) -> dict[str, Any]:
+    """What XLA has to be told to compile a program for these devices, where other processes compile others meanwhile.
+
+    For GPUs it shares the choice of kernels out among the processes of a job, each of which then waits for what the
+    others say about the same program. That is right where all have a part in the program, so that they choose alike.
+    """
+    job = this_job()
+    if job is None:
+        return {}
+    devices = list(devices)
+    is_of_all = len({device.process_index for device in devices}) == job.count
+    return {} if is_of_all or devices[0].platform != "gpu" else {"xla_gpu_shard_autotuning": False}
 
 
 def is_of_peer(error: BaseException) -> bool:

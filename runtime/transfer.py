@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.ir.sharding import TileCopies
 from autopar.runtime.mail import Message
+from autopar.runtime.processes import compiler_options
 
 
 class Tile(NamedTuple):
@@ -224,7 +225,7 @@ def _compiled(
 
     here = SingleDeviceSharding(device)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape in shapes]
-    compiled: Callable[..., Sequence[jax.Array]] = jax.jit(moved).lower(*arguments).compile()
+    compiled: Callable[..., Sequence[jax.Array]] = jax.jit(moved).lower(*arguments).compile(compiler_options([device]))
     return compiled
 
 

@@ -1,0 +1,31 @@
+"""What XLA is told where the processes of a job compile different programs."""
+
+from __future__ import annotations
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from autopar.cost_model.targets import load_target
+from autopar.runtime import processes
+from autopar.runtime.ahead import absent_gpus
+from tests.h100 import needs_cuda_compiler
+
+pytestmark = needs_cuda_compiler
+
+
+def test_kernels_are_not_chosen_together_with_processes_that_compile_something_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpus = absent_gpus(load_target("h100"), 2, 2)  # of two processes
+    assert processes.compiler_options(gpus[:2]) == {}  # alone
+    monkeypatch.setattr(processes, "this_job", lambda: types.SimpleNamespace(count=2))
+    options = processes.compiler_options(gpus[:2])
+    assert options == {"xla_gpu_shard_autotuning": False}
+    assert processes.compiler_options(gpus) == {}  # all have a part in the program
+    assert processes.compiler_options(jax.devices()[:1]) == {}  # XLA for CPUs chooses nothing by trying
+    x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=SingleDeviceSharding(gpus[0]))
+    assert jax.jit(lambda x: x @ x).lower(x).compile(options) is not None  # XLA knows the name
