@@ -177,7 +177,7 @@ class Executable:
         unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
         return unflatten(tree, results[: tree.num_leaves])
 
-    def _run_checked(self, leaves: Sequence[Any], nans: bool, infs: bool) -> list[Any]:
+    def _run_checked(self, leaves: Sequence[Any], nans: bool, infs: bool) -> Sequence[Any]:
         """One step whose results are looked at, not what its programs hand to one another.
 
         Raises:

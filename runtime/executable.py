@@ -5,10 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import math
 import operator
 import os
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,7 +21,7 @@ from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
-from autopar.runtime.buffers import Buffers
+from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
 from autopar.runtime.mail import Mail
 from autopar.runtime.placement import Array, absent, is_here, place, private, weakly_typed
@@ -88,7 +88,7 @@ class _Direct:
     arguments: Callable[[Sequence[Any]], Sequence[Any]]
     permanent: Sequence[Any]
     moved: Sequence[Register]
-    results: Callable[[Sequence[Any]], Sequence[Any]]  # of what the program returns, and None after it
+    results: Callable[[Sequence[Any]], Sequence[Any]] | None  # of what it returns, and None after it; None: as they are
     passes: Sequence[tuple[int, int]]  # results that are arguments
 
 
@@ -166,8 +166,10 @@ class Executable:
         self._kept = [(self._leaf_at[v], instructions.leaves[v], array) for v, array in self._homes.items()]
         made = {at: k for at, k in wiring.renewed.items() if instructions.results[k] is not None}
         self._next = {at: made.get(at) for at, _, _ in self._kept}
+        sizes = {at: math.prod(array.shape) * array.dtype.itemsize for at, _, array in self._kept}
+        self._small = frozenset(at for at, size in sizes.items() if size <= References.SMALL)
         # To the state that the last call left, where that is all that has to be looked at.
-        self._expected: Sequence[weakref.ref[Any]] | None = None if self._kept else ()
+        self._expected = None if self._kept else References((), ())
         renewals = [None if k is None else instructions.results[k] for k in self._next.values()]
         renewed = [register for register in renewals if register is not None]
         # State comes out where it went in, and no two leaves of it as one.
@@ -213,13 +215,15 @@ class Executable:
         self.others = [at for at in range(len(self.wiring.inputs)) if at not in there]
         self._stays = [(at, register) for at, register, _ in self._kept if at in there]
         self._brought = [kept for kept in self._kept if kept[0] not in there]
-        self._state = _getter(expected)
+        split = [at for at in expected if at in self._small], [at for at in expected if at not in self._small]
+        self._state = tuple(map(_getter, split))
         # The first program finds out by itself that one is gone.
         taken = next((set(i.inputs) for i in self._instructions if isinstance(i, Run)), set())
         self._unchecked = _getter(at for at, register in self._stays if register not in taken)
         # Where a call's results, and after them its arguments, have what it leaves.
         count = len(self.wiring.results)
-        self._left = _getter(count + at if (k := self._next[at]) is None else k for at in expected)
+        self._leaves_results = all(self._next[at] is not None for at in expected)
+        self._left = tuple(_getter(count + at if (k := self._next[at]) is None else k for at in part) for part in split)
         self._direct = self._direct_call()
 
     def _direct_call(self) -> _Direct | None:
@@ -234,9 +238,10 @@ class Executable:
         at = {register: len(self.wiring.inputs) + k for k, register in enumerate(given)}
         at |= {register: leaf for leaf, register in self._stays}
         made = {register: k for k, register in enumerate(run.outputs)}
+        results = [made.get(-1 if r is None else r, len(made)) for r in self.wiring.instructions.results]
         return _Direct(
             run.program, _getter(at[register] for register in run.inputs), [x for _, x in self._permanent], moved,
-            _getter(made.get(-1 if r is None else r, len(made)) for r in self.wiring.instructions.results),
+            None if results == list(range(len(made))) else _getter(results),
             [(k, at[register]) for k, register in self._passes],
         )  # fmt: skip
 
@@ -244,17 +249,17 @@ class Executable:
         """Whether the state among the arguments' leaves is what the last call left, where it left it."""
         if self._expected is None:
             return False
-        state = self._state(leaves)
-        if not all(map(operator.is_, map(operator.call, self._expected), state)):
+        small, others = (state(leaves) for state in self._state)
+        if not self._expected.are(small, others):
             return False
         if any(map(_IS_DELETED, self._unchecked(leaves))):
             return False
         if any(isinstance(leaves[at], jax.Array) for at, _, _ in self._brought):
             return False
         arrays = {id(leaf) for at in self.others if isinstance(leaf := leaves[at], jax.Array)}
-        return not arrays or arrays.isdisjoint(map(id, state))
+        return not arrays or arrays.isdisjoint(map(id, (*small, *others)))
 
-    def __call__(self, leaves: Sequence[Any], known: bool = False) -> list[Any]:
+    def __call__(self, leaves: Sequence[Any], known: bool = False) -> Sequence[Any]:
         """One step on the arguments' leaves; returns the outputs' leaves.
 
         `known`: the executable `knows` the leaves, and what else there is has the shapes that it was compiled for.
@@ -306,12 +311,12 @@ class Executable:
         for k, argument in passed:
             returned[k] = argument
         if known:
-            self._expected = self._remember(self._left([*returned, *leaves]))
+            self._expected = self._remember_left(returned, leaves)
         else:
             self._expect(leaves, in_place, returned)
         return returned
 
-    def _call_direct(self, direct: _Direct, leaves: Sequence[Any]) -> list[Any]:
+    def _call_direct(self, direct: _Direct, leaves: Sequence[Any]) -> Sequence[Any]:
         """As `__call__`, of a step that is one program, called with the state that it left."""
         moved = dict.fromkeys(direct.moved)
         self._bring(leaves, moved, as_numpy=True)
@@ -322,15 +327,18 @@ class Executable:
             started = time.perf_counter()
             # That a step brings its examples to the devices is asked for, as it is of `jax.device_put`.
             with jax.transfer_guard_host_to_device("allow"):
-                outputs = self._launch(direct.program, direct.arguments(given))
+                outputs: Sequence[jax.Array] = self._calls[direct.program](*direct.arguments(given))
+            self._has_run, returned = True, outputs
+            if direct.results is not None:
+                returned = list(direct.results((*outputs, None)))
+                for k, x in passed:
+                    returned[k] = x
+            self._expected = self._remember_left(returned, leaves)  # while the program runs
+            self._wait(direct.program, outputs)
         except Exception as error:
             self._explain(error, leaves, known=True)
             raise
         self.dispatch_seconds = time.perf_counter() - started - self._waited
-        returned: list[Any] = list(direct.results((*outputs, None)))
-        for k, x in passed:
-            returned[k] = x
-        self._expected = self._remember(self._left([*returned, *leaves]))
         return returned
 
     def _pass(
@@ -347,11 +355,15 @@ class Executable:
         """Results of a program, which may be still to come."""
         outputs: Sequence[jax.Array] = self._calls[program](*arguments)
         self._has_run = True
+        self._wait(program, outputs)
+        return outputs
+
+    def _wait(self, program: int, outputs: Sequence[jax.Array]) -> None:
+        """For a program to end, where others must not overlap with it."""
         if self._waits[program]:
             launched = time.perf_counter()
             _wait_for(outputs)
             self._waited += time.perf_counter() - launched
-        return outputs
 
     def _explain(self, error: Exception, leaves: Sequence[Any], known: bool) -> None:
         """Raise what says more of a failed step than `error`, if there is such."""
@@ -368,23 +380,30 @@ class Executable:
                 "step keeps the old state, at the price of its memory."
             ) from error
 
-    def _remember(self, left: Iterable[Any]) -> Sequence[weakref.ref[Any]]:
+    def _remember_left(self, returned: Sequence[Any], leaves: Sequence[Any]) -> References:
+        """What a call leaves of its results and its arguments."""
+        small, others = self._left
+        found = returned if self._leaves_results else [*returned, *leaves]
+        return self._remember(small(found), others(found))
+
+    def _remember(self, small: Sequence[Any], others: Sequence[Any]) -> References:
         """What a call leaves, as arrays of which none shares a buffer with another."""
-        own = list(map(weakref.ref, left))
+        own = References(small, others)
         if self._given:
             self.buffers.remember(own)
         return own
 
     def _expect(self, leaves: Sequence[Any], in_place: Sequence[int], returned: Sequence[Any]) -> None:
         """Remember what a call leaves: results where they take the place of state, else what it was given in place."""
-        self._expected = None if self._kept else ()
+        self._expected = None if self._kept else References((), ())
         placed = set(in_place)
         left = {
             at: leaves[at] if k is None else returned[k]
             for at, k in self._next.items()
             if k is not None or at in placed
         }
-        own = self._remember(left.values())
+        small, others = ([x for at, x in left.items() if (at in self._small) is is_small] for is_small in (True, False))
+        own = self._remember(small, others)
         # None to be given away twice, and what is brought anew each time a value of the host that nothing overwrites.
         if (
             self._expects

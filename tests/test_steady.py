@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import jax
@@ -246,3 +248,28 @@ def test_pieces_of_leaves() -> None:
         theirs, expected = jax.jit(scanned)(theirs, X)
         same((ours, loss), (theirs, expected))
     assert isinstance(ours, autopar.Pieces) and found._steady is not None
+
+
+@pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: method.name)
+def test_large_leaves_are_freed_when_the_caller_lets_them_go(method: autopar.Method) -> None:
+    """And are known again, as small ones are, while they are there."""
+
+    def layers(state: Any, x: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            return (jnp.tanh(x @ w["large"] + w["small"]) @ w["last"]).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss_of)(state))
+
+    numbers = np.random.default_rng(0)
+    shapes = {"large": (4, 4096), "small": (4096,), "last": (4096, 4)}
+    first = {name: numbers.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    parallel = autopar.parallelize(layers, cluster=cluster_of(1, 4), method=method, batch_axes=(None, 0))
+    ours, theirs = first, first
+    for _ in range(4):
+        ours, theirs = parallel(ours, X), jax.jit(layers)(theirs, X)
+    same(ours, theirs, 1e-4)
+    assert parallel._steady is not None
+    left = {name: weakref.ref(x) for name, x in ours.items()}
+    del ours
+    gc.collect()
+    assert left["large"]() is None and left["last"]() is None
