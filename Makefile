@@ -67,6 +67,7 @@ test-browser: $(VENV)/.installed
 	$(BIN)/python -m pytest -m browser $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed
+	@if ! nvidia-smi >/dev/null 2>&1; then echo "make test-gpu needs an NVIDIA GPU, which is not here" >&2; exit 1; fi
 	$(BIN)/python -m pytest -m gpu $(PYTEST_ARGS)
 
 docs: $(VENV)/.installed

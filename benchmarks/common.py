@@ -57,7 +57,12 @@ def num_cores() -> int:
 
 
 def _gpus() -> list[str]:
-    """Names of the GPUs of this machine, without starting JAX's backend, which would take their memory."""
+    """Names of the GPUs of this machine, without starting JAX's backend, which would take their memory.
+
+    None where this process uses CPUs alone.
+    """
+    if jax.config.values["jax_platforms"] == "cpu":
+        return []
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         told = subprocess.run(query, capture_output=True, text=True, check=True)

@@ -8,8 +8,8 @@
    compiled programs and of `jax.device_put`, in the same order (GPipe: all forward, then all backward). Bar: 1.15 times
    that.
 
-Ratios are medians over interleaved rounds. With `--gpu` the GPUs that are there instead of 8 virtual CPU devices: where
-these are fewer, leaves on 8 are left out, and the pipeline has 4 stages, which share them.
+Ratios are medians over interleaved rounds. With `--gpu` the GPUs that are there instead of 8 virtual CPU devices. Where
+these are fewer, leaves on 8 are left out, and the pipeline has 4 stages; of fewer than 4 several stages have the same.
 """
 
 from __future__ import annotations
@@ -215,6 +215,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not arguments.gpu:
         common.use_virtual_devices(DEVICES)
+    elif jax.default_backend() != "gpu":
+        parser.error("--gpu: JAX finds no GPU here.")
     there, rounds = jax.device_count(), arguments.rounds
 
     rows = [microseconds_per_instruction(count, rounds) for count in ARGUMENTS]

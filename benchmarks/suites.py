@@ -170,8 +170,8 @@ SUITES = (
     ),
     Suite(
         "dispatch_gpu", "benchmarks.dispatch", "What the worker itself takes, with a GPU",
-        "The same on the GPUs that are there; where these are fewer than 8, leaves on one alone, and a pipeline of 4 "
-        "stages that share them.",
+        "The same on the GPUs that are there. Where these are fewer than 8, leaves on one alone, and a pipeline of 4 "
+        "stages; of fewer than 4 several stages have the same.",
         ("--gpu",), ("--rounds", "4"), missing=_missing_gpu,
     ),
     Suite(

@@ -333,7 +333,8 @@ class Executable:
                 returned = list(direct.results((*outputs, None)))
                 for k, x in passed:
                     returned[k] = x
-            self._expected = self._remember_left(returned, leaves)  # while the program runs
+            # While the program runs. If it fails, nobody has these, and the next call is looked at in full.
+            self._expected = self._remember_left(returned, leaves)
             self._wait(direct.program, outputs)
         except Exception as error:
             self._explain(error, leaves, known=True)

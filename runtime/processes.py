@@ -48,7 +48,8 @@ class Transport(NamedTuple):
     raw_buffers: bool  # reads the arrays where they lie, without a copy before
 
 
-# By backend what is fastest: see `benchmarks.transfer`. Others keep JAX's own, since it has not been measured there.
+# By backend what is fastest: see `benchmarks.transfer`. Others keep JAX's own; its plugin for GPUs cannot read arrays
+# where they lie (jaxlib 0.11.2).
 TRANSPORTS = {"cpu": Transport(4, raw_buffers=True)}
 DEFAULT_TRANSPORT = Transport(1, raw_buffers=False)
 
@@ -230,11 +231,13 @@ class Processes:
             """Not before all have come to their ends: one that fails till then is heard."""
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 try:
+                    self._settle()
                     self._meet(_DONE)
                     self._disconnect()
                     self._meet(_PARTED)
                 except PeerError as error:
                     self._stop(str(error), 1)
+            self._disconnect()  # where there is no coordination service any more, too
             ended.set()
             watcher.join()
 
@@ -290,10 +293,19 @@ class Processes:
         self._client.key_value_set(f"{_PREFIX}/address/{self.index}", server.address())
         return server
 
-    def _disconnect(self) -> None:
-        """Close what arrays go over. Once both ends have, the threads that served it end.
+    def _settle(self) -> None:
+        """Wait for what this process's devices have been given to do: some of it may wait for arrays of others."""
+        if "_server" not in self.__dict__:
+            return
+        with contextlib.suppress(RuntimeError):  # a step that failed has been told of
+            # Those that nobody holds any more are waited for, too: a GPU runs programs in the order of their launch.
+            last = [jnp.zeros((), device=device) for device in jax.local_devices()]
+            jax.block_until_ready([last, jax.live_arrays()])
 
-        They hold memory of the backend: one that lived on while this process ends would free it when the driver of the
+    def _disconnect(self) -> None:
+        """Close what arrays go over. Once both ends have, and nothing is under way, the threads that serve it end.
+
+        They hold memory of the backend. One that lived on while this process ends would free it when the driver of the
         GPU is gone, at which jaxlib 0.11.2 aborts.
         """
         self._connections.clear()
@@ -307,8 +319,10 @@ class Processes:
 def compiler_options(devices: Iterable[jax.Device]) -> dict[str, Any]:
     """What XLA has to be told to compile a program for these devices, where other processes compile others meanwhile.
 
-    For GPUs it shares the choice of kernels out among the processes of a job, each of which then waits for what the
-    others say about the same program. That is right where all have a part in the program, so that they choose alike.
+    For GPUs it shares the choice of kernels out among processes, each of which then waits for what the others say about
+    the same program. That is kept where all processes have a part in the program, so that they choose alike. Where some
+    have none, it has been seen to wait for ever (https://github.com/marin-community/marin/issues/7024); each then
+    chooses by itself, and those that share the program may choose differently.
     """
     job = this_job()
     if job is None:

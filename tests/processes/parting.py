@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import pathlib
 import time
 
@@ -26,18 +27,31 @@ def main() -> None:
     job.offer(channel.uuid(0, other), [jax.device_put(np.full(3, job.index, np.float32), here)])
     wanted = jax.ShapeDtypeStruct((3,), np.float32, sharding=SingleDeviceSharding(here))
     [array] = job.pull(channel.uuid(0, job.index), other, [wanted])
-    print(f"{np.asarray(array)} has come", flush=True)
+    print(f"{threads()} threads serve arrays; {np.asarray(array)} has come", flush=True)
+    # One is still under way when this ends, and held by nobody.
+    channel.next_step()
+    if job.index:
+        job.pull(channel.uuid(0, 1), 0, [wanted])
+    else:
+        time.sleep(1.0)
+        job.offer(channel.uuid(0, 1), [jax.device_put(np.zeros(3, np.float32), here)])
+
+
+def threads() -> int:
+    """How many serve transfers."""
+    found = 0
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += (task / "comm").read_text().startswith(("recv-thread", "send-thread"))
+    return found
 
 
 def say() -> None:
-    """How many threads serve transfers, after some seconds for them to end."""
-    for _ in range(50):
-        names = [(task / "comm").read_text() for task in pathlib.Path("/proc/self/task").iterdir()]
-        left = sum(name.startswith(("recv-thread", "send-thread")) for name in names)
-        if not left:
-            break
+    """How many are left, after some seconds for them to end."""
+    until = time.monotonic() + 5.0
+    while threads() and time.monotonic() < until:
         time.sleep(0.1)
-    print(f"{left} threads are left", flush=True)
+    print(f"{threads()} threads are left", flush=True)
 
 
 if __name__ == "__main__":
