@@ -19,7 +19,7 @@ from jax.extend.core import jaxprs_in_params
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
-from autopar.ir.instructions import Copy, InstructionList, Register, Run
+from autopar.ir.instructions import Copy, Free, Instruction, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
@@ -179,9 +179,10 @@ class Executable:
         )
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
-        # Beside each program of the list what gets its arguments.
+        # Beside each program of the list what gets its arguments, and the registers that are written or freed.
         getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in self._instructions]
-        self._list = list(zip(self._instructions, getters, strict=True))
+        spans = [_spans(_changed(i)) for i in self._instructions]
+        self._list = list(zip(self._instructions, getters, spans, strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
         self._mail = (
             None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
@@ -287,18 +288,18 @@ class Executable:
         try:
             passed = self._pass(leaves, registers, self._passes)
             started = time.perf_counter()
-            for instruction, arguments_of in self._list:
+            for instruction, arguments_of, spans in self._list:
                 if isinstance(instruction, Run):
                     outputs = self._launch(instruction.program, arguments_of(registers))
-                    for register, output in zip(instruction.outputs, outputs, strict=True):
-                        registers[register] = output
+                    for there, found in spans:
+                        registers[there] = outputs[found]
                 elif isinstance(instruction, Copy):
                     message = None if self._mail is None else self._mail.message(instruction)
                     transfer = wiring.transfers[instruction.crossing]
                     registers[instruction.target] = send(transfer, registers[instruction.source], message)
                 else:
-                    for register in instruction.registers:
-                        registers[register] = None
+                    for there, _ in spans:
+                        registers[there] = [None] * (there.stop - there.start)
         except Exception as error:
             self._explain(error, leaves, known)
             raise
@@ -507,6 +508,26 @@ def _getter(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]
     if at and at == tuple(range(at[0], at[0] + len(at))):
         return operator.itemgetter(slice(at[0], at[-1] + 1))
     return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
+
+
+def _changed(instruction: Instruction) -> Sequence[Register]:
+    """The registers that a program's results go to, in their order, or that are freed."""
+    if isinstance(instruction, Run):
+        return instruction.outputs
+    return sorted(instruction.registers) if isinstance(instruction, Free) else ()
+
+
+def _spans(registers: Sequence[Register]) -> list[tuple[slice, slice]]:
+    """Registers that follow one another, and where in the sequence they are."""
+    found: list[tuple[slice, slice]] = []
+    for at, register in enumerate(registers):
+        if found and found[-1][0].stop == register:
+            span, positions = found.pop()
+            first, start = span.start, positions.start
+        else:
+            first, start = register, at
+        found.append((slice(first, register + 1), slice(start, at + 1)))
+    return found
 
 
 def _wait_for(outputs: Sequence[jax.Array]) -> None:
