@@ -13,7 +13,7 @@ import jax
 class References:
     """Remembers arrays: small ones by themselves, others by weak references, so that the caller can let go of them.
 
-    Weak references to a thousand arrays take a tenth of the time in which a program is called with them.
+    To make weak references to a thousand arrays takes a part of the time of a call with them that shows.
     """
 
     SMALL = 1 << 14  # bytes of an array

@@ -25,7 +25,7 @@ def free_port(least: int = 0) -> int:
     raise AssertionError(f"no port from {least} on is free")
 
 
-def _environment(devices: int) -> dict[str, str]:
+def environment(devices: int) -> dict[str, str]:
     """Of a process of a job with so many devices in all."""
     # Eigen cuts convolutions by the number of threads, and so adds up in another order where a process has more.
     return {**os.environ, "JAX_PLATFORMS": "cpu", "NPROC": str(devices), "PYTHONPATH": os.fspath(REPOSITORY)}
@@ -37,10 +37,10 @@ def finished(
     """Of commands that run side by side; all are ended after the limit, with what they have started."""
     started = [
         subprocess.Popen(
-            command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            command, cwd=REPOSITORY, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )
-        for command, environment in zip(commands, environments, strict=True)
+        for command, variables in zip(commands, environments, strict=True)
     ]  # fmt: skip
     until = time.monotonic() + limit
     found = []
@@ -64,7 +64,7 @@ def run_job(
         sys.executable, "-m", "autopar", "run", *many, "--devices-per-process", str(devices), os.fspath(script),
         *arguments,
     ]  # fmt: skip
-    (done,) = finished([command], [_environment(processes * devices)], limit)
+    (done,) = finished([command], [environment(processes * devices)], limit)
     return done
 
 
@@ -73,5 +73,5 @@ def run_under(
 ) -> list[subprocess.CompletedProcess[str]]:
     """`autopar run` of a script as processes with one device each, in the variables that a launcher gives each."""
     command = [sys.executable, "-m", "autopar", "run", "--devices-per-process", "1", os.fspath(script)]
-    environments = [{**_environment(len(launcher)), **variables} for variables in launcher]
+    environments = [{**environment(len(launcher)), **variables} for variables in launcher]
     return finished([command] * len(launcher), environments, limit)

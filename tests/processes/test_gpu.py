@@ -8,14 +8,14 @@ import sys
 
 import pytest
 
-from tests.processes.start import REPOSITORY, finished
+from tests.processes.start import environment, finished
 
 JOB = pathlib.Path(__file__).parent / "gpu_job.py"
 LIMIT = 300
 # No kernel is chosen by trying, which takes most of the time; each process takes the memory that it needs.
 ENVIRONMENT = {
-    **os.environ, "JAX_PLATFORMS": "cuda", "PYTHONPATH": os.fspath(REPOSITORY),
-    "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+    **environment(4), "JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
 }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 
-from tests.processes.start import REPOSITORY, finished, free_port, run_job
+from tests.processes.start import environment, finished, free_port, run_job
 
 SCRIPT = pathlib.Path(__file__).parent / "offers.py"
 PARTING = pathlib.Path(__file__).parent / "parting.py"
@@ -20,10 +20,8 @@ def test_arrays_arrive_whenever_they_are_asked_for_and_empty_ones_too() -> None:
 
 def test_the_threads_that_serve_transfers_end_before_the_process_does() -> None:
     """With a GPU they would free memory of a driver that is gone."""
-    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2", "JAX_PLATFORMS": "cpu"}
-    environments = [
-        {**os.environ, **job, "JAX_PROCESS_ID": str(index), "PYTHONPATH": os.fspath(REPOSITORY)} for index in range(2)
-    ]
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
+    environments = [{**environment(2), **job, "JAX_PROCESS_ID": str(index)} for index in range(2)]
     for index, done in enumerate(finished([[sys.executable, os.fspath(PARTING)]] * 2, environments, 120)):
         assert done.returncode == 0, done.stderr
         assert f"[{1 - index}. {1 - index}. {1 - index}.] has come" in done.stdout
