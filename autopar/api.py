@@ -5,9 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
-import math
-import re
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,34 +13,25 @@ from typing import Any, overload
 
 import jax
 
-from autopar.argnums import check_argnames, check_argnums, positional_names, resolved
-from autopar.baselines import plan_beside_recipes
 from autopar.batches import Batches
+from autopar.calls import Call, StepFunction
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices
-from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError
+from autopar.errors import InfeasiblePlanError, PlanError, TraceError
 from autopar.executable import Executable, Steady, steady_calls
 from autopar.finisher import Finisher, LeafHome
-from autopar.ir.cluster_json import check_cluster
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Value
 from autopar.ir.hint import Hint
 from autopar.ir.in_place import renew, returning_changed
-from autopar.ir.json_file import nearest
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
-from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
-from autopar.ir.static_leaf import IsStatic, flatten_arrays, kind_of, unflatten_arrays
+from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 from autopar.ir.why import Why
 from autopar.launcher import check_joined
 from autopar.origin import StepOrigin, inputs_of
-from autopar.passes.batch import BatchAnalysis, analyse_batch
-from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.lower import LoweredStep
-from autopar.passes.positions import index_within_examples
-from autopar.passes.rules.table import rule_of, warn_missing
-from autopar.relaxations import smallest_relaxations
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.executable import check_devices
@@ -51,18 +39,7 @@ from autopar.runtime.feeding import DataShard
 from autopar.runtime.placement import absent, is_here
 from autopar.runtime.processes import Processes, compiler_options, this_job
 from autopar.state import argument_like, gather, homes_of, pieces_of, uncommitted
-from autopar.trace import call_specs, configuration, name_of, trace, with_examples
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Call:
-    """The arguments of one call, static ones apart."""
-
-    leaves: tuple[Any, ...]
-    tree: Any  # of (args, kwargs) without the static arguments
-    positional: tuple[tuple[int, Any], ...]  # static arguments with their position
-    named: tuple[tuple[str, Any], ...]  # static keyword arguments
-    key: Any  # equal for calls that one executable serves
+from autopar.traced import Traced, TraceOptions, trace_step
 
 
 class Parallelized:
@@ -77,23 +54,17 @@ class Parallelized:
         follow: Parallelized | None, hints: Mapping[str, Any], narrow_sums: bool,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
-        self._fun = fun
-        self._name = name_of(fun)
+        self._function = StepFunction(
+            fun, static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
+            donate_argnums=None if donate_argnums == "auto" else tuple(donate_argnums),
+        )  # fmt: skip
+        self._name = self._function.name
         self._cluster, self._devices, self._follow = cluster, devices, follow
         self._method = _method(method)
-        self._num_microbatches = _microbatches(num_microbatches)
-        self._batch_axes = batch_axes
-        self._static_argnums = tuple(static_argnums)
-        self._static_argnames = tuple(static_argnames)
-        self._is_static = static_leaves
-        self._donate_argnums: Sequence[Any] | None = None if donate_argnums == "auto" else tuple(donate_argnums)
-        self._narrow_sums = narrow_sums
-        check_argnums(fun, self._name, "static_argnums", self._static_argnums)
-        check_argnames(fun, self._name, self._static_argnames)
-        check_argnums(fun, self._name, "donate_argnums", self._donate_argnums or ())
-        self._hints = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
+        pinned = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
+        self._options = TraceOptions(_microbatches(num_microbatches), batch_axes, pinned, narrow_sums)
         self._executables: dict[Any, Executable] = {}
-        self._analyses: dict[Any, BatchAnalysis] = {}
+        self._traced: dict[Any, Traced] = {}
         self._buffers = Buffers()
         self._steady: Steady | None = None  # for a call with the state that the last one left
         self._shown: tuple[Any, tuple[Plan, LoweredStep]] | None = None  # by `plan`, for a call that may follow
@@ -114,7 +85,7 @@ class Parallelized:
         other._cluster = self._cluster if cluster is None else cluster
         other._method = self._method if method is None else _method(method)
         other._devices = self._devices if devices is None else devices
-        other._executables, other._analyses, other._shown, other._steady = {}, {}, None, None
+        other._executables, other._traced, other._shown, other._steady = {}, {}, None, None
         return other
 
     # Ahead-of-time stages.
@@ -126,7 +97,7 @@ class Parallelized:
           TraceError: an argument or a result is no array, or the step has side effects.
           BatchAxisError: the examples are not found among the arguments.
         """
-        return self._analyse(self._call(args, kwargs)).graph
+        return self._trace(self._function.call(args, kwargs)).graph
 
     def plan(
         self, *args: Any, cluster: Cluster | None = None, method: str | Method | Plan | None = None,
@@ -143,8 +114,8 @@ class Parallelized:
           InfeasiblePlanError: the step fits under no plan, or by XLA's verdict under none of those found.
           TargetError: there is nothing to verify with.
         """
-        call = self._call(args, kwargs)
-        analysis = self._analyse(call)
+        call = self._function.call(args, kwargs)
+        traced = self._trace(call)
         own = cluster is None and method is None
         if own and call.key in self._executables:
             plan = self._executables[call.key].plan
@@ -155,33 +126,19 @@ class Parallelized:
         led = own and self._leader() is not None
         started = time.perf_counter()
         if led:
-            found = self._planned(call, analysis)
+            found = self._planned(call, traced)
         elif verify and isinstance(chosen, Method):
-            found = self._found_to_fit(call, analysis, cluster, chosen, verify)
+            found = _found_to_fit(traced, cluster, chosen, verify)
         else:
-            found = self._planned_anew(call, analysis, cluster, chosen)
+            found = _planned_for(traced, cluster, chosen)
         plan, lowered = found
         if plan.origin is None:
-            plan = dataclasses.replace(plan, origin=self._origin(call, analysis, chosen, self._since(started, chosen)))
+            plan = dataclasses.replace(plan, origin=_origin(traced, chosen, _since(started, chosen)))
         if verify and (led or isinstance(chosen, Plan)):
             plan = checked(plan, verify)
         if own:
             self._shown = (call.key, (plan, lowered))
         return plan
-
-    def _found_to_fit(
-        self, call: _Call, analysis: BatchAnalysis, cluster: Cluster, method: Method, target: bool | str
-    ) -> tuple[Plan, LoweredStep]:
-        def search(tightened: Cluster) -> Plan:
-            found = self._planned_anew if tightened == cluster else self._planned_on
-            return found(call, analysis, tightened, method)[0]
-
-        def priced(plan: Plan) -> tuple[Plan, LoweredStep]:
-            finisher = Finisher(analysis, cluster, method)
-            plan, lowered, _ = finisher.restore(dataclasses.replace(plan, cluster=cluster))
-            return dataclasses.replace(plan, origin=self._origin(call, analysis, method, None)), lowered
-
-        return plan_that_fits(cluster, method.memory_limit, search, priced, target)
 
     def why(
         self, *args: Any, where: str = "", most: int = 3, plan: Plan | None = None, **kwargs: Any
@@ -195,11 +152,11 @@ class Parallelized:
         Raises:
           PlanError: there is no such operator, or `plan` is for something else.
         """
-        call = self._call(args, kwargs)
+        call = self._function.call(args, kwargs)
         plan = self.plan(*args, **kwargs) if plan is None else plan
         origin = plan.origin
         if not isinstance(origin, StepOrigin):  # it was read from a file
-            origin = self._origin(call, self._analyse(call), plan, None)
+            origin = _origin(self._trace(call), plan, None)
         return origin.why(plan, where, most)
 
     def fewest_devices(
@@ -219,14 +176,14 @@ class Parallelized:
                 f"fewest_devices(step_time={step_time!r}, clusters={len(clusters)} of them): give seconds above 0, and "
                 "at least one cluster."
             )
-        call = self._call(args, kwargs)
-        analysis = self._analyse(call)
+        call = self._function.call(args, kwargs)
+        traced = self._trace(call)
         chosen = self._method if method is None else _method(method)
         best: Plan | None = None
         reason = ""
         for cluster in sorted(clusters, key=lambda c: c.num_devices):
             try:
-                plan, _ = self._planned_on(call, analysis, cluster, chosen)
+                plan, _ = _planned_for(traced, cluster, chosen, with_relaxations=False)
             except InfeasiblePlanError as error:
                 reason = str(error)
                 continue
@@ -244,7 +201,7 @@ class Parallelized:
 
     def compile(self, *args: Any, **kwargs: Any) -> Executable:
         """Plan and compile for arguments of these shapes (arrays or `jax.ShapeDtypeStruct`s)."""
-        return self._executable(self._call(args, kwargs))
+        return self._executable(self._function.call(args, kwargs))
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """As a method, like a function."""
@@ -253,13 +210,13 @@ class Parallelized:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         config: Any = jax.config
         if config.jax_disable_jit:  # as under jit: the plain function, whose values can be looked at
-            return renew(returning_changed(self._fun)(*gather(args), **gather(kwargs)), args, kwargs)
+            return renew(returning_changed(self._function.fun)(*gather(args), **gather(kwargs)), args, kwargs)
         steady = self._steady
         if steady is not None:
             leaves = steady.serves((args, kwargs))
             if leaves is not None:
                 return steady(leaves)
-        call = self._call(args, kwargs)
+        call = self._function.call(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             raise TraceError(
                 f"{self._name} was called under a transformation of JAX (jit, grad, vmap, scan, ..), but a "
@@ -288,7 +245,7 @@ class Parallelized:
 
         def make_leaves(*xs: Any) -> list[Any]:
             nonlocal tree
-            leaves, tree = flatten_arrays(init_fn(*xs), self._is_static)
+            leaves, tree = flatten_arrays(init_fn(*xs), self._function.is_static)
             return leaves
 
         leaves = jax.eval_shape(make_leaves, *args)
@@ -347,58 +304,15 @@ class Parallelized:
 
     # Within.
 
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Call:
-        positional, named = self._static(args, kwargs)
-        if positional or named:
-            numbers, names = dict(positional), dict(named)
-            args = tuple(a for i, a in enumerate(args) if i not in numbers)
-            kwargs = {k: v for k, v in kwargs.items() if k not in names}
-        leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
-        kinds = [kind_of(value) for _, value in (*positional, *named)]
-        key = tree, call_specs(leaves), positional, named, tuple(kinds), configuration()
-        return _Call(tuple(leaves), tree, positional, named, key)
-
-    def _static(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[tuple[int, Any], ...], tuple[tuple[str, Any], ...]]:
-        """The static arguments by position and by name; as in `jax.jit` either option covers both ways to pass them."""
-        if not self._static_argnums and not self._static_argnames:
-            return (), ()
-        parameters = positional_names(self._fun)
-        numbers = resolved(self._static_argnums, max(len(parameters), len(args)))
-        numbers |= {parameters.index(name) for name in self._static_argnames if name in parameters}
-        names = {parameters[n] for n in numbers if n < len(parameters)} | set(self._static_argnames)
-        positional = tuple((i, a) for i, a in enumerate(args) if i in numbers)
-        named = tuple(sorted(((k, v) for k, v in kwargs.items() if k in names), key=lambda item: item[0]))
-        called = {i: parameters[i] if i < len(parameters) else f"number {i}" for i, _ in positional}
-        for which, value in (*((called[i], a) for i, a in positional), *named):
-            try:
-                hash(value)
-            except TypeError as error:
-                raise TraceError(
-                    f"static argument {which} of {self._name} is {value!r} of type {type(value).__name__}, which is "
-                    "not hashable. Pass a hashable value (a tuple for a list), or leave it out of static_argnums and "
-                    "static_argnames."
-                ) from error
-        return positional, named
-
-    def _analyse(self, call: _Call) -> BatchAnalysis:
-        if call.key not in self._analyses:
-            own = Pieces | PlacedExamples
-            whole = [jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, own) else x for x in call.leaves]
-            args, kwargs = jax.tree.unflatten(call.tree, whole)
-            fun = returning_changed(_bind_static(self._fun, call))
-            graph = index_within_examples(
-                trace(fun, args, kwargs, name=self._name, is_static=self._is_static, narrow_sums=self._narrow_sums)
-            )
-            graph = dataclasses.replace(graph, hints=_pinned_leaves(graph, self._hints))
-            warn_missing(graph.equations)
+    def _trace(self, call: Call) -> Traced:
+        if call.key not in self._traced:
             leader = self._leader()
-            lies = {} if leader is None else _homes(leader, graph, call.leaves)
-            state = frozenset(graph.inputs[i] for i in lies)
-            axes = resolve_batch_axes(graph, self._batch_axes, state)
-            self._analyses[call.key] = analyse_batch(with_examples(graph, axes.keys()), axes, rule_of)
-        return self._analyses[call.key]
+
+            def state_of(graph: Graph) -> set[Value]:
+                return set() if leader is None else {graph.inputs[i] for i in _homes(leader, graph, call.leaves)}
+
+            self._traced[call.key] = trace_step(self._function, call, self._options, state_of)
+        return self._traced[call.key]
 
     def _leader(self) -> Executable | None:
         """The executable whose state placement this call must respect."""
@@ -422,64 +336,26 @@ class Parallelized:
             )
         return leader
 
-    def _planned(self, call: _Call, analysis: BatchAnalysis) -> tuple[Plan, LoweredStep]:
+    def _planned(self, call: Call, traced: Traced) -> tuple[Plan, LoweredStep]:
         """Where the state lies already; the first time wherever is best."""
         leader = self._leader()
         if leader is None:
-            return self._planned_anew(call, analysis, self.cluster, self._method)
-        lies = _homes(leader, analysis.graph, call.leaves)
-        finisher = Finisher(analysis, leader.plan.cluster)
-        limit = analysis.most_microbatches
-        wanted = self._num_microbatches or (leader.plan.num_microbatches if analysis.graph.carried else 1)
+            return _planned_for(traced, self.cluster, self._method)
+        lies = _homes(leader, traced.graph, call.leaves)
+        finisher = Finisher(traced.analysis, leader.plan.cluster)
+        limit = traced.analysis.most_microbatches
+        wanted = self._options.num_microbatches or (leader.plan.num_microbatches if traced.graph.carried else 1)
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
         return finisher.follow(leader.plan.stages, count, lies)
 
-    def _planned_anew(
-        self, call: _Call, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
-    ) -> tuple[Plan, LoweredStep]:
-        """An infeasible request is told what it has to give up."""
-        try:
-            return self._planned_on(call, analysis, cluster, method)
-        except InfeasiblePlanError as error:
-            if isinstance(method, Plan):
-                raise
-            relaxations = smallest_relaxations(analysis, cluster, method, self._num_microbatches)
-            if relaxations:
-                raise InfeasiblePlanError(f"{error} {relaxations}") from error
-            raise
-
-    def _planned_on(
-        self, call: _Call, analysis: BatchAnalysis, cluster: Cluster, method: Method | Plan
-    ) -> tuple[Plan, LoweredStep]:
-        check_cluster(cluster)
-        if isinstance(method, Plan):
-            if self._hints:
-                raise PlanError(
-                    f"{self._name} has hints, but the plan for {method.function!r} says already where everything lies. "
-                    "Leave out hints, or the plan."
-                )
-            if cluster != method.cluster:
-                raise PlanMismatchError(
-                    f"the plan for {method.function!r} is for cluster {method.cluster.name!r} of "
-                    f"{method.cluster.num_devices} devices, {self._name} was given cluster {cluster.name!r} of "
-                    f"{cluster.num_devices}: make a plan for this cluster, or leave out cluster."
-                )
-            restored = Finisher(analysis, cluster).restore(method)
-            origin = dataclasses.replace(self._origin(call, analysis, method, None), restored=restored)
-            return dataclasses.replace(restored.plan, origin=origin), restored.lowered
-        shards = _data_shards(method, cluster.num_devices)
-        if shards > 1:
-            analysis.check_shards(self._num_microbatches or method.num_microbatches or 1, shards, method.name)
-        return plan_beside_recipes(analysis, cluster, method, self._num_microbatches)
-
-    def _executable(self, call: _Call) -> Executable:
+    def _executable(self, call: Call) -> Executable:
         found = self._executables.get(call.key)
         if found is not None:
             return found
         job = this_job()
         if job is None:
             check_joined()
-        analysis = self._analyse(call)
+        traced = self._trace(call)
         leader = self._leader()
         devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
         check_devices(self.cluster.num_devices if leader is None else 0, devices)
@@ -487,114 +363,80 @@ class Parallelized:
         started = time.perf_counter()
         mine = shown[1] if shown is not None and shown[0] == call.key else None
         if job is None or leader is not None:
-            plan, lowered = mine or self._planned(call, analysis)
+            plan, lowered = mine or self._planned(call, traced)
         else:
-            plan, lowered = self._planned_by_first(job, call, analysis, mine)
+            plan, lowered = self._planned_by_first(job, call, traced, mine)
         if plan.origin is None:
-            origin = self._origin(call, analysis, self._method, self._since(started, self._method))
-            plan = dataclasses.replace(plan, origin=origin)
+            plan = dataclasses.replace(plan, origin=_origin(traced, self._method, _since(started, self._method)))
         step = lowered.placed.step
-        donated = inputs_of(self._donated(call, analysis.graph), step.graph)
+        donated = inputs_of(traced.donated, step.graph)
         with jax.disable_jit(False):
             runtime = build(lowered, plan.schedule, devices, donated, job)
         runtime.buffers = self._buffers
-        self._executables[call.key] = Executable(plan, runtime, analysis.graph, step.graph, devices, self._is_static)
+        self._executables[call.key] = Executable(
+            plan, runtime, traced.graph, step.graph, devices, self._function.is_static
+        )
         return self._executables[call.key]
 
     def _planned_by_first(
-        self, job: Processes, call: _Call, analysis: BatchAnalysis, mine: tuple[Plan, LoweredStep] | None
+        self, job: Processes, call: Call, traced: Traced, mine: tuple[Plan, LoweredStep] | None
     ) -> tuple[Plan, LoweredStep]:
         """Process 0 plans, and the others take its plan."""
-        step = f"{self._name} of fingerprint {analysis.graph.fingerprint}"
+        step = f"{self._name} of fingerprint {traced.graph.fingerprint}"
         versions = {"the version of jax": jax.__version__, "the version of autopar": metadata.version("autopar")}
         job.agree(self._name, {**versions, "the step": step})
         found = mine
 
         def plan() -> str:
             nonlocal found
-            found = found or self._planned(call, analysis)
+            found = found or self._planned(call, traced)
             return found[0].to_json()
 
         text = job.from_first(plan)
         if job.index or found is None:
             made = Plan.from_json(text)
-            restored = Finisher(analysis, made.cluster).restore(made)
+            restored = Finisher(traced.analysis, made.cluster).restore(made)
             found = restored.plan, restored.lowered
         return found
 
-    @staticmethod
-    def _since(started: float, method: Method | Plan) -> float | None:
-        return None if isinstance(method, Plan) else time.perf_counter() - started
 
-    def _origin(
-        self, call: _Call, analysis: BatchAnalysis, method: Method | Plan, seconds: float | None
-    ) -> StepOrigin:  # fmt: skip
-        limit = method.memory_limit if isinstance(method, Method) else None
-        return StepOrigin(analysis, self._donated(call, analysis.graph), limit, seconds)
+def _planned_for(
+    traced: Traced, cluster: Cluster, method: Method | Plan, *, with_relaxations: bool = True
+) -> tuple[Plan, LoweredStep]:
+    """By a method, or as a plan says that was made before."""
+    if isinstance(method, Method):
+        return traced.search(cluster, method, with_relaxations=with_relaxations)
+    restored = traced.restore(method, cluster)
+    origin = dataclasses.replace(_origin(traced, method, None), restored=restored)
+    return dataclasses.replace(restored.plan, origin=origin), restored.lowered
 
-    def _donated(self, call: _Call, graph: Graph) -> frozenset[int]:
-        """Argument leaves that a step may overwrite: of the asked ones those that come out again."""
-        carried = frozenset(graph.carried.values())
-        if self._donate_argnums is None:
-            return carried
-        args_tree, _ = graph.in_tree.children()
-        static = {i for i, _ in call.positional}
-        count = len(args_tree.children()) + len(static)
-        numbers = resolved(self._donate_argnums, count)
-        dynamic = [i for i in range(count) if i not in static]
-        first = 0
-        found: set[int] = set()
-        for i, child in zip(dynamic, args_tree.children(), strict=True):
-            if i in numbers:
-                found.update(range(first, first + child.num_leaves))
-            first += child.num_leaves
-        return frozenset(found) & carried
+
+def _found_to_fit(traced: Traced, cluster: Cluster, method: Method, target: bool | str) -> tuple[Plan, LoweredStep]:
+    """The plan of the search that XLA finds to fit."""
+
+    def search(tightened: Cluster) -> Plan:
+        return traced.search(tightened, method, with_relaxations=tightened == cluster)[0]
+
+    def priced(plan: Plan) -> tuple[Plan, LoweredStep]:
+        plan, lowered, _ = Finisher(traced.analysis, cluster, method).restore(
+            dataclasses.replace(plan, cluster=cluster)
+        )
+        return dataclasses.replace(plan, origin=_origin(traced, method, None)), lowered
+
+    return plan_that_fits(cluster, method.memory_limit, search, priced, target)
+
+
+def _since(started: float, method: Method | Plan) -> float | None:
+    return None if isinstance(method, Plan) else time.perf_counter() - started
+
+
+def _origin(traced: Traced, method: Method | Plan, seconds: float | None) -> StepOrigin:
+    limit = method.memory_limit if isinstance(method, Method) else None
+    return StepOrigin(traced.analysis, traced.donated, limit, seconds)
 
 
 def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:
     return homes_of(leader.plan, leader._graph, leader._devices, graph, leaves)
-
-
-def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
-    """The hints by number of the argument leaf. Raises PlanError where one fits no leaf, or two contradict."""
-    found: dict[int, tuple[str, Hint]] = {}
-    for pattern, hint in hints.items():
-        # Brackets are those of paths, not sets of characters.
-        matching = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
-        numbers = [i for i, path in enumerate(graph.input_paths) if matching.fullmatch(path)]
-        if not numbers:
-            raise PlanError(
-                f"hints[{pattern!r}] matches no argument of {graph.name}; {nearest(pattern, graph.input_paths)}"
-                f"its arguments are {', '.join(graph.input_paths[:8])}{', ..' if len(graph.input_paths) > 8 else ''}. "
-                "'*' stands for any text, '?' for any character."
-            )
-        for i in numbers:
-            hint.check(graph.inputs[i].shape, f"hints[{pattern!r}], {graph.input_paths[i]}")
-            before, other = found.setdefault(i, (pattern, hint))
-            if other != hint:
-                raise PlanError(
-                    f"hints[{before!r}] and hints[{pattern!r}] both match {graph.input_paths[i]} of {graph.name}, with "
-                    f"{other} and {hint}: let one pattern match it."
-                )
-    return {i: hint for i, (_, hint) in found.items()}
-
-
-def _bind_static(fun: Callable[..., Any], call: _Call) -> Callable[..., Any]:
-    """The function of the other arguments."""
-    if not call.positional and not call.named:
-        return fun
-
-    def bound(*args: Any, **kwargs: Any) -> Any:
-        full = list(args)
-        for i, value in call.positional:
-            full.insert(i, value)
-        return fun(*full, **kwargs, **dict(call.named))
-
-    taken = {i for i, _ in call.positional}
-    parameters = list(inspect.signature(fun).parameters.values())
-    kept = [p for i, p in enumerate(parameters) if i not in taken and p.name not in dict(call.named)]
-    bound.__signature__ = inspect.Signature(kept)  # type: ignore[attr-defined]
-    return bound
 
 
 def _method(method: str | Method | Plan) -> Method | Plan:
@@ -611,14 +453,6 @@ def _microbatches(number: str | int) -> int | None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise PlanError(f"num_microbatches={number!r}: pass 'auto' or an integer of 1 or more.")
     return number
-
-
-def _data_shards(method: Method, num_devices: int) -> int:
-    """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""
-    if method.mesh_shape is None:
-        return 1
-    shape = method.mesh_shape if method.mesh_shape != (-1,) else (num_devices // (method.num_stages or 1),)
-    return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in method.data_axes)
 
 
 @overload

@@ -25,10 +25,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import autopar
 from autopar.errors import InfeasiblePlanError, PlanError
 from benchmarks import common, published
 from benchmarks.published import Measurement, Way
+from benchmarks.traced import trace
 
 DATA = pathlib.Path(__file__).parent / "data"
 DEFAULT = (DATA / "alpa_osdi22_measured.json", DATA / "megatron_sc21_a100.csv")
@@ -67,12 +67,10 @@ def _predict(row: Measurement, way: Way) -> Prediction:
     started = time.process_time()
     function, state, batch = row.step(way)
     method = dataclasses.replace(way.method, remat=False)  # what ran computed again what the model says
-    step = autopar.parallelize(
-        function, cluster=row.cluster, method=method, num_microbatches=way.num_microbatches, narrow_sums=True
-    )
     try:
         with warnings.catch_warnings(action="ignore"):
-            plan = step.plan(state, batch)
+            step = trace(function, state, batch, num_microbatches=way.num_microbatches, narrow_sums=True)
+            plan, _ = step.search(row.cluster, method)
     except (InfeasiblePlanError, PlanError) as error:
         return Prediction(None, None, time.process_time() - started, f"{type(error).__name__}: {error}")
     return Prediction(plan.step_time, plan.peak_memory, time.process_time() - started)

@@ -25,14 +25,16 @@ from typing import Any, TypeVar
 import jax
 import optax
 
-import autopar
+from autopar import recipes
 from autopar.compiler import crossing_copies, instructions_of
+from autopar.cost_model.hardware import load_preset
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.launches import check_launches
 from autopar.pricing import Prices
 from benchmarks import common
 from benchmarks.growth import CONFIG
 from benchmarks.models import gpt
+from benchmarks.traced import trace
 
 HOSTS = (8, 16, 32, 64)
 STAGES, MICROBATCHES = 16, 64
@@ -71,16 +73,16 @@ def measure(case: Case) -> dict[str, Any]:
     common.use_virtual_devices(1)
     optimizer = optax.adamw(1e-3)
     config = dataclasses.replace(CONFIG, num_layers=case.layers, scan=case.scan)
-    cluster = autopar.load_preset("dgx-h100", num_hosts=case.hosts)
+    cluster = load_preset("dgx-h100", num_hosts=case.hosts)
     # Interleaved, each group of devices has two of the stages.
     groups = case.stages // 2 if case.schedule == "interleaved" else case.stages
     shape = (cluster.num_devices // groups,)
     layers = case.layers // case.stages
-    method = autopar.recipes.pipeline([(layers, shape)] * case.stages, case.microbatches, case.schedule)
-    step = autopar.parallelize(gpt.make_train_step(config, optimizer), cluster=cluster, method=method)
+    method = recipes.pipeline([(layers, shape)] * case.stages, case.microbatches, case.schedule)
     state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
-    call = step._call((state, gpt.abstract_batch(config, case.microbatches * shape[0])), {})
-    (plan, lowered), planning = _timed(lambda: step._planned_anew(call, step._analyse(call), cluster, step._method))
+    batch = gpt.abstract_batch(config, case.microbatches * shape[0])
+    step = gpt.make_train_step(config, optimizer)
+    (plan, lowered), planning = _timed(lambda: trace(step, state, batch).search(cluster, method))
 
     meshes = [sharding.mesh for sharding in lowered.shardings]
     hosts_of = [frozenset(cluster.host_of(device) for device in mesh.devices) for mesh in meshes]

@@ -19,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import autopar
+from autopar.cost_model.hardware import load_preset
+from autopar.ir.method import AUTO
 from benchmarks import common
 from benchmarks.models import gpt
+from benchmarks.traced import trace
 
 LAYERS = (24, 48, 96, 192, 384, 768)
 HOSTS = (1, 4, 16, 64, 256, 1024)
@@ -77,17 +79,16 @@ def _planned(point: Point) -> Measured:
     optimizer = optax.adamw(1e-3)
     state = jax.eval_shape(gpt.make_init(point.config, optimizer), jax.random.key(0))
     batch = gpt.abstract_batch(point.config, point.batch_size)
-    cluster = autopar.load_preset("dgx-a100", num_hosts=point.hosts)
-    step = autopar.parallelize(gpt.make_train_step(point.config, optimizer), cluster=cluster)
+    cluster = load_preset("dgx-a100", num_hosts=point.hosts)
     started = time.process_time()
-    graph = step.trace(state, batch)
+    step = trace(gpt.make_train_step(point.config, optimizer), state, batch)
     traced = time.process_time()
-    plan = step.plan(state, batch)
+    plan, _ = step.search(cluster, AUTO)
     planned = time.process_time()
     stages = " + ".join("x".join(map(str, stage.mesh.shape)) for stage in plan.stages)
     return Measured(
-        point.series, point.number, len(graph.equations), traced - started, planned - traced, float(plan.step_time),
-        f"{plan.num_microbatches} microbatches, {stages}",
+        point.series, point.number, len(step.graph.equations), traced - started, planned - traced,
+        float(plan.step_time), f"{plan.num_microbatches} microbatches, {stages}",
     )  # fmt: skip
 
 

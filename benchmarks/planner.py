@@ -17,7 +17,7 @@ presets: models of Alpa's weak scaling on 1, 8 and 64 devices of each preset bes
 
 growth: planning time against the number of layers, scanned and unrolled, and of devices. Bars: the exponents.
 
-public: planning time of code as the users of public frameworks write it (`benchmarks/public/planned.py`).
+public: planning time of code as the users of public frameworks write it (`python -m benchmarks.public.planned`).
 
 The planning time of a case is wall time in a fresh process, once JAX is imported; of growth, CPU time.
 """
@@ -32,6 +32,8 @@ import json
 import math
 import pathlib
 import resource
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -39,11 +41,13 @@ from typing import Any
 
 import jax
 
-import autopar
 from autopar import recipes
+from autopar.cost_model.hardware import load_preset, preset_names
 from autopar.errors import UserError
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method, StageMethod
 from benchmarks import common, growth, published
+from benchmarks.traced import trace
 
 DATA = pathlib.Path(__file__).parent / "data"
 # What the specifications leave to Alpa's scripts.
@@ -65,7 +69,7 @@ class Case:
     name: str
     spec: Mapping[str, Any]
     batch_size: int
-    cluster: autopar.Cluster
+    cluster: Cluster
     num_microbatches: int  # of the published plan; the parts of the batch whose norms are taken alone, if any
     rivals: Mapping[str, Method]
     measured: Mapping[str, float] = dataclasses.field(default_factory=dict)  # by a prefix of the rival's name
@@ -110,7 +114,7 @@ def _alpa_case(data: Mapping[str, Any], family: str, devices: int, found: Mappin
         name=f"{family} {size} on {devices}",
         spec={"family": family, "alpa": False, **sizes, **COMMON[family]},
         batch_size=batch_size,
-        cluster=autopar.load_preset(published.ALPAS, num_hosts=hosts, devices_per_host=devices // hosts),
+        cluster=load_preset(published.ALPAS, num_hosts=hosts, devices_per_host=devices // hosts),
         num_microbatches=m,
         rivals={name: method for name, method in rivals.items() if method is not None},
         measured={
@@ -140,7 +144,7 @@ def _megatron_case(row: Mapping[str, str]) -> Case:
         name=f"megatron {row['params_B']}B on {gpus}",
         spec=published.megatron_spec(row),
         batch_size=batch_size,
-        cluster=autopar.load_preset(published.MEGATRONS, num_hosts=gpus // 8),
+        cluster=load_preset(published.MEGATRONS, num_hosts=gpus // 8),
         num_microbatches=numbers[0],
         rivals={
             f"megatron in {m}" + (f", {n} stages a device" if n > 1 else ""): recipes.megatron(dp, tp, pp, m, n)
@@ -164,9 +168,9 @@ def preset_cases() -> list[Case]:
     return [
         dataclasses.replace(
             case, name=f"{case.name.split(' on ')[0]} on {devices} of {name}", rivals={}, measured={},
-            cluster=autopar.load_preset(name, num_hosts=-(-devices // 8), devices_per_host=min(8, devices)),
+            cluster=load_preset(name, num_hosts=-(-devices // 8), devices_per_host=min(8, devices)),
         )
-        for name in autopar.preset_names()
+        for name in preset_names()
         if name not in ("cpu", published.ALPAS, published.MEGATRONS)
         for devices, size in {1: 1, 8: 8, 64: 16}.items()
         for family in COMMON
@@ -192,10 +196,9 @@ def planned(case: Case, method: Method) -> Outcome:
     m = method.num_microbatches or case.num_microbatches
     function, state, batch = published.train_step(case.spec, case.batch_size, m, scan=case.scan)
     # Those who ran these summed in 16 bits what has 16.
-    step = autopar.parallelize(function, cluster=case.cluster, method=method, narrow_sums=True)
     try:
         with warnings.catch_warnings(action="ignore"):
-            plan = step.plan(state, batch)
+            plan, _ = trace(function, state, batch, narrow_sums=True).search(case.cluster, method)
     except UserError as error:  # nothing fits, or the batch cannot be cut so
         return Outcome(None, None, None, time.perf_counter() - started, _rss(), f"{type(error).__name__}: {error}")
     seconds = time.perf_counter() - started
@@ -217,7 +220,7 @@ def ours(case: Case) -> Outcome:
     return planned(case, recipes.auto(baselines=False))
 
 
-def usual_recipes(cluster: autopar.Cluster, state: int) -> dict[str, Method]:
+def usual_recipes(cluster: Cluster, state: int) -> dict[str, Method]:
     """Recipes with their microbatches free.
 
     Of Megatron's degrees, for each degree of tensor parallelism within a host, the shallowest pipelines that divide so
@@ -337,10 +340,9 @@ def main() -> None:
         growth.run(arguments.only, arguments.json)
         return
     if arguments.suite == "public":
-        from benchmarks.public import planned as public  # frameworks that the others' processes need not import
-
-        public.run(arguments.only, arguments.json)
-        return
+        # A benchmark of its own: it needs frameworks, and writes reports, which the other suites depend on in nothing.
+        told = [f"--{name}={value}" for name in ("only", "json") if (value := getattr(arguments, name)) is not None]
+        sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.public.planned", *told], check=False).returncode)
     suites = {"alpa": alpa_cases, "megatron": megatron_cases, "presets": preset_cases}
     cases = [case for case in suites[arguments.suite]() if arguments.only is None or arguments.only in case.name]
     if not cases:

@@ -22,8 +22,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import autopar
 from autopar import recipes
+from autopar.cost_model.hardware import load_preset
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from benchmarks.models import gpt, moe, wide_resnet
 
@@ -56,7 +57,7 @@ class Measurement:
     ablation: bool  # of sharding within one stage
     spec: Mapping[str, Any]
     batch_size: int
-    cluster: autopar.Cluster
+    cluster: Cluster
     ways: tuple[Way, ...]  # the best of which it was; () if no method of ours says it
     seconds: float | None  # of a step; None: not published
     memory: float | None  # bytes on a device
@@ -122,8 +123,8 @@ def _alpa(row: Mapping[str, Any]) -> Measurement:
     )
 
 
-def _cluster(hosts: int, row: Mapping[str, Any]) -> autopar.Cluster:
-    return autopar.load_preset(ALPAS, num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts)
+def _cluster(hosts: int, row: Mapping[str, Any]) -> Cluster:
+    return load_preset(ALPAS, num_hosts=hosts, devices_per_host=row["num_gpus"] // hosts)
 
 
 def _gpt_flops(spec: Mapping[str, Any], batch_size: int) -> float:
@@ -205,7 +206,7 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         ablation=False,
         spec=megatron_spec(row),
         batch_size=batch_size,
-        cluster=autopar.load_preset(MEGATRONS, num_hosts=gpus // 8),
+        cluster=load_preset(MEGATRONS, num_hosts=gpus // 8),
         ways=(Way(recipes.megatron(dp, tp, pp, m, chunks), m),),
         seconds=flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus),
         memory=None,

@@ -125,9 +125,9 @@ SUITES = (
         ("--suite", "presets"), ("--only", "gpt 350M on 1 of dgx-h100"),
     ),
     Suite(
-        "planner_public", "benchmarks.planner", "Planning time on public code",
+        "planner_public", "benchmarks.public.planned", "Planning time on public code",
         "Train steps as public code has them: CPU seconds to plan them.",
-        ("--suite", "public"), ("--only", "residual"),
+        quick=("--only", "residual"),
     ),
     Suite(
         "planner_growth", "benchmarks.planner", "How planning time grows",

@@ -1,4 +1,4 @@
-"""How long public code takes to plan: a part of `benchmarks.planner`.
+"""How long public code takes to plan: `python -m benchmarks.public.planned --json FILE`.
 
 A residual MLP of ever more blocks, trained by AdamW as it stands, in `optax.MultiSteps`, with an average of its
 parameters, and with gradients added up by hand, within a step and from step to step, on 8 A100s; nanodo's default,
@@ -13,6 +13,7 @@ steps hold more than the optimizer's state.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import pathlib
@@ -285,3 +286,18 @@ def run(only: str | None, path: pathlib.Path | None) -> None:
         )
         rows.append(row)
     common.report(bars(rows), [dataclasses.asdict(row) for row in rows], path)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.public.planned", description="Planning time on public code."
+    )
+    parser.add_argument("--only", help="cases whose name contains this text")
+    parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
+    arguments = parser.parse_args()
+    run(arguments.only, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

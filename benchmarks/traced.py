@@ -1,0 +1,22 @@
+"""Steps traced for a search alone, as `Parallelized.plan` traces them.
+
+Benchmarks of plans that are not run go this way and not through `autopar.parallelize`, which needs the runtime: their
+results stay true when only that changes. `tests/test_benchmarks.py` holds both ways against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autopar.calls import StepFunction
+from autopar.traced import Traced, TraceOptions, trace_step
+
+
+def trace(
+    function: Callable[..., Any], *args: Any, num_microbatches: int | None = None, narrow_sums: bool = False
+) -> Traced:
+    """For arguments of these shapes; the options are those of `parallelize`."""
+    step = StepFunction(function)
+    options = TraceOptions(num_microbatches=num_microbatches, narrow_sums=narrow_sums)
+    return trace_step(step, step.call(args, {}), options)

@@ -1,0 +1,37 @@
+"""Steps traced for a search alone have the plans that users get, and need nothing of the runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import optax
+import pytest
+
+import autopar
+from autopar import recipes
+from autopar.ir.method import AUTO, Method
+from benchmarks.models import gpt
+from benchmarks.sources import Sources
+from benchmarks.traced import trace
+
+
+@pytest.mark.parametrize("method", [AUTO, recipes.zero(3, 2)], ids=lambda method: method.name)
+@pytest.mark.parametrize("narrow_sums", [False, True])
+def test_the_plan_is_the_one_that_users_get(method: Method, narrow_sums: bool) -> None:
+    config = gpt.GPTConfig(64, sequence_length=16, num_layers=2, width=32, num_heads=2, dropout=0.0)
+    optimizer = optax.adamw(1e-3)
+    function = gpt.make_train_step(config, optimizer)
+    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
+    batch = gpt.abstract_batch(config, 8)
+    cluster = autopar.load_preset("dgx-h100", num_hosts=1, devices_per_host=4)
+    plan, _ = trace(function, state, batch, narrow_sums=narrow_sums).search(cluster, method)
+    theirs = autopar.parallelize(function, cluster=cluster, method=method, narrow_sums=narrow_sums).plan(state, batch)
+    assert plan == dataclasses.replace(theirs, origin=None)
+
+
+@pytest.mark.parametrize("suite", ["benchmarks.planner", "benchmarks.accuracy"])
+def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(suite: str) -> None:
+    modules = Sources().modules(suite)
+    assert "autopar.planner" in modules
+    assert not [name for name in modules if name in ("autopar", "autopar.api") or ".runtime" in name]
