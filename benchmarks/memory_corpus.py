@@ -125,7 +125,8 @@ def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
         kind = finisher.stages.prices.kind(local.mesh)
         if not check.names[0].startswith("bridge") and check.found.total >= _LEAST:
             rest, found = check.found.total - check.found.temporaries, check.found.temporaries
-            rows.append(Row(name, family, check.names[0], program_kind(local), rest, temporaries(local, kind), found))
+            predicted = temporaries(local, kind, finisher.stages.prices.resharder(local.mesh)[1])
+            rows.append(Row(name, family, check.names[0], program_kind(local), rest, predicted, found))
     return rows, name
 
 

@@ -6,13 +6,9 @@ XLA forgets the order in which a program was written, barriers aside (`Optimizat
    (`CombineInstructionsByKey`).
 2. Three orders are tried, and the one that holds least is taken (`DefaultMemoryScheduler`): greedily the kernel that
    frees most beyond what it makes; depth first, operands with most readers before them first; depth first as written.
-3. Where there are collectives, to run beside other kernels (`LatencyHidingScheduler`, from the end on), what leads to
-   nothing but sums over devices and results waits until a sum needs it, or the end: products that give gradients of
-   parameters wait for the sum that theirs is part of, and what they read is held until then. What makes no more than a
-   number, as the loss is, does not wait: much of it is computed along with what else reads the same.
+3. Where there are collectives, to run beside other kernels, it is changed once more: see `latency_hiding.py`.
 
-The names are those of XLA's passes. The third is a likeness of theirs: which of several kernels that can wait it takes
-first follows from estimated seconds. A rule by the bytes that each holds fits some programs better, more of them worse.
+The names are those of XLA's passes.
 """
 
 from __future__ import annotations
@@ -21,8 +17,9 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
+from autopar.cost_model.latency_hiding import hide_latency
+
 _MOST_COMBINED = 256  # collectives that become one
-_NUMBER = 16  # bytes, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +37,12 @@ class Kernel:
     reads: tuple[int, ...]  # buffers
     makes: tuple[int, ...]
     held: int = 0  # bytes, besides, while it runs
-    places: tuple[tuple[int, int], ...] = ()  # results that lie where an operand does that nothing else reads after it
+    # Results and, for each, operands in whose place it may lie: the first of them that nothing else reads after it.
+    places: tuple[tuple[int, int], ...] = ()
     combining: Combining | None = None
     last: bool = False  # after all others
+    is_collective: bool = False
+    seconds: float = 0.0
 
 
 class Kernels:
@@ -58,6 +58,9 @@ class Kernels:
         self.values: list[Hashable] = []  # what it is for
         self.leaving: list[int] = []  # buffers that are there to the end
         self._at: dict[Hashable, tuple[int, ...]] = {}
+        self._maker: dict[int, int] = {}  # buffer -> the number of its kernel
+        self._levels: list[int] = []  # of each kernel, above those of all that it needs something of
+        self._parts: dict[Hashable, int] = {}
 
     def buffers(self, values: Iterable[Hashable]) -> tuple[int, ...]:
         """What is read to have these values."""
@@ -70,18 +73,50 @@ class Kernels:
     def run(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], *, held: int = 0,
         places: Mapping[Hashable, Hashable] | None = None, combining: Combining | None = None, last: bool = False,
+        in_place: Iterable[Hashable] = (), is_collective: bool = False, seconds: float = 0.0,
+        part_of: Hashable = None,
     ) -> None:  # fmt: skip
-        """A kernel that makes values of so many bytes, some in the places of others."""
+        """A kernel that makes values of so many bytes, some in the places of others.
+
+        `in_place`: operands whose buffers results of the same sizes may take. `seconds`: how long it takes; of a
+        collective, how long after its start it ends. `part_of`: what has the same is one kernel, where it can be.
+        """
         made = range(len(self.sizes), len(self.sizes) + len(makes))
         lie = [
             (buffer, taken[0])
             for (value, _), buffer in zip(makes, made, strict=True)
             if places is not None and value in places and len(taken := self.buffers([places[value]])) == 1
         ]
+        free = self.buffers(in_place)
+        lie += [
+            (buffer, taken)
+            for (_, nbytes), buffer in zip(makes, made, strict=True)
+            for taken in free
+            if self.sizes[taken] == nbytes
+        ]
         self.sizes += [nbytes for _, nbytes in makes]
         self.values += [value for value, _ in makes]
-        self.kernels.append(Kernel(self.buffers(reads), tuple(made), held, tuple(lie), combining, last))
+        whole = self._parts.get(part_of)
+        taken = tuple(b for b in self.buffers(reads) if whole is None or self._maker.get(b) != whole)
+        level = self._level_above(taken)
+        if whole is not None and level <= self._levels[whole]:  # it needs nothing that needs the rest of the kernel
+            begun = self.kernels[whole]
+            self.kernels[whole] = dataclasses.replace(
+                begun, reads=tuple(dict.fromkeys((*begun.reads, *taken))), makes=(*begun.makes, *made),
+                places=(*begun.places, *lie), seconds=begun.seconds + seconds,
+            )  # fmt: skip
+        else:
+            taken = self.buffers(reads)
+            whole = len(self.kernels)
+            self._levels.append(self._level_above(taken))
+            self.kernels.append(Kernel(taken, tuple(made), held, tuple(lie), combining, last, is_collective, seconds))
+            if part_of is not None:
+                self._parts[part_of] = whole
+        self._maker.update(dict.fromkeys(made, whole))
         self._at.update({value: (buffer,) for (value, _), buffer in zip(makes, made, strict=True)})
+
+    def _level_above(self, buffers: Iterable[int]) -> int:
+        return 1 + max((self._levels[self._maker[b]] for b in buffers if b in self._maker), default=0)
 
     def fence(self, pairs: Iterable[tuple[Hashable, Hashable]], after: Iterable[Hashable] = ()) -> None:
         """Pairs of names of one buffer, the first for readers that wait until all of them are there."""
@@ -90,12 +125,15 @@ class Kernels:
         token = len(self.sizes)
         self.sizes.append(0)
         self.values.append(None)
-        self.kernels.append(Kernel(self.buffers([*(value for _, value in pairs), *after]), (token,)))
+        taken = self.buffers([*(value for _, value in pairs), *after])
+        self._levels.append(self._level_above(taken))
+        self._maker[token] = len(self.kernels)
+        self.kernels.append(Kernel(taken, (token,)))
         self._at.update({name: (*taken, token) for (name, _), taken in zip(pairs, here, strict=True)})
 
     def run_rounds(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], places: Mapping[int, Hashable | None],
-        held: int = 0,
+        held: int = 0, seconds: float = 0.0,
     ) -> None:  # fmt: skip
         """A loop: results lie, by their numbers, where the carry did, or are filled, which XLA begins with zeros."""
         begun: dict[Hashable, Hashable] = {}
@@ -106,7 +144,7 @@ class Kernels:
                 begun[value] = (value, "begun")
                 self.run([], [(begun[value], nbytes)])
                 self.values[-1] = value
-        self.run([*reads, *begun.values()], makes, held=held, places=begun)
+        self.run([*reads, *begun.values()], makes, held=held, places=begun, seconds=seconds)
 
     def leave(self, value: Hashable) -> None:
         """The value is a result."""
@@ -121,27 +159,27 @@ class Live:
     ranges: dict[int, tuple[int, int]]  # buffer -> positions in the order between which it is live
 
 
-def live(told: Kernels, *, combined: int = 0, late: bool = False) -> Live:
+def live(told: Kernels, *, combined: int = 0, hides_latency: bool = False) -> Live:
     """The order of the kernels; see the module.
 
     Args:
       told: the program.
       combined: bytes of results up to which collectives become one; 0: none do.
-      late: whether collectives run beside other kernels, so that what only sums over devices need waits for them.
+      hides_latency: whether collectives run beside other kernels.
     """
     kernels, leaving = list(told.kernels), set(told.leaving)
     if combined:
         kernels = _combine(kernels, told, combined)
     graph = _Graph(kernels, told.sizes, told.leaving)
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
-    order = min(orders, key=lambda order: _most(graph, _ranges(graph, order), order))
-    if late and any(kernel.combining for kernel in kernels):
-        order = _late(graph, order)
-    ranges = _ranges(graph, order)
-    count = len(order)
-    return Live(
-        tuple(kernels[i] for i in order), {b: (at, count if b in leaving else end) for b, (at, end) in ranges.items()}
-    )
+    order = min(orders, key=lambda order: _most([kernels[i] for i in order], told))
+    if hides_latency and any(kernel.is_collective for kernel in kernels):
+        found = _beside_collectives(graph, order)
+    else:
+        found = [kernels[i] for i in order]
+    count = len(found)
+    ranges = _ranges(found, told.leaving)
+    return Live(tuple(found), {b: (at, count if b in leaving else end) for b, (at, end) in ranges.items()})
 
 
 class _Graph:
@@ -225,7 +263,11 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel
             made_one.update(dict.fromkeys(together, None))
             places = tuple(place for each in members for place in each.places)
             made_one[together[-1]] = dataclasses.replace(
-                members[0], reads=tuple(reads), makes=tuple(makes), places=places
+                members[0],
+                reads=tuple(reads),
+                makes=tuple(makes),
+                places=places,
+                seconds=sum(each.seconds for each in members),
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 
@@ -291,53 +333,42 @@ def _deepest_first(graph: _Graph) -> list[int]:
     return graph.post_order(lambda i: (-more[i], -nbytes[i], i))
 
 
-def _late(graph: _Graph, order: Sequence[int]) -> list[int]:
-    """The order, in which what leads to nothing but sums and results runs when a sum needs it, or at the end."""
+def _beside_collectives(graph: _Graph, order: Sequence[int]) -> list[Kernel]:
+    """The kernels in the order in which collectives are hidden; each of these twice, as its start and as its end."""
     kernels = graph.kernels
-    waits = bytearray(len(kernels))
-    for i in reversed(order):
-        kernel = kernels[i]
-        makes_a_number = not kernel.last and 0 < sum(graph.sizes[b] for b in kernel.makes) <= _NUMBER
-        if kernel.combining is not None or makes_a_number:
-            continue
-        readers = [k for b in kernel.makes for k in graph.readers[b]]
-        waits[i] = all(waits[k] or ((how := kernels[k].combining) is not None and how.sums) for k in readers)
-    rank = {i: position for position, i in enumerate(order)}
-    found: list[int] = []
-    done = bytearray(len(kernels))
-    for i in sorted(order, key=lambda i: kernels[i].last):
-        if waits[i]:
-            continue
-        now, todo = [i], [i]
-        while todo:
-            for k in graph.before[todo.pop()]:
-                if waits[k] and not done[k]:
-                    done[k] = 1
-                    now.append(k)
-                    todo.append(k)
-        found += sorted(now, key=rank.__getitem__)
-    return found + [i for i in sorted(order, key=lambda i: kernels[i].last) if waits[i] and not done[i]]
+    steps = hide_latency(
+        order, graph.before, [k.seconds for k in kernels], [k.is_collective for k in kernels],
+        [k.last for k in kernels],
+    )  # fmt: skip
+    return [kernels[step.kernel] if step.starts else _end_of(kernels[step.kernel]) for step in steps]
 
 
-def _ranges(graph: _Graph, order: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _end_of(collective: Kernel) -> Kernel:
+    """What is read and made is there until then; but for operands in whose place results lie."""
+    taken = {operand for _, operand in collective.places}
+    reads = (*(b for b in collective.reads if b not in taken), *collective.makes)
+    return dataclasses.replace(collective, reads=reads, makes=(), places=())
+
+
+def _ranges(order: Sequence[Kernel], leaving: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Positions between which each buffer is live; what leaves is so to the end."""
     born: dict[int, int] = {}
     ends: dict[int, int] = {}
-    for position, i in enumerate(order):
-        kernel = graph.kernels[i]
+    for position, kernel in enumerate(order):
         born.update(dict.fromkeys(kernel.makes, position))
         ends.update(dict.fromkeys((*kernel.reads, *kernel.makes), position))
-    ends.update(dict.fromkeys(graph.leaving, len(order)))
-    for position, i in enumerate(order):
-        kernel = graph.kernels[i]
-        for _, taken in kernel.places:
-            if taken in born and ends[taken] == position:
+    ends.update(dict.fromkeys(leaving, len(order)))
+    for position, kernel in enumerate(order):
+        lying = set()
+        for result, taken in kernel.places:
+            if result not in lying and taken in born and ends[taken] == position:
                 ends[taken] = position - 1
+                lying.add(result)
     return {b: (at, ends[b]) for b, at in born.items()}
 
 
-def _most(graph: _Graph, ranges: dict[int, tuple[int, int]], order: Sequence[int]) -> int:
-    return max(held_by(ranges, graph.sizes, [graph.kernels[i] for i in order]), default=0)
+def _most(order: Sequence[Kernel], told: Kernels) -> int:
+    return max(held_by(_ranges(order, told.leaving), told.sizes, order), default=0)
 
 
 def held_by(ranges: dict[int, tuple[int, int]], sizes: Sequence[int], order: Sequence[Kernel]) -> list[int]:

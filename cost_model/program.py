@@ -14,6 +14,7 @@ from autopar.cost_model.compute import (
     compute_time,
     memory_seconds,
     partial_sum_bytes,
+    peak_flops,
     product_share,
     reordering_seconds,
 )
@@ -26,6 +27,10 @@ from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.sharding import Collective, Sharding
 
 _Held = tuple[Value, Sharding]
+
+# What XLA's latency-hiding scheduler takes for granted; see `_estimated_seconds`.
+_CONVOLUTION = 1e-5  # seconds
+_WIDENING = 60.0  # times as slow as other products
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +82,7 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
     costs = op_costs(local, kind, price)
-    needed = math.ceil(temporaries_factor(local, kind) * temporaries(local, kind))
+    needed = math.ceil(temporaries_factor(local, kind) * temporaries(local, kind, price))
     start = kind.dispatch_overhead + _set_aside(local, kind, needed)
     phases = phases_of(local)
     by_phase: dict[Phase, float] = defaultdict(float)
@@ -144,13 +149,9 @@ def _op_cost(
             LocalKernel(op.flops, _moved_bytes(op, mesh, sent), op.product, dtype, op.traffic.launches, op.pooling),
         )
         for k in kernels:
-            partial = k.rounds * partial_sum_bytes(kind, k.product, k.dtype)
-            compute += compute_time(
-                kind, flops=k.flops, bytes_moved=k.nbytes + partial, dtype=k.dtype,
-                matmul=k.product is not None, share=product_share(kind, k.product, k.dtype), pooling=k.pooling,
-            ) + memory_seconds(kind, partial) + kind.launch_overhead * k.times  # fmt: skip
+            compute += _kernel_seconds(k, kind)
             launches += k.times
-            moved += k.nbytes + 2 * partial
+            moved += k.nbytes + 2 * k.rounds * partial_sum_bytes(kind, k.product, k.dtype)
         flops = op.flops
         collectives += op.combined
         communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
@@ -168,6 +169,17 @@ def _op_cost(
                     collectives.append(Collective(step.kind, axes, payload))
             at = step_result(step, at)
     return OpCost(compute + reordering, communication, flops, tuple(collectives), launches, moved)
+
+
+def _kernel_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
+    """Of all its rounds."""
+    partial = kernel.rounds * partial_sum_bytes(kind, kernel.product, kernel.dtype)
+    seconds = compute_time(
+        kind, flops=kernel.flops, bytes_moved=kernel.nbytes + partial, dtype=kernel.dtype,
+        matmul=kernel.product is not None, share=product_share(kind, kernel.product, kernel.dtype),
+        pooling=kernel.pooling,
+    )  # fmt: skip
+    return seconds + float(memory_seconds(kind, partial)) + kind.launch_overhead * kernel.times
 
 
 def _sent(local: LocalProgram) -> set[_Held]:
@@ -261,7 +273,7 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
     return moved + sum(written)
 
 
-def _kernels(local: LocalProgram) -> Kernels:
+def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels:
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums."""
     mesh, sent, found = local.mesh, _sent(local), Kernels()
     gathered: set[_Held] = set()  # in another layout than results have
@@ -281,18 +293,26 @@ def _kernels(local: LocalProgram) -> Kernels:
             places = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
                       for k, i in op.traffic.places}  # fmt: skip
             if op.kernels:
-                found.run_rounds(reads, makes, places, op.temporaries)
+                seconds = sum(_kernel_seconds(k, kind) for k in op.kernels)
+                found.run_rounds(reads, makes, places, op.temporaries, seconds)
             elif written:
-                found.run(reads, makes, places={results[k]: place for k, place in places.items()})
+                lie: dict[Hashable, Hashable] = {results[k]: place for k, place in places.items()}
+                shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
+                taken_over = [(v, s) for v, s, may_be_taken in shared if may_be_taken]
+                nbytes = sum(nbytes for _, nbytes in makes) + sum(found.sizes[buffer] for buffer in taken)
+                seconds = _estimated_seconds(op, nbytes, kind)
+                part_of = None if places else op.traffic.kernel  # what is written where something lies is apart
+                found.run(reads, makes, places=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
             for key in results:
                 if key not in written:
                     found.fuse(key, taken)
         elif isinstance(op, Reread):
             found.fence([((op.copy, op.sharding), (op.value, op.sharding))], [] if op.after is None else [op.after])
         elif isinstance(op, Accumulate):
-            found.run([(op.addend, op.sharding), (op.total, op.sharding)], [])
+            seconds = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
+            found.run([(op.addend, op.sharding), (op.total, op.sharding)], [], seconds=seconds)
         else:
-            _reshard(op, mesh, found)
+            _reshard(op, mesh, found, price)
             last = op.steps[-1]
             if last.kind == "all_gather" and last.dim > 0 and step_axes(last, mesh):
                 gathered.add((op.value, op.target))
@@ -306,7 +326,25 @@ def _kernels(local: LocalProgram) -> Kernels:
     return found
 
 
-def _reshard(op: Reshard, mesh: Mesh, found: Kernels) -> None:
+def _estimated_seconds(op: Compute, nbytes: int, kind: DeviceKind) -> float:
+    """How long XLA expects a kernel to take that reads and writes so many bytes, for its order beside collectives.
+
+    That is not how long it takes. XLA knows no speed of products of 16-bit numbers with results of 32, which it expects
+    to be far slower than others, and takes all convolutions to be the same (`SolLatencyEstimator`; read from its log,
+    jaxlib 0.10.2).
+    """
+    if op.product is None:
+        return nbytes / kind.memory_bandwidth
+    if op.product.patches is not None:
+        return _CONVOLUTION
+    dtype = op.equation.kernel_dtype(True)
+    result, sharding = op.equation.outputs[0], op.results[0]
+    widens = result.held_dtype(bool(sharding.partial)).itemsize > 2 and min(v.itemsize for v in op.equation.values) <= 2
+    speed = peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency / (_WIDENING if widens else 1)
+    return op.flops / speed
+
+
+def _reshard(op: Reshard, mesh: Mesh, found: Kernels, price: StepPrice) -> None:
     """Step by step. What is summed is held in the type of the sum until it is read."""
     value, at = op.value, op.source
     here: Any = (value, at)
@@ -323,18 +361,20 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels) -> None:
             combines = sums or step.kind == "all_gather"
             key = Combining((step.kind, axes, dtype, step.dim), sums) if combines else None
             places = {there: here} if step.kind == "all_reduce" else {}
-            found.run([here], [(there, nbytes)], places=places, combining=key)
+            payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.narrow)
+            seconds = price(step.kind, axes, payload)
+            found.run([here], [(there, nbytes)], places=places, combining=key, is_collective=True, seconds=seconds)
         here, at = there, after
     found.fuse((value, op.target), found.buffers([here]))
 
 
-def temporaries(local: LocalProgram, kind: DeviceKind) -> int:
+def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
     """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without `temporaries_factor`).
 
     Until a result is made, other values lie in its place.
     """
-    told = _kernels(local)
-    found = live(told, combined=kind.xla.combined_sums, late=kind.xla.hides_latency)
+    told = _kernels(local, kind, price)
+    found = live(told, combined=kind.xla.combined_sums, hides_latency=kind.xla.hides_latency)
     given = Counter(_looks(port) for port in local.inputs)
     renewed: set[int] = set()  # results that lie where an argument does
     if local.program.phase is Phase.UPDATE:

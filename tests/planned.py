@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autopar.compiler import build
-from autopar.cost_model.program import program_cost
+from autopar.cost_model.program import program_cost, temporaries
 from autopar.ir.local import LocalProgram, Reread, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method
@@ -91,3 +91,9 @@ def lowered_collectives(source: Source, local: LocalProgram) -> Counter[Collecti
 
 def compiled_collectives(program: Any, local: LocalProgram) -> Counter[Collective]:
     return Counter(collectives_in_hlo(program.as_text(), local.mesh))
+
+
+def temporaries_of(local: LocalProgram, cluster: Cluster) -> int:
+    """Bytes that the schedule of a program on one mesh of a cluster needs."""
+    prices = Prices(cluster)
+    return temporaries(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1])

@@ -11,9 +11,8 @@ import pytest
 from jax import lax
 
 from autopar import recipes
-from autopar.cost_model.program import temporaries
 from autopar.ir.method import Method
-from tests.planned import cluster_of, plan_step
+from tests.planned import cluster_of, plan_step, temporaries_of
 
 BATCH, WIDTH, HIDDEN, LAYERS = 1024, 16, 512, 4
 LARGE = 4 * BATCH * HIDDEN // 2  # bytes of one device's piece of a hidden array
@@ -58,7 +57,7 @@ def test_what_a_body_holds_is_what_xla_takes(loss: Callable[..., Any], held: int
     planned = plan_step(step, (params, batch), cluster_of(1, 2), recipes.data_parallel(), 1)
     (local,) = planned.lowered.programs
     (program,) = planned.build(jax.devices()[:2]).programs
-    predicted = temporaries(local, planned.plan.cluster.hosts[0].kind)
+    predicted = temporaries_of(local, planned.plan.cluster)
     taken = program.memory_analysis().temp_size_in_bytes
     assert min(predicted, taken) > held * LARGE
     assert 0.8 < predicted / taken < 2.0

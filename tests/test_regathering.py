@@ -13,14 +13,20 @@ import pytest
 
 import autopar
 from autopar import compiler, recipes
-from autopar.cost_model.program import temporaries
 from autopar.cost_model.xla_memory import memory_factors
 from autopar.ir.local import Reread
 from autopar.ir.mesh import Cluster, XlaBackend
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from tests.h100 import h100_devices, needs_cuda_compiler
-from tests.planned import as_xla_for_cpus_merges, cluster_of, compiled_collectives, lowered_collectives, plan_step
+from tests.planned import (
+    as_xla_for_cpus_merges,
+    cluster_of,
+    compiled_collectives,
+    lowered_collectives,
+    plan_step,
+    temporaries_of,
+)
 
 LAYERS, WIDTH, BATCH = 6, 256, 64
 WEIGHT = 4 * WIDTH * WIDTH  # bytes
@@ -60,7 +66,7 @@ def test_zero_3_gathers_twice_and_keeps_nothing(name: str) -> None:
     gathered = [c for c in planned.priced(local).elements() if c.kind == "all_gather"]
     count = 2 * LAYERS - 1 if name == "plain" else 2 * LAYERS  # the first layer's input has no gradient
     assert [c.payload for c in gathered] == [WEIGHT] * (2 * LAYERS + count)
-    held = temporaries(local, planned.plan.cluster.hosts[0].kind)
+    held = temporaries_of(local, planned.plan.cluster)
     assert held < LAYERS * WEIGHT  # were they kept, it would be twice as much and more
 
     executable = planned.build(jax.devices()[:4])

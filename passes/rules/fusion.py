@@ -37,11 +37,14 @@ _Place = tuple[int, int]  # an equation and the position of its operand
 
 @dataclasses.dataclass(eq=False)
 class _Kernel:
+    first: int  # the equation with which it begins
     level: int  # above that of all kernels that it needs something of
     loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
     reduced: tuple[int, ...] | None  # the dimensions of it that are reduced, if any
     reads: set[Value] = dataclasses.field(default_factory=set)
     at_end: set[Value] = dataclasses.field(default_factory=set)  # of what it makes: what is not there before
+    reductions: int = 0
+    reduces: set[Value] = dataclasses.field(default_factory=set)  # what these read
 
     def takes(self, loop: tuple[int, ...], reduced: tuple[int, ...] | None) -> bool:
         """Whether what goes through this can be computed along."""
@@ -170,6 +173,9 @@ def memory_traffic(
     turned: set[Value] = set()  # in the order of a convolution, not their own
     copied_filters: set[Value] = set()  # of which there is such a copy
     leaving = {*outputs}
+    around: dict[Value, set[Value]] = {}  # of what is not in memory: what it depends on not element by element
+    shared: dict[int, Sequence[bool]] = {}  # by equation and operand: whether it is needed element by element alone
+    begins: dict[int, int] = {}  # by equation: the first one of its kernel
     for eqn in equations:
         rule = rules[eqn.id]
         made = tuple(v in memory.stored for v in eqn.outputs)
@@ -191,18 +197,29 @@ def memory_traffic(
                     needs.setdefault(source, place)
         if not any(made):
             sources.update(dict.fromkeys(eqn.outputs, needs))
+            apart = {u for v in eqn.values for u in around.get(v, ())} if is_fusible(rule) else {*needs}
+            if apart:
+                around.update(dict.fromkeys(eqn.outputs, apart))
             if single_output:
                 layouts.fuse(eqn, rule)
             continue
+        if is_fusible(rule):
+            # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
+            apart = {u for v in eqn.values for u in around.get(v, ())}
+            apart.update(u for v in needs if v in maker for u in maker[v].reduces)
+            shared[eqn.id] = [isinstance(v, Value) and apart.isdisjoint(sources.get(v, [v])) for v in eqn.inputs]
         loop, reduced = _loop(eqn, rule)
         kernel = None if single_output else _partner(loop, reduced, needs, maker, readers)
         if kernel is None:
-            kernel = _Kernel(1 + max((maker[v].level for v in needs if v in maker), default=0), loop, reduced)
+            kernel = _Kernel(eqn.id, 1 + max((maker[v].level for v in needs if v in maker), default=0), loop, reduced)
             launches[eqn.id] = 1 + (eqn.id in memory.filled)
         elif reduced is not None:
             kernel.reduced = reduced
+        begins[eqn.id] = kernel.first
         if reduced is not None:
             kernel.at_end.update(eqn.outputs)
+            kernel.reductions += 1
+            kernel.reduces.update(needs)
             if not single_output and _in_two_steps(loop, reduced):
                 launches[eqn.id] = launches.get(eqn.id, 0) + 1
         for source, place in needs.items():
@@ -250,13 +267,25 @@ def memory_traffic(
             _by_operand(reads, eqn),
             writes.get(eqn.id, (False,) * len(eqn.outputs)),
             launches.get(eqn.id, 0),
+            begins.get(eqn.id, eqn.id),
             is_fusible(rules[eqn.id]),
+            _in_place(shared.get(eqn.id), maker.get(eqn.outputs[0]) if eqn.outputs else None, len(eqn.inputs)),
             memory.places.get(eqn.id, ()),
             _by_operand(against, eqn),
             _by_operand(copied, eqn),
         )
         for eqn in equations
     }
+
+
+def _in_place(shared: Sequence[bool] | None, kernel: _Kernel | None, count: int) -> tuple[bool, ...]:
+    """Of which operands XLA lets results take the places (`FusionCanShareBufferHint`).
+
+    One reduction of a kernel is done before what it reads is written over; where there are several, nothing is.
+    """
+    if shared is None or kernel is None or kernel.reductions > 1:
+        return (False,) * count
+    return tuple(shared)
 
 
 def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:

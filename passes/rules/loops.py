@@ -425,7 +425,11 @@ def _moments(
             if rule.kernels:
                 told.run_rounds(e.values, makes, places, held)
             else:
-                told.run(e.values, makes, places={e.outputs[k]: place for k, place in places.items()})
+                taken_over = [v for v, shared in zip(e.inputs, moved.in_place, strict=True) if shared]
+                told.run(
+                    e.values, makes, places={e.outputs[k]: place for k, place in places.items()}, in_place=taken_over,
+                    part_of=None if places else moved.kernel,
+                )  # fmt: skip
         for v in e.outputs:
             if v not in written:
                 told.fuse(v, taken)

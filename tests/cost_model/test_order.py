@@ -97,45 +97,73 @@ def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
     told.run([], [(("cotangent", 0), 100)])
     for k in range(layers):
         how = Combining(keys[k], True) if keys else SUM
-        told.run([("cotangent", k)], [(("residual", k), 1000)])
-        told.run([("cotangent", k), ("residual", k)], [(("cotangent", k + 1), 100)])
-        told.run([("cotangent", k), ("residual", k)], [(("gradient", k), 400)])
-        told.run([("gradient", k)], [(("sum", k), 400)], places={("sum", k): ("gradient", k)}, combining=how)
+        told.run([("cotangent", k)], [(("residual", k), 1000)], seconds=1e-5)
+        told.run([("cotangent", k), ("residual", k)], [(("cotangent", k + 1), 100)], seconds=1e-5)
+        told.run([("cotangent", k), ("residual", k)], [(("gradient", k), 400)], seconds=1e-5)
+        told.run(
+            [("gradient", k)],
+            [(("sum", k), 400)],
+            places={("sum", k): ("gradient", k)},
+            combining=how,
+            is_collective=True,
+        )
         told.leave(("sum", k))
     told.leave(("cotangent", layers))
     return told
 
 
-def test_gradients_that_are_no_part_of_a_sum_wait_for_their_own() -> None:
-    """The sum of the first and the third needs nothing of the second: the residuals that this one reads are held."""
-    told = gradients(4, keys=("one", "other", "one", "other"))
-    residual = told.values.index(("residual", 1))
-
-    def held_at_the_first_sum(found: Live) -> bool:
-        first = next(p for p, kernel in enumerate(found.order) if len(kernel.makes) == 2)
-        return found.ranges[residual][0] < first < found.ranges[residual][1]
-
-    late = live(told, combined=10000, late=True)
-    assert held_at_the_first_sum(late)
-    assert most(told, late) > most(told, live(told))
+def test_collectives_that_are_hidden_have_an_end_of_their_own() -> None:
+    """Between a gather's start and its end there is what runs beside it, and what is gathered is there."""
+    told = Kernels()
+    told.run([], [("weight", 100)], combining=Combining("gather", False), is_collective=True, seconds=1e-5)
+    told.run([], [("x", 30)], seconds=1e-5)
+    told.run(["weight", "x"], [("y", 1)], seconds=1e-5)
+    told.leave("y")
+    found = live(told, hides_latency=True)
+    assert [kernel.makes for kernel in found.order] == [(0,), (1,), (), (2,)]
+    assert most(told, found) == 131
 
 
-def test_a_number_does_not_wait_to_be_summed() -> None:
-    """The loss reads logits that nothing else reads later, and is part of a sum with gradients."""
-    for nbytes in (4, 400):
+def test_a_sum_in_the_place_of_its_addend_needs_no_second_buffer_until_its_end() -> None:
+    told = Kernels()
+    told.run([], [("addend", 100)], seconds=1e-5)
+    told.run(["addend"], [("sum", 100)], places={"sum": "addend"}, combining=SUM, is_collective=True, seconds=1e-5)
+    told.run(["sum"], [("y", 1)], seconds=1e-5)
+    assert most(told, live(told, hides_latency=True)) == 101
+
+
+def test_what_is_part_of_a_kernel_runs_with_it() -> None:
+    """The loss reads logits that the cotangent needs, too, and nothing later."""
+    for part in ("softmax", None):
         told = Kernels()
         told.run([], [("logits", 1000)])
-        told.run(["logits"], [("loss", nbytes)])
-        told.run(["logits"], [("cotangent", 100)])
-        told.run(["cotangent"], [("cotangents", 100)], combining=Combining("gathered", False))
-        told.run(["cotangents"], [("gradient", 400)])
-        told.run(["loss"], [("total", nbytes)], combining=SUM)
-        told.run(["gradient"], [("sum", 400)], combining=SUM)
-        told.leave("total")
-        told.leave("sum")
-        found = live(told, combined=10000, late=True)
-        held, made = told.values.index("logits"), told.values.index("cotangents")
-        assert (found.ranges[held][1] < found.ranges[made][0]) == (nbytes == 4)
+        told.run(["logits"], [("loss", 4)], part_of=part)
+        told.run(["logits"], [("cotangent", 100)], part_of=part)
+        told.run(["cotangent", "loss"], [("later", 1)], part_of=part)
+        told.leave("later")
+        kernels = live(told).order
+        assert len(kernels) == (2 if part else 4)
+        assert len(kernels[1].makes) == (3 if part else 1)
+
+
+def test_what_needs_the_rest_of_a_kernel_by_way_of_another_is_no_part_of_it() -> None:
+    told = Kernels()
+    told.run([], [("x", 1)])
+    told.run(["x"], [("y", 1)], part_of="kernel")
+    told.run(["y"], [("product", 1)])
+    told.run(["x", "product"], [("z", 1)], part_of="kernel")
+    assert len(live(told).order) == 4
+
+
+def test_an_elementwise_result_takes_the_place_of_an_operand_that_nothing_needs_later() -> None:
+    for reads_again in (False, True):
+        told = Kernels()
+        told.run([], [("x", 8)])
+        told.run([], [("small", 2)])
+        told.run(["x", "small"], [("y", 8)], in_place=["small", "x"])
+        told.run(["y", "x"] if reads_again else ["y"], [("result", 1)])
+        told.leave("result")
+        assert most(told, live(told)) == (8 + 8 + 2 if reads_again else 8 + 2)
 
 
 def test_sums_of_more_than_the_threshold_are_several() -> None:
