@@ -54,15 +54,16 @@ class Parallelized:
         follow: Parallelized | None, hints: Mapping[str, Any], narrow_sums: bool,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
+        self._cluster, self._devices, self._follow = cluster, devices, follow
+        self._method = _method(method)
+        number = _microbatches(num_microbatches)
         self._function = StepFunction(
             fun, static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
             donate_argnums=None if donate_argnums == "auto" else tuple(donate_argnums),
         )  # fmt: skip
         self._name = self._function.name
-        self._cluster, self._devices, self._follow = cluster, devices, follow
-        self._method = _method(method)
         pinned = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
-        self._options = TraceOptions(_microbatches(num_microbatches), batch_axes, pinned, narrow_sums)
+        self._options = TraceOptions(number, batch_axes, pinned, narrow_sums)
         self._executables: dict[Any, Executable] = {}
         self._traced: dict[Any, Traced] = {}
         self._buffers = Buffers()
@@ -306,9 +307,9 @@ class Parallelized:
 
     def _trace(self, call: Call) -> Traced:
         if call.key not in self._traced:
-            leader = self._leader()
 
             def state_of(graph: Graph) -> set[Value]:
+                leader = self._leader()
                 return set() if leader is None else {graph.inputs[i] for i in _homes(leader, graph, call.leaves)}
 
             self._traced[call.key] = trace_step(self._function, call, self._options, state_of)

@@ -340,7 +340,7 @@ def main() -> None:
         growth.run(arguments.only, arguments.json)
         return
     if arguments.suite == "public":
-        # A benchmark of its own: it needs frameworks, and writes reports, which the other suites depend on in nothing.
+        # A benchmark of its own: it needs frameworks and writes reports, on which the other suites do not depend.
         told = [f"--{name}={value}" for name in ("only", "json") if (value := getattr(arguments, name)) is not None]
         sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.public.planned", *told], check=False).returncode)
     suites = {"alpa": alpa_cases, "megatron": megatron_cases, "presets": preset_cases}

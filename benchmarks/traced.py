@@ -1,7 +1,7 @@
 """Steps traced for a search alone, as `Parallelized.plan` traces them.
 
 Benchmarks of plans that are not run go this way and not through `autopar.parallelize`, which needs the runtime: their
-results stay true when only that changes. `tests/test_benchmarks.py` holds both ways against each other.
+results stay true when only that changes. `tests/benchmarks/test_traced.py` holds both ways against each other.
 """
 
 from __future__ import annotations

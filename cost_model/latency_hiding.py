@@ -5,10 +5,11 @@ along with them. A collective is two steps, its end, chosen first, and its start
 seconds have gone by; one is under way at a time. Of what can be chosen:
 
 1. The end of a collective, where none is under way.
-2. What is due before what is not: what feeds a collective's start is due a little after it (`_EDGE`).
+2. What is due before what is not. What a step reads is due a little before that begins (`_EDGE`), which matters after
+   steps that take no longer, such as the start of a collective.
 3. The start of the collective under way, if another one's end waits for it.
 4. What has most collectives on its way from the arguments, one after the other. A start without any comes last.
-5. While a collective is under way, the kernel that takes nearest to as long as it still does.
+5. While something is not due yet, the kernel that takes nearest to as long as it is until the first of that.
 6. What reads the result of a collective; then what came last in the order before.
 
 So what leads to nothing but a collective, as products that give gradients of parameters do, runs beside another one or

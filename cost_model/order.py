@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from autopar.cost_model.latency_hiding import hide_latency
 
@@ -28,6 +28,7 @@ class Combining:
 
     key: Hashable
     sums: bool
+    latency: float = 0.0  # seconds of one of no bytes, which several that become one have once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +80,8 @@ class Kernels:
         """A kernel that makes values of so many bytes, some in the places of others.
 
         `in_place`: operands whose buffers results of the same sizes may take. `seconds`: how long it takes; of a
-        collective, how long after its start it ends. `part_of`: what has the same is one kernel, where it can be.
+        collective, how long after its start it ends. `part_of`: results with an equal one are those of one kernel,
+        unless one needs another by way of other kernels.
         """
         made = range(len(self.sizes), len(self.sizes) + len(makes))
         lie = [
@@ -87,7 +89,8 @@ class Kernels:
             for (value, _), buffer in zip(makes, made, strict=True)
             if places is not None and value in places and len(taken := self.buffers([places[value]])) == 1
         ]
-        free = self.buffers(in_place)
+        whole = self._parts.get(part_of)
+        free = [b for b in self.buffers(in_place) if whole is None or self._maker.get(b) != whole]
         lie += [
             (buffer, taken)
             for (_, nbytes), buffer in zip(makes, made, strict=True)
@@ -96,7 +99,6 @@ class Kernels:
         ]
         self.sizes += [nbytes for _, nbytes in makes]
         self.values += [value for value, _ in makes]
-        whole = self._parts.get(part_of)
         taken = tuple(b for b in self.buffers(reads) if whole is None or self._maker.get(b) != whole)
         level = self._level_above(taken)
         if whole is not None and level <= self._levels[whole]:  # it needs nothing that needs the rest of the kernel
@@ -145,6 +147,14 @@ class Kernels:
                 self.run([], [(begun[value], nbytes)])
                 self.values[-1] = value
         self.run([*reads, *begun.values()], makes, held=held, places=begun, seconds=seconds)
+
+    def lie_elsewhere(self, results: Collection[int]) -> None:
+        """These buffers lie where arguments do, and so in no operand's place."""
+        self.kernels = [
+            dataclasses.replace(kernel, places=tuple(pair for pair in kernel.places if pair[0] not in results))
+            if any(result in results for result, _ in kernel.places) else kernel
+            for kernel in self.kernels
+        ]  # fmt: skip
 
     def leave(self, value: Hashable) -> None:
         """The value is a result."""
@@ -262,12 +272,13 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel
             makes = [b for each in members for b in each.makes]
             made_one.update(dict.fromkeys(together, None))
             places = tuple(place for each in members for place in each.places)
+            latency = max(how.latency for each in members if (how := each.combining))
             made_one[together[-1]] = dataclasses.replace(
                 members[0],
                 reads=tuple(reads),
                 makes=tuple(makes),
                 places=places,
-                seconds=sum(each.seconds for each in members),
+                seconds=sum(each.seconds - how.latency for each in members if (how := each.combining)) + latency,
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 
@@ -344,7 +355,7 @@ def _beside_collectives(graph: _Graph, order: Sequence[int]) -> list[Kernel]:
 
 
 def _end_of(collective: Kernel) -> Kernel:
-    """What is read and made is there until then; but for operands in whose place results lie."""
+    """What is read and made is there until then; but for operands that results may take the place of."""
     taken = {operand for _, operand in collective.places}
     reads = (*(b for b in collective.reads if b not in taken), *collective.makes)
     return dataclasses.replace(collective, reads=reads, makes=(), places=())

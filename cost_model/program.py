@@ -277,6 +277,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums."""
     mesh, sent, found = local.mesh, _sent(local), Kernels()
     gathered: set[_Held] = set()  # in another layout than results have
+    fused: dict[_Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
     for op in local.ops:
         if isinstance(op, Compute):
             operands = zip(op.equation.inputs, op.operands, strict=True)
@@ -292,6 +293,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
             makes = [(key, local_bytes(*key, mesh)) for key in written]
             places = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
                       for k, i in op.traffic.places}  # fmt: skip
+            moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
             if op.kernels:
                 seconds = sum(_kernel_seconds(k, kind) for k in op.kernels)
                 found.run_rounds(reads, makes, places, op.temporaries, seconds)
@@ -299,10 +301,11 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
                 lie: dict[Hashable, Hashable] = {results[k]: place for k, place in places.items()}
                 shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
                 taken_over = [(v, s) for v, s, may_be_taken in shared if may_be_taken]
-                nbytes = sum(nbytes for _, nbytes in makes) + sum(found.sizes[buffer] for buffer in taken)
-                seconds = _estimated_seconds(op, nbytes, kind)
+                seconds = _estimated_seconds(op, moved, kind)
                 part_of = None if places else op.traffic.kernel  # what is written where something lies is apart
                 found.run(reads, makes, places=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
+            else:
+                fused.update(dict.fromkeys(results[:1], moved))
             for key in results:
                 if key not in written:
                     found.fuse(key, taken)
@@ -326,7 +329,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
     return found
 
 
-def _estimated_seconds(op: Compute, nbytes: int, kind: DeviceKind) -> float:
+def _estimated_seconds(op: Compute, nbytes: float, kind: DeviceKind) -> float:
     """How long XLA expects a kernel to take that reads and writes so many bytes, for its order beside collectives.
 
     That is not how long it takes. XLA knows no speed of products of 16-bit numbers with results of 32, which it expects
@@ -359,10 +362,10 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels, price: StepPrice) -> None:
             nbytes = (value.sum_nbytes if wide else value.nbytes) // math.prod(after.tiles(mesh))
             dtype = value.held_dtype(wide)
             combines = sums or step.kind == "all_gather"
-            key = Combining((step.kind, axes, dtype, step.dim), sums) if combines else None
-            places = {there: here} if step.kind == "all_reduce" else {}
             payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.narrow)
-            seconds = price(step.kind, axes, payload)
+            seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
+            key = Combining((step.kind, axes, dtype, step.dim), sums, latency) if combines else None
+            places = {there: here} if step.kind == "all_reduce" else {}
             found.run([here], [(there, nbytes)], places=places, combining=key, is_collective=True, seconds=seconds)
         here, at = there, after
     found.fuse((value, op.target), found.buffers([here]))
@@ -374,7 +377,6 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
     Until a result is made, other values lie in its place.
     """
     told = _kernels(local, kind, price)
-    found = live(told, combined=kind.xla.combined_sums, hides_latency=kind.xla.hides_latency)
     given = Counter(_looks(port) for port in local.inputs)
     renewed: set[int] = set()  # results that lie where an argument does
     if local.program.phase is Phase.UPDATE:
@@ -382,6 +384,8 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
             if given[_looks(port)]:
                 given[_looks(port)] -= 1
                 renewed.update(told.buffers([port]))
+        told.lie_elsewhere(renewed)
+    found = live(told, combined=kind.xla.combined_sums, hides_latency=kind.xla.hides_latency)
     ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
     places = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
     return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - places)

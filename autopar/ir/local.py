@@ -43,8 +43,8 @@ class Traffic:
     reads: tuple[int, ...]  # by operand: kernels that read it from memory and have it first here
     writes: tuple[bool, ...]  # by result: whether it goes to a place of its own in memory
     launches: int  # kernels that begin here
-    # The equation with which the kernel begins that computes this one, if it has results in memory. Equations that are
-    # priced alike have equal traffic, whichever that is.
+    # The equation with which the kernel begins that computes this one, if it has results in memory. It makes no
+    # difference to what an equation costs, and so none to whether traffic is equal.
     kernel: int = dataclasses.field(compare=False)
     elementwise: bool  # each element of a result needs but one of each operand
     in_place: tuple[bool, ...]  # by operand: whether a result of its size may take its place if nothing reads it later

@@ -173,7 +173,8 @@ def memory_traffic(
     turned: set[Value] = set()  # in the order of a convolution, not their own
     copied_filters: set[Value] = set()  # of which there is such a copy
     leaving = {*outputs}
-    around: dict[Value, set[Value]] = {}  # of what is not in memory: what it depends on not element by element
+    around: dict[Value, set[Value]] = {}  # of what is not in memory: what it needs otherwise than element by element
+    moved: set[Value] = set()  # views in which elements lie elsewhere
     shared: dict[int, Sequence[bool]] = {}  # by equation and operand: whether it is needed element by element alone
     begins: dict[int, int] = {}  # by equation: the first one of its kernel
     for eqn in equations:
@@ -186,8 +187,13 @@ def memory_traffic(
             layouts.view(eqn, rule)
             bases.update({v: bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                           if isinstance(u, Value)})  # fmt: skip
-            maker.update({v: maker[u] for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
-                          if isinstance(u, Value) and u in maker})  # fmt: skip
+            for before, view in zip(eqn.inputs, eqn.outputs, strict=True):
+                if before in moved or not (rule.separable or _is_element_by_element(rule, 0)):
+                    moved.add(view)
+                if isinstance(before, Value) and before in maker:
+                    maker[view] = maker[before]
+                    if before in maker[before].at_end:
+                        maker[before].at_end.add(view)
             continue
         writes[eqn.id] = made
         needs: dict[Value, _Place] = {}
@@ -197,17 +203,21 @@ def memory_traffic(
                     needs.setdefault(source, place)
         if not any(made):
             sources.update(dict.fromkeys(eqn.outputs, needs))
-            apart = {u for v in eqn.values for u in around.get(v, ())} if is_fusible(rule) else {*needs}
-            if apart:
+            if apart := _needed_otherwise(eqn, rule, sources, around, moved):
                 around.update(dict.fromkeys(eqn.outputs, apart))
             if single_output:
                 layouts.fuse(eqn, rule)
             continue
-        if is_fusible(rule):
+        if is_fusible(rule) and not single_output:
             # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
-            apart = {u for v in eqn.values for u in around.get(v, ())}
+            apart = _needed_otherwise(eqn, rule, sources, around, moved)
             apart.update(u for v in needs if v in maker for u in maker[v].reduces)
-            shared[eqn.id] = [isinstance(v, Value) and apart.isdisjoint(sources.get(v, [v])) for v in eqn.inputs]
+            apart, nbytes = {bases.get(v, v) for v in apart}, eqn.outputs[0].nbytes
+            shared[eqn.id] = [
+                isinstance(v, Value) and _is_element_by_element(rule, k)
+                and apart.isdisjoint(bases.get(u, u) for u in sources.get(v, [v]) if u.nbytes == nbytes)
+                for k, v in enumerate(eqn.inputs)
+            ]  # fmt: skip
         loop, reduced = _loop(eqn, rule)
         kernel = None if single_output else _partner(loop, reduced, needs, maker, readers)
         if kernel is None:
@@ -281,11 +291,32 @@ def memory_traffic(
 def _in_place(shared: Sequence[bool] | None, kernel: _Kernel | None, count: int) -> tuple[bool, ...]:
     """Of which operands XLA lets results take the places (`FusionCanShareBufferHint`).
 
-    One reduction of a kernel is done before what it reads is written over; where there are several, nothing is.
+    A kernel does one reduction before it writes over what that reads; where there are several, it writes over nothing.
     """
     if shared is None or kernel is None or kernel.reductions > 1:
         return (False,) * count
     return tuple(shared)
+
+
+def _is_element_by_element(rule: Rule, position: int) -> bool:
+    """Whether an element of the result needs that of the operand which lies where it will, and no element moves."""
+    if rule.whole or not is_fusible(rule):
+        return False
+    before, after = (tuple(itertools.chain(*dims)) for dims in (rule.inputs[position], rule.outputs[0]))
+    return before == after
+
+
+def _needed_otherwise(
+    eqn: Equation, rule: Rule, sources: Mapping[Value, Collection[Value]], around: Mapping[Value, Collection[Value]],
+    moved: Collection[Value],
+) -> set[Value]:  # fmt: skip
+    """What an equation needs, of what is in memory, otherwise than element by element."""
+    found = {source for v in eqn.values for source in around.get(v, ())}
+    for position, v in enumerate(eqn.inputs):
+        if isinstance(v, Value):
+            is_alike = _is_element_by_element(rule, position)
+            found.update(u for u in sources.get(v, [v]) if u in moved or not is_alike)
+    return found
 
 
 def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:

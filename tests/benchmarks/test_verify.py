@@ -65,3 +65,13 @@ def test_a_case_is_compiled_for_absent_h100s() -> None:
     (row,) = verify.rows_of("case", found)
     assert found.fits
     assert abs(row["memory_error"]) < 0.15
+
+
+@needs_cuda_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "method"), [("gpt", "tensor parallel"), ("wresnet", "tensor parallel")])
+def test_what_is_held_beside_hidden_collectives_is_that_of_xlas_schedule(model: str, method: str) -> None:
+    """Which gradients of parameters wait for which collective makes more than half of it."""
+    found, _ = verify._seconds(verify.Case(model, method, True))
+    (row,) = verify.rows_of("case", found)
+    assert abs(row["memory_error"]) < 0.15

@@ -83,6 +83,59 @@ def test_chains(name: str, single_output: bool) -> None:
     assert launches == kernels
 
 
+IN_PLACE: dict[str, tuple[Callable[..., Any], bool]] = {  # functions of a product; whether its place may be taken
+    "elementwise": (lambda x: jnp.tanh(x) * x + 1.0, True),
+    "with a bias": (lambda x: jnp.tanh(x + jnp.arange(N, dtype=x.dtype)), True),
+    "reshaped": (lambda x: jnp.tanh(x.reshape(N * N)), True),
+    "with its rows' sums": (lambda x: (jnp.sum(x, -1), jnp.tanh(x)), True),  # one reduction, done before
+    "softmax": (jax.nn.softmax, False),
+    "layer norm": (layer_norm, False),
+    "less its columns' means": (lambda x: x - x.mean(0, keepdims=True), False),
+    "rolled": (lambda x: jnp.roll(x, 3, 1), False),
+    "rotary": (lambda x: x * 2 + jnp.concatenate([-x[:, N // 2 :], x[:, : N // 2]], 1) * 3, False),
+    "with its transpose": (lambda x: jnp.tanh(x + x.T), False),
+    "reversed": (lambda x: jnp.tanh(x + x[::-1]), False),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_results_lie_where_operands_do_that_are_needed_element_by_element_alone(name: str) -> None:
+    function, expected = IN_PLACE[name]
+
+    def of_a_product(x: Any) -> Any:
+        made = function(x @ x)
+        return jax.tree.map(lambda y: jnp.tanh(y @ y) if y.shape == (N, N) else y, made)
+
+    graph = trace(of_a_product, (SQUARE,), {}, name=name)
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
+    product, *others = graph.equations
+    assert product.primitive.name == "dot_general"
+    made = {product.outputs[0]}
+    taken = []
+    for eqn in others:
+        if eqn.primitive.name == "dot_general":
+            break
+        moved = traffic[eqn.id]
+        taken += [v in made and may for v, may in zip(eqn.inputs, moved.in_place, strict=True) if any(moved.writes)]
+        if any(not own for own in moved.writes):
+            made.update(eqn.outputs if made.intersection(eqn.values) else ())
+    assert any(taken) == expected
+
+
+def test_what_needs_a_finished_reduction_is_a_kernel_of_its_own() -> None:
+    def function(x: Any) -> Any:
+        return x - x.mean(0, keepdims=True)
+
+    graph = trace(function, (SQUARE,), {}, name="function")
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
+    kernels = {traffic[eqn.id].kernel for eqn in graph.equations if any(traffic[eqn.id].writes)}
+    assert len(kernels) == 2
+
+
 def test_only_what_is_needed_is_read_of_a_table() -> None:
     table, rows = jax.ShapeDtypeStruct((1000, N), jnp.float32), jax.ShapeDtypeStruct((10,), jnp.int32)
     nbytes, _ = moved(lambda table, rows: jnp.tanh(table[rows]), table, rows)
