@@ -131,6 +131,13 @@ def each_in_a_process(work: Callable[[T], R], items: Iterable[T], at_once: int =
         yield from pool.map(work, items)
 
 
+def most_memory() -> int:
+    """Bytes of memory that this process has had at most. (`ru_maxrss` begins with what its parent had.)"""
+    status = pathlib.Path("/proc/self/status").read_text()
+    (kilobytes,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(kilobytes) * 1024
+
+
 @dataclasses.dataclass(frozen=True)
 class Bar:
     """A measured value, and the limit that it must not exceed; without one it is told, and not judged."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
-import resource
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -101,7 +100,7 @@ def measure(case: Case) -> dict[str, Any]:
         "tiles": sum(len(each.copies) for each in copies), "planning": planning, "lists": lists, "parts": cutting,
         "copies": crossing, "proof": proof, "simulating": simulating,
         "seconds": lists + cutting + crossing + proof + simulating,
-        "gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "gib": common.most_memory() / 2**30,
     }  # fmt: skip
 
 

@@ -24,7 +24,6 @@ import json
 import math
 import pathlib
 import re
-import resource
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -147,7 +146,7 @@ def run(path: pathlib.Path, seconds: float, seed: int, best_known: int | None) -
         choice = list(solution.choice)
         row |= {"lower_bound": solution.lower_bound, "optimal": solution.optimal}
     row |= {"seconds": time.monotonic() - started, "cpu_seconds": time.process_time() - worked}
-    row["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # of the process so far
+    row["peak_gib"] = common.most_memory() / 2**30  # of the process so far
     if choice:
         row["cost"] = instance.evaluate(choice)
     row["best_known"] = best_known

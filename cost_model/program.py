@@ -9,6 +9,7 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 from autopar.cost_model.compute import (
+    INDEX_BYTES,
     accumulate_seconds,
     allocation_seconds,
     compute_time,
@@ -303,7 +304,8 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
                 taken_over = [(v, s) for v, s, may_be_taken in shared if may_be_taken]
                 seconds = _estimated_seconds(op, moved, kind)
                 part_of = None if places else op.traffic.kernel  # what is written where something lies is apart
-                found.run(reads, makes, places=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
+                held = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
+                found.run(reads, makes, held=held, places=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
             else:
                 fused.update(dict.fromkeys(results[:1], moved))
             for key in results:
@@ -327,6 +329,15 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
             found.fuse(port, found.buffers([key]))
         found.leave(port)
     return found
+
+
+def _indices_bytes(op: Compute, mesh: Mesh) -> int:
+    """Of the gradient of a maximum over windows: where in its window each lies, which a kernel before finds out."""
+    gradients, sharding = op.equation.inputs[0], op.operands[0]
+    if op.pooling != "gradient" or not isinstance(gradients, Value) or sharding is None:
+        return 0
+    elements = local_bytes(gradients, sharding, mesh) // gradients.itemsize
+    return len(gradients.shape) * INDEX_BYTES * elements
 
 
 def _estimated_seconds(op: Compute, nbytes: float, kind: DeviceKind) -> float:

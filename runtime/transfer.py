@@ -11,17 +11,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.ir.sharding import TileCopies
 from autopar.runtime.mail import Message
 from autopar.runtime.processes import compiler_options
 
+# Bytes; to send a smaller part to another process takes about as long, whatever its size (CPUs, over loopback).
+_SMALL = 32 * 2**10
+
 
 class Tile(NamedTuple):
-    """A part of what a device of this process holds."""
+    """What a device of this process holds, or a part of it."""
 
-    cut: int  # which part
+    cut: int | None  # which part; None: all of them
     device: jax.Device
 
 
@@ -35,8 +39,12 @@ class Route:
     pulls: Mapping[int, Sequence[jax.ShapeDtypeStruct]]  # by the sending process
     tiles: tuple[Tile, ...]  # taken within the process
     devices: tuple[jax.Device, ...]  # where these go
-    parts: Mapping[jax.Device, Sequence[int]]  # the numbers of those that a device makes its tile of, by place
-    again: Mapping[jax.Device, jax.Device]  # devices that take their whole tile from another of this process
+    # The numbers of those that a device makes of them, by place: its tile, or that of several devices.
+    parts: Mapping[jax.Device, Sequence[int]]
+    # Devices that take their tile from another of this process: that, and which of the tiles that it makes.
+    again: Mapping[jax.Device, tuple[jax.Device, int]]
+    # Where one device makes the tiles of all of what came whole: for each the parts, as (number of what came, part).
+    assembled: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +89,8 @@ class TileTransfer:
             return {}
         shape, by_device = self.source.shard_shape(self.shape), dict[jax.Device, list[Tile]]()
         for tile in dict.fromkeys([*self.route.tiles, *itertools.chain(*self.route.offers.values())]):
-            by_device.setdefault(tile.device, []).append(tile)
+            if tile.cut is not None:
+                by_device.setdefault(tile.device, []).append(tile)
         return {
             device: (tiles, _cutter(shape, self.dtype, self.tiles.cuts, tuple(tile.cut for tile in tiles), device))
             for device, tiles in by_device.items()
@@ -89,7 +98,13 @@ class TileTransfer:
 
     @functools.cached_property
     def joiners(self) -> Mapping[jax.Device, Callable[..., Sequence[jax.Array]]]:
-        """By device of this process that makes its tile of several parts: the program that does so."""
+        """By device of this process that makes its tile of several parts, or all tiles: the program that does so."""
+        if self.route.assembled:
+            shape, of = self.source.shard_shape(self.shape), self.route.assembled
+            return {
+                device: _assembler(shape, self.dtype, self.tiles.cuts, self.tiles.joins, len(numbers), of, device)
+                for device, numbers in self.route.parts.items()
+            }
         if not self.is_joined:
             return {}
         return {device: _joiner(self.part_shape, self.dtype, self.tiles.joins, device) for device in self.route.parts}
@@ -113,7 +128,9 @@ class TileTransfer:
         2. A tile of which other processes send something is made once in each process that takes it, by the first of
            its devices that want it, and copied whole to the others: what crosses does so once. So is any that is made
            of several parts on virtual CPU devices, whose copies go through one memory: the fewer, the better.
-        3. Both processes number what one sends the other in the order of the copies.
+        3. Tiles that are both cut and joined come whole to virtual CPU devices of a process that wants all of each, if
+           the parts are small: one device makes of them the tiles of all.
+        4. Both processes number what one sends the other in the order of the copies.
         """
         here = jax.process_index()
         senders, receivers = list(self.source.mesh.devices.flat), list(self.target.mesh.devices.flat)
@@ -128,47 +145,96 @@ class TileTransfer:
         taken: list[tuple[Tile, Any]] = []  # within this process, and where to
         found: dict[Any, list[tuple[int, int]]] = {}  # by device: (process, number among what that gives)
         again: dict[Any, Any] = {}
-        for position, copies in itertools.groupby(self.tiles.copies, lambda copy: copy.target):
-            to, parts = receivers[position], []
+        assembled: dict[Any, list[tuple[tuple[int, int], ...]]] = {}  # by device that makes tiles of several
+
+        def near(sender: jax.Device, process: int) -> jax.Device:
+            return sender if sender.process_index == process else holders.get((held[sender], process), sender)
+
+        def takes(tile: Tile, to: jax.Device, shape: tuple[int, ...]) -> None:
+            giver, process = tile.device.process_index, to.process_index
+            if process != here:
+                if giver == here:
+                    offers.setdefault(process, []).append(tile)
+            elif giver == here:
+                found.setdefault(to, []).append((here, len(taken)))
+                taken.append((tile, to))
+            else:
+                numbered = pulls.setdefault(giver, [])
+                found.setdefault(to, []).append((giver, len(numbered)))
+                numbered.append(jax.ShapeDtypeStruct(shape, self.dtype, sharding=SingleDeviceSharding(to)))
+
+        copies = [
+            (receivers[position], [(copy.cut, senders[copy.source]) for copy in copies])
+            for position, copies in itertools.groupby(self.tiles.copies, lambda copy: copy.target)
+        ]
+        for process, own in _by_process(copies).items():
+            if not self._assembles(process, own, held):
+                continue
+            (maker, _), numbers, made = own[0], dict[Any, int](), dict[Any, int]()
+            makes = assembled.setdefault(maker, [])
+            for to, parts in own:
+                for _, sender in parts:
+                    if held[sender] not in numbers:
+                        numbers[held[sender]] = len(numbers)
+                        takes(Tile(None, near(sender, process)), maker, self.source.shard_shape(self.shape))
+                if wanted[to] not in made:
+                    made[wanted[to]] = len(makes)
+                    makes.append(tuple((numbers[held[sender]], cut) for cut, sender in parts))
+                if to is not maker and process == here:
+                    again[to] = maker, made[wanted[to]]
+        done = {maker.process_index for maker in assembled}
+        for to, given in copies:
             process = to.process_index
-            for cut, sender in ((copy.cut, senders[copy.source]) for copy in copies):
-                if held.get(to) == held[sender]:
-                    parts.append(Tile(cut, to))
-                elif sender.process_index == process:
-                    parts.append(Tile(cut, sender))
-                else:
-                    parts.append(Tile(cut, holders.get((held[sender], process), sender)))
+            if process in done:
+                continue
+            tiles = [Tile(cut, to if held.get(to) == held[sender] else near(sender, process)) for cut, sender in given]
             is_shared = self.is_joined and to.platform == "cpu"
-            if is_shared or any(tile.device.process_index != process for tile in parts):
+            if is_shared or any(tile.device.process_index != process for tile in tiles):
                 maker = makers.setdefault((wanted[to], process), to)
                 if maker is not to:
                     if process == here:
-                        again[to] = maker
+                        again[to] = maker, 0
                     continue
-            for tile in parts:
-                giver = tile.device.process_index
-                if process != here:
-                    if giver == here:
-                        offers.setdefault(process, []).append(tile)
-                elif giver == here:
-                    found.setdefault(to, []).append((here, len(taken)))
-                    taken.append((tile, to))
-                else:
-                    numbered = pulls.setdefault(giver, [])
-                    found.setdefault(to, []).append((giver, len(numbered)))
-                    at = SingleDeviceSharding(to)
-                    numbered.append(jax.ShapeDtypeStruct(self.part_shape, self.dtype, sharding=at))
+            for tile in tiles:
+                takes(tile, to, self.part_shape)
         sizes = itertools.accumulate(map(len, pulls.values()), initial=len(taken))
         before = {here: 0, **dict(zip(pulls, sizes, strict=False))}
         return Route(
             bool(self.source.addressable_devices), bool(self.target.addressable_devices), offers, pulls,
             tuple(tile for tile, _ in taken), tuple(to for _, to in taken),
             {to: [before[giver] + number for giver, number in numbers] for to, numbers in found.items()}, again,
+            next((tuple(tiles) for maker, tiles in assembled.items() if maker.process_index == here), ()),
         )  # fmt: skip
+
+    def _assembles(self, process: int, copies: Sequence[_Copies], held: Mapping[jax.Device, Any]) -> bool:
+        """Whether the tiles of a process's devices are made of tiles of the source that come whole."""
+        taken: dict[Any, set[int]] = {}
+        for _, parts in copies:
+            for cut, sender in parts:
+                taken.setdefault(held[sender], set()).add(cut)
+        inside = {tile for device, tile in held.items() if device.process_index == process}
+        return (
+            self.is_cut
+            and self.is_joined
+            and copies[0][0].platform == "cpu"
+            and math.prod(self.part_shape) * self.dtype.itemsize < _SMALL
+            and not inside.issuperset(taken)
+            and all(len(cuts) == math.prod(self.tiles.cuts) for cuts in taken.values())
+        )
 
     def compile(self) -> None:
         """Compile what cuts and joins tiles where it runs, ahead of the first transfer."""
         _ = self.cutters, self.joiners
+
+
+_Copies = tuple[jax.Device, list[tuple[int, jax.Device]]]  # to a device: which part of the tile that another holds
+
+
+def _by_process(copies: Sequence[_Copies]) -> dict[int, list[_Copies]]:
+    found: dict[int, list[_Copies]] = {}
+    for to, parts in copies:
+        found.setdefault(to.process_index, []).append((to, parts))
+    return found
 
 
 def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
@@ -179,16 +245,10 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 def _cutter(
     shape: tuple[int, ...], dtype: Any, cuts: tuple[int, ...], numbers: tuple[int, ...], device: jax.Device
 ) -> Callable[..., Sequence[jax.Array]]:
-    """Of a tile some of its parts, which are numbered row-major."""
-    sizes = [size // n for size, n in zip(shape, cuts, strict=True)]
-    grid = list(itertools.product(*map(range, cuts)))
+    """Of a tile some of its parts."""
 
-    def cut(tile: jax.Array) -> tuple[jax.Array, ...]:
-        parts = []
-        for number in numbers:
-            start = [i * size for i, size in zip(grid[number], sizes, strict=True)]
-            parts.append(jax.lax.slice(tile, start, [i + size for i, size in zip(start, sizes, strict=True)]))
-        return tuple(parts)
+    def cut(tile: jax.Array) -> list[jax.Array]:
+        return [_part(tile, cuts, number) for number in numbers]
 
     return _compiled(cut, [shape], dtype, device)
 
@@ -199,14 +259,39 @@ def _joiner(
 ) -> Callable[..., Sequence[jax.Array]]:
     """A tile of its parts."""
 
-    def join(*parts: jax.Array) -> tuple[jax.Array]:
-        joined = list(parts)
-        for dim in reversed(range(len(joins))):
-            n = joins[dim]
-            joined = [jnp.concatenate(joined[at : at + n], dim) for at in range(0, len(joined), n)]
-        return (joined[0],)
+    def join(*parts: jax.Array) -> list[jax.Array]:
+        return [_joined(parts, joins)]
 
     return _compiled(join, [shape] * math.prod(joins), dtype, device)
+
+
+@functools.lru_cache(maxsize=4096)
+def _assembler(
+    shape: tuple[int, ...], dtype: Any, cuts: tuple[int, ...], joins: tuple[int, ...], count: int,
+    of: tuple[tuple[tuple[int, int], ...], ...], device: jax.Device,
+) -> Callable[..., Sequence[jax.Array]]:  # fmt: skip
+    """Tiles, each of some parts of `count` others."""
+
+    def assemble(*tiles: jax.Array) -> list[jax.Array]:
+        return [_joined([_part(tiles[number], cuts, cut) for number, cut in parts], joins) for parts in of]
+
+    return _compiled(assemble, [shape] * count, dtype, device)
+
+
+def _part(tile: jax.Array, cuts: Sequence[int], number: int) -> jax.Array:
+    """One of the parts of a tile, which are numbered row-major."""
+    sizes = [size // n for size, n in zip(tile.shape, cuts, strict=True)]
+    starts = [int(i) * size for i, size in zip(np.unravel_index(number, cuts), sizes, strict=True)]
+    return jax.lax.slice(tile, starts, [start + size for start, size in zip(starts, sizes, strict=True)])
+
+
+def _joined(parts: Sequence[jax.Array], joins: Sequence[int]) -> jax.Array:
+    """The tile that consists of these parts, row-major."""
+    joined = list(parts)
+    for dim in reversed(range(len(joins))):
+        n = joins[dim]
+        joined = [jnp.concatenate(joined[at : at + n], dim) for at in range(0, len(joined), n)]
+    return joined[0]
 
 
 def _compiled(
@@ -250,36 +335,36 @@ def send(transfer: TileTransfer, array: jax.Array, message: Message | None = Non
         return moved
     route = transfer.route
     parts: dict[Tile, jax.Array] = {}
+    cut: dict[Tile, jax.Array] = {}
     if route.sends:
-        parts = {Tile(0, shard.device): shard.data for shard in array.addressable_shards}
-        if transfer.is_cut:
-            cutters = transfer.cutters.items()
-            cut = {device: program(parts[Tile(0, device)]) for device, (_, program) in cutters}
-            parts = {
-                tile: part for device, (tiles, _) in cutters for tile, part in zip(tiles, cut[device], strict=True)
-            }
+        whole = None if transfer.is_cut else 0
+        parts = {Tile(whole, shard.device): shard.data for shard in array.addressable_shards}
+        cutters = transfer.cutters.items()
+        made = {device: program(parts[Tile(None, device)]) for device, (_, program) in cutters}
+        cut = {tile: part for device, (tiles, _) in cutters for tile, part in zip(tiles, made[device], strict=True)}
+        parts.update(cut)
     pulled: list[jax.Array] = []
     if message is not None:
         for receiver, offered in route.offers.items():
-            message.offer(receiver, [parts[tile] for tile in offered], fresh=transfer.is_cut)
+            message.offer(receiver, [parts[tile] for tile in offered], fresh=cut.keys() >= {*offered})
         for sender, structs in route.pulls.items():
             pulled += message.pull(sender, structs)
     result = None
     if route.receives:
         # What a device takes from itself needs no copy where a program makes a new array of it, or has made it.
-        is_new = transfer.is_joined or (transfer.is_cut and not route.offers)
+        is_new = bool(transfer.joiners) or (transfer.is_cut and not route.offers)
         arrived = _put([parts[tile] for tile in route.tiles], route.devices, None if is_new else False) + pulled
-        if transfer.is_joined:
-            made = {to: transfer.joiners[to](*[arrived[k] for k in numbers])[0] for to, numbers in route.parts.items()}
-        else:
-            made = {to: arrived[number] for to, (number,) in route.parts.items()}
-        copied = _put([made[maker] for maker in route.again.values()], route.again, False)
-        made.update(zip(route.again, copied, strict=True))
-        result = jax.make_array_from_single_device_arrays(transfer.shape, transfer.target, list(made.values()))
+        tiles: dict[jax.Device, Sequence[jax.Array]] = {}
+        for to, numbers in route.parts.items():
+            of = [arrived[k] for k in numbers]
+            tiles[to] = transfer.joiners[to](*of) if transfer.joiners else of
+        copied = _put([tiles[maker][k] for maker, k in route.again.values()], route.again, False)
+        held = [*(made[0] for made in tiles.values()), *copied]
+        result = jax.make_array_from_single_device_arrays(transfer.shape, transfer.target, held)
     # Of the source's programs and the target's, if they are this process's.
-    if route.sends and transfer.is_cut and needs_waits(transfer.source.mesh):
-        jax.block_until_ready(list(parts.values()))
-    if route.receives and transfer.is_joined and needs_waits(transfer.target.mesh):
+    if cut and needs_waits(transfer.source.mesh):
+        jax.block_until_ready(list(cut.values()))
+    if route.receives and transfer.joiners and needs_waits(transfer.target.mesh):
         jax.block_until_ready(result)
     return result
 

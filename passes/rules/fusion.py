@@ -21,6 +21,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
+from autopar.cost_model.compute import INDEX_BYTES
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
@@ -29,7 +30,6 @@ from autopar.passes.rules.layouts import Layouts, Order, comes_turned, filters_t
 from autopar.passes.rules.materialize import MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
 
 _MOST_IN_A_COLUMN = 4096  # that one kernel reduces at once; see XLA's tree reductions
-_INDEX = 4  # bytes
 _FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
 _Place = tuple[int, int]  # an equation and the position of its operand
@@ -44,6 +44,7 @@ class _Kernel:
     reads: set[Value] = dataclasses.field(default_factory=set)
     at_end: set[Value] = dataclasses.field(default_factory=set)  # of what it makes: what is not there before
     reductions: int = 0
+    in_two_steps: bool = False  # one of them
     reduces: set[Value] = dataclasses.field(default_factory=set)  # what these read
 
     def takes(self, loop: tuple[int, ...], reduced: tuple[int, ...] | None) -> bool:
@@ -203,16 +204,20 @@ def memory_traffic(
                     needs.setdefault(source, place)
         if not any(made):
             sources.update(dict.fromkeys(eqn.outputs, needs))
-            if apart := _needed_otherwise(eqn, rule, sources, around, moved):
+            if apart := _needed_otherwise(eqn, rule, sources, around):
                 around.update(dict.fromkeys(eqn.outputs, apart))
             if single_output:
                 layouts.fuse(eqn, rule)
             continue
         if is_fusible(rule) and not single_output:
             # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
-            apart = _needed_otherwise(eqn, rule, sources, around, moved)
+            apart = _needed_otherwise(eqn, rule, sources, around)
             apart.update(u for v in needs if v in maker for u in maker[v].reduces)
             apart, nbytes = {bases.get(v, v) for v in apart}, eqn.outputs[0].nbytes
+            orders: dict[Value, set[Value | None]] = defaultdict(set)
+            for v in needs:
+                orders[bases.get(v, v)].add(v if v in moved else None)
+            apart.update(v for v, found in orders.items() if len(found) > 1)
             shared[eqn.id] = [
                 isinstance(v, Value) and _is_element_by_element(rule, k)
                 and apart.isdisjoint(bases.get(u, u) for u in sources.get(v, [v]) if u.nbytes == nbytes)
@@ -231,6 +236,7 @@ def memory_traffic(
             kernel.reductions += 1
             kernel.reduces.update(needs)
             if not single_output and _in_two_steps(loop, reduced):
+                kernel.in_two_steps = True
                 launches[eqn.id] = launches.get(eqn.id, 0) + 1
         for source, place in needs.items():
             if source not in kernel.reads and maker.get(source) is not kernel:
@@ -251,7 +257,7 @@ def memory_traffic(
             # is; then another kernel adds its gradient there.
             gradients = eqn.outputs[0].itemsize
             launches[eqn.id] = launches.get(eqn.id, 0) + 1
-            reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * _INDEX + 2 * gradients + _INDEX) // gradients
+            reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * INDEX_BYTES + 2 * gradients + INDEX_BYTES) // gradients
         for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
             v = eqn.inputs[position]
             # What a kernel computes element by element it leaves in the order that is wanted.
@@ -291,15 +297,18 @@ def memory_traffic(
 def _in_place(shared: Sequence[bool] | None, kernel: _Kernel | None, count: int) -> tuple[bool, ...]:
     """Of which operands XLA lets results take the places (`FusionCanShareBufferHint`).
 
-    A kernel does one reduction before it writes over what that reads; where there are several, it writes over nothing.
+    A kernel does one reduction before it writes over what that reads; where there are several, or one is done in parts
+    first, it writes over nothing.
     """
-    if shared is None or kernel is None or kernel.reductions > 1:
+    if shared is None or kernel is None or kernel.reductions > 1 or kernel.in_two_steps:
         return (False,) * count
     return tuple(shared)
 
 
 def _is_element_by_element(rule: Rule, position: int) -> bool:
     """Whether an element of the result needs that of the operand which lies where it will, and no element moves."""
+    if rule.is_bitcast:
+        return True
     if rule.whole or not is_fusible(rule):
         return False
     before, after = (tuple(itertools.chain(*dims)) for dims in (rule.inputs[position], rule.outputs[0]))
@@ -307,15 +316,13 @@ def _is_element_by_element(rule: Rule, position: int) -> bool:
 
 
 def _needed_otherwise(
-    eqn: Equation, rule: Rule, sources: Mapping[Value, Collection[Value]], around: Mapping[Value, Collection[Value]],
-    moved: Collection[Value],
-) -> set[Value]:  # fmt: skip
+    eqn: Equation, rule: Rule, sources: Mapping[Value, Collection[Value]], around: Mapping[Value, Collection[Value]]
+) -> set[Value]:
     """What an equation needs, of what is in memory, otherwise than element by element."""
     found = {source for v in eqn.values for source in around.get(v, ())}
     for position, v in enumerate(eqn.inputs):
-        if isinstance(v, Value):
-            is_alike = _is_element_by_element(rule, position)
-            found.update(u for u in sources.get(v, [v]) if u in moved or not is_alike)
+        if isinstance(v, Value) and not _is_element_by_element(rule, position):
+            found.update(sources.get(v, [v]))
     return found
 
 

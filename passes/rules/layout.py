@@ -80,7 +80,10 @@ def _reshape(eqn: Equation) -> Rule:
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return bind(eqn, operands, new_sizes=local_shape(local, new), **without_sharding(eqn))
 
-    return factors.rule([old], [new], linear=linear_sets(eqn, {0}), emit=emit, flops=0.0, unit="none")
+    is_bitcast = order == tuple(range(len(shape)))
+    return factors.rule(
+        [old], [new], linear=linear_sets(eqn, {0}), emit=emit, flops=0.0, unit="none", is_bitcast=is_bitcast
+    )
 
 
 def _broadcast_in_dim(eqn: Equation) -> Rule:

@@ -9,6 +9,7 @@ import sys
 from tests.processes.start import environment, finished, free_port, run_job
 
 SCRIPT = pathlib.Path(__file__).parent / "offers.py"
+TILES = pathlib.Path(__file__).parent / "tiles.py"
 PARTING = pathlib.Path(__file__).parent / "parting.py"
 
 
@@ -16,6 +17,12 @@ def test_arrays_arrive_whenever_they_are_asked_for_and_empty_ones_too() -> None:
     done = run_job(SCRIPT, [], processes=2, devices=2, limit=120)
     assert done.returncode == 0, done.stderr
     assert "[1] all arrived" in done.stdout
+
+
+def test_every_tile_crosses_whole_or_in_parts() -> None:
+    done = run_job(TILES, [], processes=2, devices=2, limit=300)
+    assert done.returncode == 0, done.stderr
+    assert all(f"[{process}] all crossed" in done.stdout for process in range(2))
 
 
 def test_the_threads_that_serve_transfers_end_before_the_process_does() -> None:

@@ -83,16 +83,21 @@ def test_chains(name: str, single_output: bool) -> None:
     assert launches == kernels
 
 
+W = 192  # a multiple of 3, and its square too long for one step of a reduction
 IN_PLACE: dict[str, tuple[Callable[..., Any], bool]] = {  # functions of a product; whether its place may be taken
     "elementwise": (lambda x: jnp.tanh(x) * x + 1.0, True),
-    "with a bias": (lambda x: jnp.tanh(x + jnp.arange(N, dtype=x.dtype)), True),
-    "reshaped": (lambda x: jnp.tanh(x.reshape(N * N)), True),
+    "with a bias": (lambda x: jnp.tanh(x + jnp.arange(W, dtype=x.dtype)), True),
+    "reshaped": (lambda x: jnp.tanh(x.reshape(W * W)), True),
+    "reshaped to other rows": (lambda x: jnp.tanh(x.reshape(2 * W // 3, 3 * W // 2)), True),
+    "transposed": (lambda x: jnp.tanh(x.T), True),
+    "with its columns' sums": (lambda x: (jnp.sum(x, 0), jnp.tanh(x)), True),
+    "with a sum in two steps": (lambda x: (jnp.sum(x), jnp.tanh(x)), False),
     "with its rows' sums": (lambda x: (jnp.sum(x, -1), jnp.tanh(x)), True),  # one reduction, done before
     "softmax": (jax.nn.softmax, False),
     "layer norm": (layer_norm, False),
     "less its columns' means": (lambda x: x - x.mean(0, keepdims=True), False),
     "rolled": (lambda x: jnp.roll(x, 3, 1), False),
-    "rotary": (lambda x: x * 2 + jnp.concatenate([-x[:, N // 2 :], x[:, : N // 2]], 1) * 3, False),
+    "rotary": (lambda x: x * 2 + jnp.concatenate([-x[:, W // 2 :], x[:, : W // 2]], 1) * 3, False),
     "with its transpose": (lambda x: jnp.tanh(x + x.T), False),
     "reversed": (lambda x: jnp.tanh(x + x[::-1]), False),
 }
@@ -104,9 +109,9 @@ def test_results_lie_where_operands_do_that_are_needed_element_by_element_alone(
 
     def of_a_product(x: Any) -> Any:
         made = function(x @ x)
-        return jax.tree.map(lambda y: jnp.tanh(y @ y) if y.shape == (N, N) else y, made)
+        return jax.tree.map(lambda y: jnp.tanh(y @ y) if y.shape == (W, W) else y, made)
 
-    graph = trace(of_a_product, (SQUARE,), {}, name=name)
+    graph = trace(of_a_product, (jax.ShapeDtypeStruct((W, W), jnp.float32),), {}, name=name)
     rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
     traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs)
