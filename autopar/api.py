@@ -30,7 +30,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 from autopar.ir.why import Why
 from autopar.launcher import check_joined
-from autopar.origin import StepOrigin, inputs_of
+from autopar.origin import StepOrigin, inputs_of, origin_of
 from autopar.passes.lower import LoweredStep
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
@@ -134,7 +134,7 @@ class Parallelized:
             found = _planned_for(traced, cluster, chosen)
         plan, lowered = found
         if plan.origin is None:
-            plan = dataclasses.replace(plan, origin=_origin(traced, chosen, _since(started, chosen)))
+            plan = dataclasses.replace(plan, origin=origin_of(traced, chosen, _since(started, chosen)))
         if verify and (led or isinstance(chosen, Plan)):
             plan = checked(plan, verify)
         if own:
@@ -157,7 +157,7 @@ class Parallelized:
         plan = self.plan(*args, **kwargs) if plan is None else plan
         origin = plan.origin
         if not isinstance(origin, StepOrigin):  # it was read from a file
-            origin = _origin(self._trace(call), plan, None)
+            origin = origin_of(self._trace(call), plan, None)
         return origin.why(plan, where, most)
 
     def fewest_devices(
@@ -368,7 +368,7 @@ class Parallelized:
         else:
             plan, lowered = self._planned_by_first(job, call, traced, mine)
         if plan.origin is None:
-            plan = dataclasses.replace(plan, origin=_origin(traced, self._method, _since(started, self._method)))
+            plan = dataclasses.replace(plan, origin=origin_of(traced, self._method, _since(started, self._method)))
         step = lowered.placed.step
         donated = inputs_of(traced.donated, step.graph)
         with jax.disable_jit(False):
@@ -408,7 +408,7 @@ def _planned_for(
     if isinstance(method, Method):
         return traced.search(cluster, method, with_relaxations=with_relaxations)
     restored = traced.restore(method, cluster)
-    origin = dataclasses.replace(_origin(traced, method, None), restored=restored)
+    origin = dataclasses.replace(origin_of(traced, method, None), restored=restored)
     return dataclasses.replace(restored.plan, origin=origin), restored.lowered
 
 
@@ -422,18 +422,13 @@ def _found_to_fit(traced: Traced, cluster: Cluster, method: Method, target: bool
         plan, lowered, _ = Finisher(traced.analysis, cluster, method).restore(
             dataclasses.replace(plan, cluster=cluster)
         )
-        return dataclasses.replace(plan, origin=_origin(traced, method, None)), lowered
+        return dataclasses.replace(plan, origin=origin_of(traced, method, None)), lowered
 
     return plan_that_fits(cluster, method.memory_limit, search, priced, target)
 
 
 def _since(started: float, method: Method | Plan) -> float | None:
     return None if isinstance(method, Plan) else time.perf_counter() - started
-
-
-def _origin(traced: Traced, method: Method | Plan, seconds: float | None) -> StepOrigin:
-    limit = method.memory_limit if isinstance(method, Method) else None
-    return StepOrigin(traced.analysis, traced.donated, limit, seconds)
 
 
 def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int, LeafHome]:

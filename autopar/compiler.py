@@ -16,20 +16,17 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from autopar.cost_model.reshard import tile_copies
 from autopar.ir.graph import Graph, Literal, Value
-from autopar.ir.instructions import InstructionList, Register, Run
-from autopar.ir.local import LocalProgram, Port
-from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import ScheduleName, schedule_for
-from autopar.ir.sharding import Sharding, TileCopies
-from autopar.passes.emit import emit, partition_spec, port_dtype, port_shape
-from autopar.passes.instructions import write_instructions
+from autopar.ir.instructions import InstructionList, Register
+from autopar.ir.local import Port
+from autopar.ir.schedule import ScheduleName
+from autopar.ir.sharding import Sharding
+from autopar.passes.emit import port_dtype
 from autopar.passes.launches import check_launches
-from autopar.passes.lower import Crossing, LoweredStep
-from autopar.runtime.executable import Executable, Source, Wiring, copied, on_device
+from autopar.passes.lower import LoweredStep
+from autopar.programs import border_array, crossing_copies, device_mesh, instructions_of, write_sources
+from autopar.runtime.executable import Executable, Wiring, copied, on_device
 from autopar.runtime.placement import Array, weakly_typed
 from autopar.runtime.processes import Processes
 from autopar.runtime.transfer import TileTransfer
@@ -51,7 +48,7 @@ def build(
     meshes = [device_mesh(s.mesh, devices) for s in lowered.shardings]
 
     def array(stage: int, port: Port) -> Array:
-        return _array(port, lowered.shardings[stage].mesh, meshes[stage])
+        return border_array(port, lowered.shardings[stage].mesh, meshes[stage])
 
     instructions = instructions_of(lowered, schedule, donate)
     sources = write_sources(lowered, instructions, meshes)
@@ -124,13 +121,6 @@ def _made(
     return made, frozenset(known), frozenset(carried)
 
 
-def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozenset[int]) -> InstructionList:
-    """What the worker does in a step that may overwrite these argument leaves."""
-    step = lowered.placed.step
-    rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], step.num_microbatches)
-    return write_instructions(lowered, rows, frozenset(step.graph.inputs[i] for i in donate))
-
-
 def fingerprint(lowered: LoweredStep, instructions: InstructionList) -> str:
     """Equal where processes run the same programs, send the same and in the same order."""
 
@@ -141,50 +131,6 @@ def fingerprint(lowered: LoweredStep, instructions: InstructionList) -> str:
     crossings = [(c.source, c.target, c.value.id, str(c.plan.sent), str(c.plan.received)) for c in lowered.crossings]
     text = repr((programs, crossings, instructions.instructions))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def write_sources(
-    lowered: LoweredStep, instructions: InstructionList, meshes: Sequence[jax.sharding.Mesh]
-) -> list[Source]:
-    """The programs to compile, given the devices of each stage."""
-    donated = {i.program: i.donated for i in instructions.instructions if isinstance(i, Run)}
-
-    weak = {
-        held
-        for held, out in zip(lowered.results, lowered.placed.step.graph.outputs, strict=True)
-        if held is not None and out.weak_type
-    }
-
-    def arrays(local: LocalProgram, ports: Sequence[Port], results: bool = False) -> tuple[Array, ...]:
-        stage = local.program.stage
-        found = [_array(port, local.mesh, meshes[stage]) for port in ports]
-        weakly = [results and (stage, port) in weak for port in ports]
-        return tuple(dataclasses.replace(a, weak_type=True) if w else a for a, w in zip(found, weakly, strict=True))
-
-    return [
-        Source(
-            local.program.name, emit(local, lowered.rules), arrays(local, local.inputs),
-            arrays(local, local.outputs, results=True), donated.get(index, ()),
-        )
-        for index, local in enumerate(lowered.programs)
-    ]  # fmt: skip
-
-
-def _array(port: Port, mesh: Mesh, devices: jax.sharding.Mesh) -> Array:
-    sharding = jax.sharding.NamedSharding(devices, partition_spec(port.sharding))
-    return Array(port_shape(port, mesh), port_dtype(port), sharding)
-
-
-def device_mesh(mesh: Mesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
-    """A logical mesh of these devices; device i of the cluster is `devices[i]`."""
-    grid = np.array([devices[d] for d in mesh.devices], dtype=object).reshape(mesh.shape)
-    return jax.sharding.Mesh(grid, mesh.axes)
-
-
-def crossing_copies(lowered: LoweredStep, crossing: Crossing) -> TileCopies:
-    """Which device of the source mesh feeds which of the target mesh with what."""
-    source, target = lowered.shardings[crossing.source].mesh, lowered.shardings[crossing.target].mesh
-    return tile_copies(crossing.value.shape, crossing.plan.sent, source, crossing.plan.received, target)
 
 
 def _passed_through(out: Value | Literal, graph: Graph, replaced: frozenset[int]) -> Callable[[Sequence[Any]], Any]:

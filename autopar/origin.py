@@ -19,6 +19,7 @@ from autopar.ir.why import Why
 from autopar.passes.batch import BatchAnalysis
 from autopar.progress import ProgramBar
 from autopar.reporter import gather_details
+from autopar.traced import Traced
 from autopar.verifier import verify
 from autopar.why import explain
 
@@ -83,6 +84,12 @@ class StepOrigin:
         ]
         with ProgramBar(f"planning {plan.function}", show_progress) as bar:
             return Comparison.tried(plan.function, trials, bar, bar.say if show_progress else lambda _: None)
+
+
+def origin_of(traced: Traced, method: Method | Plan, seconds: float | None) -> StepOrigin:
+    """Of a plan of this step; `seconds`: that the search took, None where the plan was given."""
+    limit = method.memory_limit if isinstance(method, Method) else None
+    return StepOrigin(traced.analysis, traced.donated, limit, seconds)
 
 
 def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:

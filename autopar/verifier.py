@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from autopar.compiler import device_mesh, instructions_of, write_sources
 from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.errors import InternalError, TargetError
@@ -36,11 +35,12 @@ from autopar.ir.verification import (
 )
 from autopar.passes.lower import LoweredStep
 from autopar.pricing import Prices, while_running
+from autopar.programs import device_mesh, instructions_of, write_sources
 from autopar.runtime.ahead import Ahead, absent_gpus, compile_ahead
-from autopar.runtime.executable import Source
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.runtime.hlo_memory import Held, held_at_peak
 from autopar.runtime.hlo_traffic import kernels_in_hlo
+from autopar.runtime.source import Source
 
 _MOST_NAMED = 3  # of the operators that a remark names
 

@@ -25,11 +25,11 @@ import jax
 import optax
 
 from autopar import recipes
-from autopar.compiler import crossing_copies, instructions_of
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.launches import check_launches
 from autopar.pricing import Prices
+from autopar.programs import crossing_copies, instructions_of
 from benchmarks import common
 from benchmarks.growth import CONFIG
 from benchmarks.models import gpt

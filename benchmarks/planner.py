@@ -199,21 +199,15 @@ def planned(case: Case, method: Method) -> Outcome:
         with warnings.catch_warnings(action="ignore"):
             plan, _ = trace(function, state, batch, narrow_sums=True).search(case.cluster, method)
     except UserError as error:  # nothing fits, or the batch cannot be cut so
-        return Outcome(
-            None,
-            None,
-            None,
-            time.perf_counter() - started,
-            float(common.most_memory()),
-            f"{type(error).__name__}: {error}",
-        )
+        took, told = time.perf_counter() - started, f"{type(error).__name__}: {error}"
+        return Outcome(None, None, None, took, common.most_memory(), told)
     seconds = time.perf_counter() - started
     each = (f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)
     alike = ((text, len(list(group))) for text, group in itertools.groupby(each))
     stages = " + ".join(text if number == 1 else f"{number} times {text}" for text, number in alike)
     tflops = plan.flops / plan.step_time / plan.num_devices / 1e12
     text = f"{plan.num_microbatches} microbatches, {plan.schedule}, layers {stages}"
-    return Outcome(plan.step_time, plan.peak_memory, tflops, seconds, float(common.most_memory()), text)
+    return Outcome(plan.step_time, plan.peak_memory, tflops, seconds, common.most_memory(), text)
 
 
 def ours(case: Case) -> Outcome:

@@ -27,14 +27,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-import autopar
 from autopar import recipes
+from autopar.cost_model.hardware import load_preset
 from autopar.errors import UserError
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.verification import Verification
 from benchmarks import common, published
 from benchmarks.models import gpt, moe, wide_resnet
+from benchmarks.verifiable import plan
 
 LARGEST = "gpt 39B on 64"
 _GPT = gpt.GPTConfig(51200, 1024, 4, 2048, 32, dropout=0.0, dtype=jnp.bfloat16)
@@ -87,12 +88,10 @@ def cases() -> list[Case]:
 
 def plan_on_h100s(model: Any, config: Any, optimizer: Any, devices: int, per_device: int, method: Method) -> Plan:
     """Of a train step of so many examples a device."""
-    cluster = autopar.load_preset("dgx-h100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
+    cluster = load_preset("dgx-h100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
     batch = model.abstract_batch(config, per_device * devices)
     state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
-    step = autopar.parallelize(model.make_train_step(config, optimizer), cluster=cluster, method=method)
-    plan: Plan = step.plan(state, batch)
-    return plan
+    return plan(model.make_train_step(config, optimizer), state, batch, cluster=cluster, method=method)
 
 
 def _seconds(case: Case) -> tuple[Verification, float]:
@@ -100,8 +99,8 @@ def _seconds(case: Case) -> tuple[Verification, float]:
     devices, method = METHODS[case.method]
     config = dataclasses.replace(config, remat=case.remat)
     started = time.perf_counter()
-    plan = plan_on_h100s(model, config, optimizer(), devices, _PER_DEVICE[case.model], method)
-    return plan.verify_with_xla(), time.perf_counter() - started
+    found = plan_on_h100s(model, config, optimizer(), devices, _PER_DEVICE[case.model], method)
+    return found.verify_with_xla(), time.perf_counter() - started
 
 
 def verified(case: Case) -> tuple[Verification | None, float, str]:
@@ -120,12 +119,12 @@ def largest(_: None) -> tuple[Verification, float, float]:
     spec = {"family": "gpt", "alpa": False, "dtype": "bf16", "remat": True, **_SIZES_39B}
     started = time.perf_counter()
     function, state, batch = published.train_step(spec, 1024, 64, scan=True)
-    cluster = autopar.load_preset("dgx-h100", num_hosts=8)
+    cluster = load_preset("dgx-h100", num_hosts=8)
     with warnings.catch_warnings(action="ignore"):
-        plan = autopar.parallelize(function, cluster=cluster).plan(state, batch)
+        found = plan(function, state, batch, cluster=cluster)
     planned = time.perf_counter()
-    found = plan.verify_with_xla()
-    return found, time.perf_counter() - planned, planned - started
+    verdict = found.verify_with_xla()
+    return verdict, time.perf_counter() - planned, planned - started
 
 
 _SIZES_39B = {"vocab_size": 51200, "seq_len": 1024, "num_layers": 48, "hidden_size": 8192, "num_heads": 64}

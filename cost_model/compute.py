@@ -24,9 +24,10 @@ _MATMUL_PEAKS: dict[str, tuple[tuple[str, float], ...]] = {
     "complex64": (("tensorfloat32", 0.25), ("float32", 0.25)),
     "complex128": (("float64", 0.25), ("float32", 0.125)),
 }
+# Bytes of one coordinate of an element's position, as XLA for GPUs keeps it for the gradient of a maximum over windows.
+INDEX_BYTES = 4
 # Everything else runs on the vector units: at the float32 peak, for whatever is not listed (integers, booleans and
 # the small floats among them, whose kernels wait for memory anyhow); in 64 bits at half of it.
-INDEX_BYTES = 4  # of a position in a window of pooling, as XLA for GPUs keeps it
 _VECTOR_FACTORS = {"float64": 0.5, "complex64": 0.25, "complex128": 0.125}
 # Pieces of a product's result that a thread block computes: rows, columns, and the share of what the largest reaches,
 # which is assumed: small tiles read their operands more often.

@@ -332,7 +332,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
 
 
 def _indices_bytes(op: Compute, mesh: Mesh) -> int:
-    """Of the gradient of a maximum over windows: where in its window each lies, which a kernel before finds out."""
+    """Bytes of the positions of maxima over windows, which one kernel writes and the one that adds gradients reads."""
     gradients, sharding = op.equation.inputs[0], op.operands[0]
     if op.pooling != "gradient" or not isinstance(gradients, Value) or sharding is None:
         return 0

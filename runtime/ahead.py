@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from autopar.errors import InternalError, TargetError
-from autopar.runtime.executable import Source, compile_options
+from autopar.runtime.source import Source, compile_options
 
 INSTALL = "pip install 'autopar[verify]'"
 

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import jaxprs_in_params
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
@@ -24,57 +23,12 @@ from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
 from autopar.runtime.mail import Mail
-from autopar.runtime.placement import Array, absent, is_here, place, private, weakly_typed
+from autopar.runtime.placement import Array, absent, is_here, place, private
 from autopar.runtime.processes import Processes, compiler_options
+from autopar.runtime.source import Source, compile_options
 from autopar.runtime.transfer import TileTransfer, needs_waits, send
 
 _IS_DELETED = operator.methodcaller("is_deleted")
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Source:
-    """A program to compile: a function of local pieces, and the arrays at its border."""
-
-    name: str
-    function: Callable[..., tuple[Any, ...]]
-    inputs: tuple[Array, ...]
-    outputs: tuple[Array, ...]
-    donated: tuple[int, ...]
-
-    @property
-    def mesh(self) -> jax.sharding.Mesh:
-        """Where it runs."""
-        return (*self.inputs, *self.outputs)[0].sharding.mesh  # type: ignore[return-value]
-
-    def jitted(self) -> Any:
-        """The program as a jitted function of global arrays, not yet traced."""
-        mapped = jax.shard_map(
-            self.function,
-            mesh=self.mesh,
-            in_specs=tuple(a.sharding.spec for a in self.inputs),
-            out_specs=tuple(a.sharding.spec for a in self.outputs),
-            check_vma=False,
-        )
-        weak = [a.weak_type for a in self.outputs]
-
-        def program(*xs: Any) -> tuple[Any, ...]:
-            results = mapped(*xs)  # of a `shard_map`, and so of types that are not weak
-            return tuple(weakly_typed(x) if w else x for x, w in zip(results, weak, strict=True))
-
-        program.__name__ = self.name
-        return jax.jit(
-            program,
-            in_shardings=tuple(a.sharding for a in self.inputs),
-            out_shardings=tuple(a.sharding for a in self.outputs),
-            donate_argnums=self.donated,
-            keep_unused=True,
-        )
-
-    def trace(self) -> Any:
-        return self.jitted().trace(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs])
-
-    def lower(self) -> Any:
-        return self.trace().lower()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -177,6 +131,10 @@ class Executable:
             register is None or wiring.made[register].sharding == array.sharding
             for register, array in zip(renewals, self._homes.values(), strict=True)
         )
+        # Copies to or from what may be given away, in this step or the next.
+        fragile = {*given, *instructions.leaves.values(), *instructions.results}
+        copies = [i for i in instructions.instructions if isinstance(i, Copy)]
+        self._apart = frozenset(i.number for i in copies if fragile.intersection([i.source, i.target]))
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
         # Beside each program of the list what gets its arguments, and the registers that are written or freed.
@@ -296,7 +254,8 @@ class Executable:
                 elif isinstance(instruction, Copy):
                     message = None if self._mail is None else self._mail.message(instruction)
                     transfer = wiring.transfers[instruction.crossing]
-                    registers[instruction.target] = send(transfer, registers[instruction.source], message)
+                    source, may_alias = registers[instruction.source], instruction.number not in self._apart
+                    registers[instruction.target] = send(transfer, source, message, may_alias=may_alias)
                 else:
                     for there, _ in spans:
                         registers[there] = [None] * (there.stop - there.start)
@@ -571,31 +530,6 @@ def _compile(sources: Sequence[Source]) -> list[Any]:
         lowered.append(traced.lower())
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda low, chosen: low.compile(chosen), lowered, options))
-
-
-def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
-    """What XLA has to be told to compile a program."""
-    devices = source.mesh.devices.flat
-    on_cpu = devices[0].platform == "cpu"
-    safe = _SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else {}
-    return {**safe, **compiler_options(devices)}
-
-
-# XLA leaves some products of bfloat16 with a result in float32 to a kernel that has none for them, if the result is
-# transposed, and fails when it runs (CPU, jaxlib 0.10.2). Without these fusions it casts the operands.
-_SAFE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
-
-
-def _widens_products(jaxpr: Any) -> bool:
-    """Whether an operation that can be told the type of its result gives more bits than its operands have."""
-    return any(
-        (
-            eqn.params.get("preferred_element_type") is not None
-            and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
-        )
-        or any(map(_widens_products, jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
 
 
 def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, ...], Any]]:

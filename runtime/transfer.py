@@ -25,7 +25,7 @@ _SMALL = 32 * 2**10
 class Tile(NamedTuple):
     """What a device of this process holds, or a part of it."""
 
-    cut: int | None  # which part; None: all of them
+    cut: int | None  # which part, 0 where tiles are not cut; None: all parts
     device: jax.Device
 
 
@@ -39,11 +39,11 @@ class Route:
     pulls: Mapping[int, Sequence[jax.ShapeDtypeStruct]]  # by the sending process
     tiles: tuple[Tile, ...]  # taken within the process
     devices: tuple[jax.Device, ...]  # where these go
-    # The numbers of those that a device makes of them, by place: its tile, or that of several devices.
+    # By device that makes tiles: the numbers of what it makes them of, in the order of its program's arguments.
     parts: Mapping[jax.Device, Sequence[int]]
     # Devices that take their tile from another of this process: that, and which of the tiles that it makes.
     again: Mapping[jax.Device, tuple[jax.Device, int]]
-    # Where one device makes the tiles of all of what came whole: for each the parts, as (number of what came, part).
+    # Where one device makes the tiles of all, of what came whole: the parts of each, as (its argument, which part).
     assembled: tuple[tuple[tuple[int, int], ...], ...] = ()
 
 
@@ -74,12 +74,12 @@ class TileTransfer:
 
     @functools.cached_property
     def is_cut(self) -> bool:
-        """Whether tiles are sent in parts."""
+        """Whether the target needs parts of the source's tiles."""
         return math.prod(self.tiles.cuts) > 1
 
     @functools.cached_property
     def is_joined(self) -> bool:
-        """Whether tiles arrive in parts."""
+        """Whether a tile of the target consists of parts of several."""
         return math.prod(self.tiles.joins) > 1
 
     @functools.cached_property
@@ -128,8 +128,9 @@ class TileTransfer:
         2. A tile of which other processes send something is made once in each process that takes it, by the first of
            its devices that want it, and copied whole to the others: what crosses does so once. So is any that is made
            of several parts on virtual CPU devices, whose copies go through one memory: the fewer, the better.
-        3. Tiles that are both cut and joined come whole to virtual CPU devices of a process that wants all of each, if
-           the parts are small: one device makes of them the tiles of all.
+        3. To virtual CPU devices tiles come whole, and one device makes of them the tiles of all, where they are both
+           cut and joined, a process needs every part of those that it takes from, not all of which it holds, and the
+           parts are small.
         4. Both processes number what one sends the other in the order of the copies.
         """
         here = jax.process_index()
@@ -147,8 +148,11 @@ class TileTransfer:
         again: dict[Any, Any] = {}
         assembled: dict[Any, list[tuple[tuple[int, int], ...]]] = {}  # by device that makes tiles of several
 
-        def near(sender: jax.Device, process: int) -> jax.Device:
-            return sender if sender.process_index == process else holders.get((held[sender], process), sender)
+        def near(to: jax.Device, sender: jax.Device) -> jax.Device:
+            if held.get(to) == held[sender]:
+                return to
+            inside = sender.process_index == to.process_index
+            return sender if inside else holders.get((held[sender], to.process_index), sender)
 
         def takes(tile: Tile, to: jax.Device, shape: tuple[int, ...]) -> None:
             giver, process = tile.device.process_index, to.process_index
@@ -176,7 +180,7 @@ class TileTransfer:
                 for _, sender in parts:
                     if held[sender] not in numbers:
                         numbers[held[sender]] = len(numbers)
-                        takes(Tile(None, near(sender, process)), maker, self.source.shard_shape(self.shape))
+                        takes(Tile(None, near(maker, sender)), maker, self.source.shard_shape(self.shape))
                 if wanted[to] not in made:
                     made[wanted[to]] = len(makes)
                     makes.append(tuple((numbers[held[sender]], cut) for cut, sender in parts))
@@ -187,7 +191,7 @@ class TileTransfer:
             process = to.process_index
             if process in done:
                 continue
-            tiles = [Tile(cut, to if held.get(to) == held[sender] else near(sender, process)) for cut, sender in given]
+            tiles = [Tile(cut, near(to, sender)) for cut, sender in given]
             is_shared = self.is_joined and to.platform == "cpu"
             if is_shared or any(tile.device.process_index != process for tile in tiles):
                 maker = makers.setdefault((wanted[to], process), to)
@@ -208,19 +212,16 @@ class TileTransfer:
 
     def _assembles(self, process: int, copies: Sequence[_Copies], held: Mapping[jax.Device, Any]) -> bool:
         """Whether the tiles of a process's devices are made of tiles of the source that come whole."""
+        small = math.prod(self.part_shape) * self.dtype.itemsize < _SMALL
+        if not (self.is_cut and self.is_joined and small and copies[0][0].platform == "cpu"):
+            return False
         taken: dict[Any, set[int]] = {}
         for _, parts in copies:
             for cut, sender in parts:
                 taken.setdefault(held[sender], set()).add(cut)
         inside = {tile for device, tile in held.items() if device.process_index == process}
-        return (
-            self.is_cut
-            and self.is_joined
-            and copies[0][0].platform == "cpu"
-            and math.prod(self.part_shape) * self.dtype.itemsize < _SMALL
-            and not inside.issuperset(taken)
-            and all(len(cuts) == math.prod(self.tiles.cuts) for cuts in taken.values())
-        )
+        every = math.prod(self.tiles.cuts)
+        return not inside.issuperset(taken) and all(len(cuts) == every for cuts in taken.values())
 
     def compile(self) -> None:
         """Compile what cuts and joins tiles where it runs, ahead of the first transfer."""
@@ -323,15 +324,18 @@ def needs_waits(mesh: Any) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" and jax.local_device_count() > 1
 
 
-def send(transfer: TileTransfer, array: jax.Array, message: Message | None = None) -> jax.Array | None:
+def send(
+    transfer: TileTransfer, array: jax.Array, message: Message | None = None, *, may_alias: bool = False
+) -> jax.Array | None:
     """The array on the target mesh. Only issues the work, and waits for it on the CPU where tiles are cut or joined.
 
-    It shares no buffer with the original, which may be given away, though two stages may have the same devices. Where
-    the meshes span processes, each calls this: those without devices of the source have nothing to give for `array`,
-    those without devices of the target get None. On a mesh of one device its sharding is that of the device.
+    It shares no buffer with the original, though two stages may have the same devices, unless it may: that is where
+    neither is given away. Where the meshes span processes, each calls this: those without devices of the source have
+    nothing to give for `array`, those without devices of the target get None. On a mesh of one device its sharding is
+    that of the device.
     """
     if transfer.aligned and transfer.is_local:
-        moved: jax.Array = jax.device_put(array, transfer.destination, may_alias=False)
+        moved: jax.Array = jax.device_put(array, transfer.destination, may_alias=may_alias)
         return moved
     route = transfer.route
     parts: dict[Tile, jax.Array] = {}

@@ -23,9 +23,10 @@ from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of
 from autopar.planner import Planner
 from autopar.pricing import Prices
-from autopar.runtime.executable import Executable, Source
+from autopar.runtime.executable import Executable
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.runtime.processes import Processes
+from autopar.runtime.source import Source
 from autopar.trace import trace
 from tests.clusters import IN_TURN
 

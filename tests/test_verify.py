@@ -234,7 +234,7 @@ def _of(shape: tuple[int, ...], dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStru
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-# XLA first finds out where in its window each maximum is; it computes erfc, of 60 operations, once.
+# XLA first finds out where in its window each maximum is; it computes erfc, of 64 operations, once.
 HELD: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "pooled": (
         _pooled, {"filters": _of((3, 3, 8, 64), jnp.float32), "out": _of((2**16, 8), jnp.float32)}, (32, 64, 64, 8),

@@ -16,13 +16,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-import autopar
 from autopar import recipes
+from autopar.cost_model.hardware import load_preset
 from autopar.errors import TargetError
 from autopar.ir.verification import ProgramCheck
 from benchmarks import common
 from benchmarks.public.program import Program
 from benchmarks.public.programs import programs
+from benchmarks.verifiable import plan
 
 QUANTITIES = ("moved", "launches", "memory")
 _LIMITS = {"moved": (0.10, 0.25), "launches": (0.10, 0.25), "memory": (0.05, 0.15)}  # median, 95th percentile
@@ -59,14 +60,13 @@ def compiled(name: str) -> Row | str:
     common.use_virtual_devices(1)
     (program,) = (program for program in programs() if program.name == name)
     step = program.make()
-    cluster = autopar.load_preset("dgx-h100", num_hosts=1, devices_per_host=1)
+    cluster = load_preset("dgx-h100", num_hosts=1, devices_per_host=1)
     started = time.perf_counter()
     with warnings.catch_warnings(action="ignore"):
-        parallel = autopar.parallelize(step.function, cluster=cluster, method=recipes.data_parallel(1))
-        plan = parallel.plan(*step.abstract())
+        planned = plan(step.function, *step.abstract(), cluster=cluster, method=recipes.data_parallel(1))
         planning = time.perf_counter() - started
         try:
-            (check,) = plan.verify_with_xla().programs
+            (check,) = planned.verify_with_xla().programs
         except TargetError as error:  # XLA's compiler for GPUs fails on some programs where there is no GPU to tune for
             return f"{name}: {error}"[:300]
     return row_of(program, check, planning)

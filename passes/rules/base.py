@@ -245,7 +245,7 @@ class Rule:
     emit: Emit = emit_same
     flops: float = 1.0  # per point of the iteration space (the product of all factors)
     unit: Unit = "vector"  # "none": moves or renames data at most
-    is_bitcast: bool = False  # elements lie in the result in the order in which they do in the operand
+    is_bitcast: bool = False  # a reshape: elements keep their order, even where the factors do not show it
     patches: Patches | None = None  # of a product of windows
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split

@@ -44,7 +44,7 @@ class _Kernel:
     reads: set[Value] = dataclasses.field(default_factory=set)
     at_end: set[Value] = dataclasses.field(default_factory=set)  # of what it makes: what is not there before
     reductions: int = 0
-    in_two_steps: bool = False  # one of them
+    in_two_steps: bool = False  # whether one of these reductions is done in two
     reduces: set[Value] = dataclasses.field(default_factory=set)  # what these read
 
     def takes(self, loop: tuple[int, ...], reduced: tuple[int, ...] | None) -> bool:
@@ -214,6 +214,7 @@ def memory_traffic(
             apart = _needed_otherwise(eqn, rule, sources, around)
             apart.update(u for v in needs if v in maker for u in maker[v].reduces)
             apart, nbytes = {bases.get(v, v) for v in apart}, eqn.outputs[0].nbytes
+            # What is read in another order, too, through a transposed view, cannot be written over.
             orders: dict[Value, set[Value | None]] = defaultdict(set)
             for v in needs:
                 orders[bases.get(v, v)].add(v if v in moved else None)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Value
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
+from autopar.passes.rules.elementwise import FUNCTION
 
 MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
 MOST_IN_A_ROW = 16384  # elements that one kernel reduces at once; see XLA's tree reductions
@@ -28,7 +29,6 @@ _LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
 _OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
 _CYCLES = 7.0  # of a sum or a product; comparisons, choices and conversions take one
 _CYCLES_OF_A_FUNCTION = 20.0  # by operation of a transcendental function
-_FUNCTION = 4.0  # operations that make one
 _OVERLAP = 0.95  # of the shorter one of computing and moving
 
 
@@ -255,7 +255,7 @@ def _reduces_rows(rule: Rule) -> bool:
 
 def _cycles(eqn: Equation, rule: Rule) -> float:
     """For each point."""
-    if rule.flops >= _FUNCTION:
+    if rule.flops >= FUNCTION:
         return rule.flops * _CYCLES_OF_A_FUNCTION
     computes = len(eqn.inputs) > 1 and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (*eqn.inputs, *eqn.outputs))
     return rule.flops * (_CYCLES if computes else 1.0)

@@ -11,6 +11,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.ir.method import AUTO, Method
+from benchmarks import verifiable
 from benchmarks.models import gpt
 from benchmarks.sources import Sources
 from benchmarks.traced import trace
@@ -28,6 +29,11 @@ def test_the_plan_is_the_one_that_users_get(method: Method, narrow_sums: bool) -
     plan, _ = trace(function, state, batch, narrow_sums=narrow_sums).search(cluster, method)
     theirs = autopar.parallelize(function, cluster=cluster, method=method, narrow_sums=narrow_sums).plan(state, batch)
     assert plan == dataclasses.replace(theirs, origin=None)
+    if not narrow_sums:
+        found = verifiable.plan(function, state, batch, cluster=cluster, method=method)
+        assert dataclasses.replace(found, origin=None) == plan
+        mine, verdict = (p.verify_with_xla("cpu") for p in (found, theirs))
+        assert [p.found for p in mine.programs] == [p.found for p in verdict.programs]
 
 
 @pytest.mark.parametrize("suite", ["benchmarks.planner", "benchmarks.accuracy"])
@@ -35,3 +41,11 @@ def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(su
     modules = Sources().modules(suite)
     assert "autopar.planner" in modules
     assert not [name for name in modules if name in ("autopar", "autopar.api") or ".runtime" in name]
+
+
+@pytest.mark.parametrize("suite", ["benchmarks.verify", "benchmarks.memory_corpus"])
+def test_verdicts_depend_on_nothing_that_runs_steps(suite: str) -> None:
+    modules = Sources().modules(suite)
+    assert "autopar.verifier" in modules
+    running = {"autopar", "autopar.api", "autopar.executable", "autopar.runtime.executable", "autopar.runtime.transfer"}
+    assert running.isdisjoint(modules)

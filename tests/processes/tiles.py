@@ -6,6 +6,7 @@ import itertools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -22,8 +23,9 @@ MESHES = [
     (Mesh((0, 1, 2, 3), (4,), ("x",)), Mesh((2, 3), (2,), ("x",))),
     (Mesh((0, 1), (2,), ("x",)), Mesh((0, 1, 2, 3), (2, 2), ("x", "y"))),
     (Mesh((1, 2), (2,), ("x",)), Mesh((3, 2, 1, 0), (4,), ("x",))),
+    (Mesh((0, 1, 2, 3), (2, 2), ("x", "y")), Mesh((0, 1, 2, 3), (2, 2), ("x", "y"))),  # both take all from one another
 ]
-SHAPES = [(8, 4), (512, 256)]  # whose parts are small, or not
+KINDS = [((8, 4), jnp.float32), ((8, 4), jnp.bfloat16), ((512, 256), jnp.float32)]  # whose parts are small, or not
 job = this_job()
 assert job is not None
 job.connect()
@@ -35,9 +37,10 @@ def on(mesh: Mesh, sharding: Sharding) -> NamedSharding:
     return NamedSharding(jax.sharding.Mesh(devices, mesh.axes), partition_spec(sharding))
 
 
-def crossed(shape: tuple[int, ...], source: NamedSharding, transfer: TileTransfer, message: Message) -> None:
+def crossed(source: NamedSharding, transfer: TileTransfer, message: Message) -> None:
     """One array, compared tile by tile."""
-    whole = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    shape = transfer.shape
+    whole = (np.arange(np.prod(shape)) % 251).astype(transfer.dtype).reshape(shape)
     array: Any = None
     if source.addressable_devices:
         array = jax.make_array_from_callback(shape, source, lambda index: whole[index])
@@ -48,16 +51,15 @@ def crossed(shape: tuple[int, ...], source: NamedSharding, transfer: TileTransfe
         np.testing.assert_array_equal(np.asarray(shard.data), whole[shard.index], err_msg=str(transfer))
 
 
-counts: dict[tuple[int, ...], int] = {}  # tiles and parts that came from the other process, by shape
-for (source, target), shape in itertools.product(MESHES, SHAPES):
+counts = [0] * len(KINDS)  # of tiles and parts that came from the other process
+for (source, target), (kind, (shape, dtype)) in itertools.product(MESHES, enumerate(KINDS)):
     there = [[s for s in shardings(2, mesh) if not s.partial] for mesh in (source, target)]
     for sent, received in itertools.product(*there):
         channel = job.channel()
         channel.next_step()
         tiles = tile_copies(shape, sent, source, received, target)
-        transfer = TileTransfer(tiles, shape, np.dtype(np.float32), on(source, sent), on(target, received))
-        crossed(shape, on(source, sent), transfer, Message(job, channel, 0, fragile=True))
-        counts[shape] = counts.get(shape, 0) + sum(map(len, transfer.route.pulls.values()))
-small, large = (counts[shape] for shape in SHAPES)
-assert job.index == 0 or small < large, counts  # the first process takes no array as a whole
+        transfer = TileTransfer(tiles, shape, np.dtype(dtype), on(source, sent), on(target, received))
+        crossed(on(source, sent), transfer, Message(job, channel, 0, fragile=True))
+        counts[kind] += sum(map(len, transfer.route.pulls.values()))
+assert counts[0] == counts[1] < counts[2], counts
 print("all crossed")

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.cost_model.targets import load_target
-from autopar.runtime import executable, processes
+from autopar.runtime import processes
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.placement import Array
+from autopar.runtime.source import Source, compile_options
 from tests.h100 import needs_cuda_compiler
 
 pytestmark = needs_cuda_compiler
@@ -31,7 +32,7 @@ def test_kernels_are_not_chosen_together_with_processes_that_compile_something_e
     assert processes.compiler_options(jax.devices()[:1]) == {}  # XLA for CPUs chooses nothing by trying
     sharding = NamedSharding(jax.sharding.Mesh(np.array(gpus[:2]), ("x",)), PartitionSpec())
     array = Array((64, 64), jnp.dtype("float32"), sharding)
-    source = executable.Source("square", lambda x: (x @ x,), (array,), (array,), ())
-    assert executable.compile_options(source, source.trace()) == options
+    source = Source("square", lambda x: (x @ x,), (array,), (array,), ())
+    assert compile_options(source, source.trace()) == options
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=SingleDeviceSharding(gpus[0]))
     assert jax.jit(lambda x: x @ x).lower(x).compile(options) is not None  # XLA knows the name

@@ -79,6 +79,9 @@ def test_the_copy_does_not_share_memory_with_its_source() -> None:
     moved = send(_transfer(source, cut, target, cut), array)
     assert moved is not None
     assert not _buffers(array) & _buffers(moved)
+    apart, alias = (send(_transfer(source, cut, source, cut), array, may_alias=may) for may in (False, True))
+    assert apart is not None and not _buffers(array) & _buffers(apart)
+    assert alias is not None and _buffers(array) == _buffers(alias)  # nor is a copy made where none is needed
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])

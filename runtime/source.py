@@ -1,0 +1,84 @@
+"""Programs to compile, here or for devices that are not there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from jax.extend.core import jaxprs_in_params
+
+from autopar.runtime.placement import Array, weakly_typed
+from autopar.runtime.processes import compiler_options
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Source:
+    """A program to compile: a function of local pieces, and the arrays at its border."""
+
+    name: str
+    function: Callable[..., tuple[Any, ...]]
+    inputs: tuple[Array, ...]
+    outputs: tuple[Array, ...]
+    donated: tuple[int, ...]
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh:
+        """Where it runs."""
+        return (*self.inputs, *self.outputs)[0].sharding.mesh  # type: ignore[return-value]
+
+    def jitted(self) -> Any:
+        """The program as a jitted function of global arrays, not yet traced."""
+        mapped = jax.shard_map(
+            self.function,
+            mesh=self.mesh,
+            in_specs=tuple(a.sharding.spec for a in self.inputs),
+            out_specs=tuple(a.sharding.spec for a in self.outputs),
+            check_vma=False,
+        )
+        weak = [a.weak_type for a in self.outputs]
+
+        def program(*xs: Any) -> tuple[Any, ...]:
+            results = mapped(*xs)  # of a `shard_map`, and so of types that are not weak
+            return tuple(weakly_typed(x) if w else x for x, w in zip(results, weak, strict=True))
+
+        program.__name__ = self.name
+        return jax.jit(
+            program,
+            in_shardings=tuple(a.sharding for a in self.inputs),
+            out_shardings=tuple(a.sharding for a in self.outputs),
+            donate_argnums=self.donated,
+            keep_unused=True,
+        )
+
+    def trace(self) -> Any:
+        return self.jitted().trace(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs])
+
+    def lower(self) -> Any:
+        return self.trace().lower()
+
+
+def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
+    """What XLA has to be told to compile a program."""
+    devices = source.mesh.devices.flat
+    on_cpu = devices[0].platform == "cpu"
+    safe = _SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else {}
+    return {**safe, **compiler_options(devices)}
+
+
+# XLA leaves some products of bfloat16 with a result in float32 to a kernel that has none for them, if the result is
+# transposed, and fails when it runs (CPU, jaxlib 0.10.2). Without these fusions it casts the operands.
+_SAFE_PRODUCTS = {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+
+def _widens_products(jaxpr: Any) -> bool:
+    """Whether an operation that can be told the type of its result gives more bits than its operands have."""
+    return any(
+        (
+            eqn.params.get("preferred_element_type") is not None
+            and eqn.outvars[0].aval.dtype.itemsize > eqn.invars[0].aval.dtype.itemsize
+        )
+        or any(map(_widens_products, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
