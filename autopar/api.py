@@ -30,7 +30,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 from autopar.ir.why import Why
 from autopar.launcher import check_joined
-from autopar.origin import StepOrigin, inputs_of, origin_of
+from autopar.origin import StepOrigin, inputs_of, origin_of, planned_for
 from autopar.passes.lower import LoweredStep
 from autopar.replanner import checked, plan_that_fits
 from autopar.runtime.buffers import Buffers
@@ -131,7 +131,7 @@ class Parallelized:
         elif verify and isinstance(chosen, Method):
             found = _found_to_fit(traced, cluster, chosen, verify)
         else:
-            found = _planned_for(traced, cluster, chosen)
+            found = planned_for(traced, cluster, chosen)
         plan, lowered = found
         if plan.origin is None:
             plan = dataclasses.replace(plan, origin=origin_of(traced, chosen, _since(started, chosen)))
@@ -184,7 +184,7 @@ class Parallelized:
         reason = ""
         for cluster in sorted(clusters, key=lambda c: c.num_devices):
             try:
-                plan, _ = _planned_for(traced, cluster, chosen, with_relaxations=False)
+                plan, _ = planned_for(traced, cluster, chosen, with_relaxations=False)
             except InfeasiblePlanError as error:
                 reason = str(error)
                 continue
@@ -341,7 +341,7 @@ class Parallelized:
         """Where the state lies already; the first time wherever is best."""
         leader = self._leader()
         if leader is None:
-            return _planned_for(traced, self.cluster, self._method)
+            return planned_for(traced, self.cluster, self._method)
         lies = _homes(leader, traced.graph, call.leaves)
         finisher = Finisher(traced.analysis, leader.plan.cluster)
         limit = traced.analysis.most_microbatches
@@ -399,17 +399,6 @@ class Parallelized:
             restored = Finisher(traced.analysis, made.cluster).restore(made)
             found = restored.plan, restored.lowered
         return found
-
-
-def _planned_for(
-    traced: Traced, cluster: Cluster, method: Method | Plan, *, with_relaxations: bool = True
-) -> tuple[Plan, LoweredStep]:
-    """By a method, or as a plan says that was made before."""
-    if isinstance(method, Method):
-        return traced.search(cluster, method, with_relaxations=with_relaxations)
-    restored = traced.restore(method, cluster)
-    origin = dataclasses.replace(origin_of(traced, method, None), restored=restored)
-    return dataclasses.replace(restored.plan, origin=origin), restored.lowered
 
 
 def _found_to_fit(traced: Traced, cluster: Cluster, method: Method, target: bool | str) -> tuple[Plan, LoweredStep]:

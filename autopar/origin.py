@@ -10,6 +10,7 @@ from autopar.baselines import plan_beside_recipes, usual_methods
 from autopar.finisher import Finisher, Restored
 from autopar.ir.comparison import Comparison
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.ir.plan_diff import PlanDiff
@@ -17,6 +18,7 @@ from autopar.ir.report import Report
 from autopar.ir.verification import Verification
 from autopar.ir.why import Why
 from autopar.passes.batch import BatchAnalysis
+from autopar.passes.lower import LoweredStep
 from autopar.progress import ProgramBar
 from autopar.reporter import gather_details
 from autopar.traced import Traced
@@ -90,6 +92,17 @@ def origin_of(traced: Traced, method: Method | Plan, seconds: float | None) -> S
     """Of a plan of this step; `seconds`: that the search took, None where the plan was given."""
     limit = method.memory_limit if isinstance(method, Method) else None
     return StepOrigin(traced.analysis, traced.donated, limit, seconds)
+
+
+def planned_for(
+    traced: Traced, cluster: Cluster, method: Method | Plan, *, with_relaxations: bool = True
+) -> tuple[Plan, LoweredStep]:
+    """A step by a method, or as a plan says that was made before; that has its origin then."""
+    if isinstance(method, Method):
+        return traced.search(cluster, method, with_relaxations=with_relaxations)
+    restored = traced.restore(method, cluster)
+    origin = dataclasses.replace(origin_of(traced, method, None), restored=restored)
+    return dataclasses.replace(restored.plan, origin=origin), restored.lowered
 
 
 def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:

@@ -29,14 +29,16 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import autopar
 from autopar import recipes
+from autopar.cost_model.hardware import load_preset
 from autopar.errors import UserError
 from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
 from benchmarks import common, growth
 from benchmarks.public import linen_models, linen_vision
 from benchmarks.public.program import Sizes, Step, Variant, cross_entropy
 from benchmarks.public.programs import LARGE
+from benchmarks.verifiable import plan
 
 BLOCKS = (4, 8, 16, 24)
 _GIVE_UP = 150.0  # CPU seconds
@@ -225,10 +227,9 @@ def measure(case: Case) -> Measured:
     return Measured(case.name, case.series, case.limit, number, seconds, text)
 
 
-def _plan(step: Step, devices: int, method: Any) -> autopar.Plan:
-    cluster = autopar.load_preset("dgx-a100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
-    plan: autopar.Plan = autopar.parallelize(step.function, cluster=cluster, method=method).plan(*step.abstract())
-    return plan
+def _plan(step: Step, devices: int, method: Method | Plan) -> Plan:
+    cluster = load_preset("dgx-a100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
+    return plan(step.function, *step.abstract(), cluster=cluster, method=method)
 
 
 def _run(case: Case, step: Step, seconds: dict[str, float]) -> str:
@@ -253,15 +254,15 @@ def _run(case: Case, step: Step, seconds: dict[str, float]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "plan.json"
         _plan(step, case.devices, recipes.zero(3, 1)).save(path)
-        report = timed("report", lambda: _plan(step, case.devices, autopar.Plan.load(path)).report().to_text())
+        report = timed("report", lambda: _plan(step, case.devices, Plan.load(path)).report().to_text())
     return str(report).splitlines()[0]
 
 
-def _told(plan: autopar.Plan | str) -> str:
-    if isinstance(plan, str):
-        return plan
-    stages = " + ".join("x".join(map(str, stage.mesh.shape)) for stage in plan.stages)
-    return f"{plan.step_time:.4g} s a step in {plan.num_microbatches} microbatches, {stages}"
+def _told(found: Plan | str) -> str:
+    if isinstance(found, str):
+        return found
+    stages = " + ".join("x".join(map(str, stage.mesh.shape)) for stage in found.stages)
+    return f"{found.step_time:.4g} s a step in {found.num_microbatches} microbatches, {stages}"
 
 
 def bars(rows: Sequence[Measured]) -> dict[str, common.Bar]:

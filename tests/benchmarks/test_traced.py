@@ -43,7 +43,7 @@ def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(su
     assert not [name for name in modules if name in ("autopar", "autopar.api") or ".runtime" in name]
 
 
-@pytest.mark.parametrize("suite", ["benchmarks.verify", "benchmarks.memory_corpus"])
+@pytest.mark.parametrize("suite", ["benchmarks.verify", "benchmarks.memory_corpus", "benchmarks.public.planned"])
 def test_verdicts_depend_on_nothing_that_runs_steps(suite: str) -> None:
     modules = Sources().modules(suite)
     assert "autopar.verifier" in modules
