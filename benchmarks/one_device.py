@@ -3,7 +3,7 @@
 Calibrates one device, then plans and runs steps of GPT, MoE and Wide-ResNet that the calibration has not seen, with and
 without rematerialisation, in one microbatch and in several, each with as many examples (doubled from one a microbatch)
 as fit by the plan. Bars: the median errors of step time and of peak memory (`memory_stats`, which CPUs have not). Meant
-for a GPU; `--most-examples` keeps it short elsewhere.
+for a GPU; `--most-examples` keeps it short elsewhere, and `--limit` where there is little time.
 
 Nothing else should run on the machine meanwhile.
 """
@@ -13,8 +13,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
+import math
 import pathlib
 import tempfile
+import time
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -46,9 +49,9 @@ def cases() -> list[Case]:
     """All of them."""
     return [
         Case(model, m, remat)
-        for model in MODELS
         for m in _MICROBATCHES
         for remat in (False, True)
+        for model in MODELS
         if m == 1 or model not in COUPLED
     ]
 
@@ -122,19 +125,21 @@ def main() -> None:
         prog="python -m benchmarks.one_device", description="Predicted against measured steps that fill one device."
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="for the calibration")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further case is begun")
     parser.add_argument("--most-examples", type=int, default=1 << 16, help="of a step")
     parser.add_argument("--only", help="models whose name contains this text")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
 
     chosen = [case for case in cases() if arguments.only is None or arguments.only in case.model]
-    rows = []
+    rows, started = [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "cluster.json"
         calibrate = functools.partial(_calibrated, seconds=arguments.seconds)
         print(*common.each_in_a_process(calibrate, [path]), flush=True)
         measure = functools.partial(_measured, path, arguments.most_examples)
-        for row in common.each_in_a_process(measure, chosen):
+        in_time = itertools.takewhile(lambda _: time.monotonic() - started < arguments.limit, chosen)
+        for row in (row for case in in_time for row in common.each_in_a_process(measure, [case])):
             rows.append(row)
             name = f"{row['model']}, {row['num_microbatches']} microbatches{', remat' if row['remat'] else ''}"
             if "failed" in row:
