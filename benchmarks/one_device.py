@@ -1,9 +1,10 @@
 """One device, filled: predicted against measured step time and peak memory: `python -m benchmarks.one_device`.
 
-Calibrates one device, then plans and runs steps of GPT, MoE and Wide-ResNet that the calibration has not seen, with and
-without rematerialisation, in one microbatch and in several, each with as many examples (doubled from one a microbatch)
-as fit by the plan. Bars: the median errors of step time and of peak memory (`memory_stats`, which CPUs have not). Meant
-for a GPU; `--most-examples` keeps it short elsewhere, and `--limit` where there is little time.
+Calibrates one device, or takes a preset's as it is, then plans and runs steps of GPT, MoE and Wide-ResNet that the
+calibration has not seen, with and without rematerialisation, in one microbatch and in several, each with as many
+examples (doubled from two a microbatch) as fit by the plan. Bars: the median errors of step time and of peak memory
+(`memory_stats`, which CPUs have not). Meant for a GPU; `--most-examples` keeps it short elsewhere, and `--limit` where
+there is little time.
 
 Nothing else should run on the machine meanwhile.
 """
@@ -60,12 +61,12 @@ def filled(module: Any, config: Any, optimizer: Any, cluster: autopar.Cluster, m
     """A step with as many examples as fit, at most so many: seconds and bytes, predicted and measured.
 
     Raises:
-      InfeasiblePlanError: not even one example a microbatch fits.
+      InfeasiblePlanError: not even two examples a microbatch fit.
     """
     method = recipes.data_parallel(m)
     step = autopar.parallelize(module.make_train_step(config, optimizer), cluster=cluster, method=method)
     state = jax.eval_shape(module.make_init(config, optimizer), jax.random.key(0))
-    examples = m
+    examples = 2 * m  # of one alone, MoE's tokens would not fill a group
     plan = step.plan(state, module.abstract_batch(config, examples))
     while 2 * examples <= most:
         try:
@@ -96,7 +97,12 @@ def _measured(cluster_file: pathlib.Path, most: int, case: Case) -> dict[str, An
     return {**dataclasses.asdict(case), **found}
 
 
-def _calibrated(path: pathlib.Path, seconds: float) -> str:
+def _device(path: pathlib.Path, preset: str | None, seconds: float) -> str:
+    """Write what steps are predicted with, and say what it is."""
+    if preset is not None:
+        cluster = autopar.load_preset(preset, num_hosts=1, devices_per_host=1)
+        path.write_text(autopar.cluster_to_json(cluster))
+        return f"one device of {preset}, as it is"
     found = autopar.calibrate(jax.local_devices()[:1], seconds=seconds)
     found.save(path)
     return str(found)
@@ -125,6 +131,7 @@ def main() -> None:
         prog="python -m benchmarks.one_device", description="Predicted against measured steps that fill one device."
     )
     parser.add_argument("--seconds", type=float, default=300.0, help="for the calibration")
+    parser.add_argument("--preset", choices=autopar.preset_names(), help="predict with this, and do not calibrate")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which no further case is begun")
     parser.add_argument("--most-examples", type=int, default=1 << 16, help="of a step")
     parser.add_argument("--only", help="models whose name contains this text")
@@ -135,8 +142,8 @@ def main() -> None:
     rows, started = [], time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "cluster.json"
-        calibrate = functools.partial(_calibrated, seconds=arguments.seconds)
-        print(*common.each_in_a_process(calibrate, [path]), flush=True)
+        device = functools.partial(_device, preset=arguments.preset, seconds=arguments.seconds)
+        print(*common.each_in_a_process(device, [path]), flush=True)
         measure = functools.partial(_measured, path, arguments.most_examples)
         in_time = itertools.takewhile(lambda _: time.monotonic() - started < arguments.limit, chosen)
         for row in (row for case in in_time for row in common.each_in_a_process(measure, [case])):
