@@ -333,8 +333,10 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
 
 def _indices_bytes(op: Compute, mesh: Mesh) -> int:
     """Bytes of the positions of maxima over windows, which one kernel writes and the one that adds gradients reads."""
+    if op.pooling != "gradient":
+        return 0
     gradients, sharding = op.equation.inputs[0], op.operands[0]
-    if op.pooling != "gradient" or not isinstance(gradients, Value) or sharding is None:
+    if not isinstance(gradients, Value) or sharding is None:
         return 0
     elements = local_bytes(gradients, sharding, mesh) // gradients.itemsize
     return len(gradients.shape) * INDEX_BYTES * elements
