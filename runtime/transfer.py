@@ -87,27 +87,30 @@ class TileTransfer:
         """By device of this process that sends parts of its tile: which, and the program that makes these alone."""
         if not self.is_cut:
             return {}
-        shape, by_device = self.source.shard_shape(self.shape), dict[jax.Device, list[Tile]]()
+        shape, by_device = self.source.shard_shape(self.shape), dict[jax.Device, dict[Tile, tuple[tuple[int, int]]]]()
         for tile in dict.fromkeys([*self.route.tiles, *itertools.chain(*self.route.offers.values())]):
             if tile.cut is not None:
-                by_device.setdefault(tile.device, []).append(tile)
+                by_device.setdefault(tile.device, {})[tile] = ((0, tile.cut),)
+        apart = (1,) * len(shape)
         return {
-            device: (tiles, _cutter(shape, self.dtype, self.tiles.cuts, tuple(tile.cut for tile in tiles), device))
-            for device, tiles in by_device.items()
+            device: (list(of), _assembler(shape, self.dtype, self.tiles.cuts, apart, 1, tuple(of.values()), device))
+            for device, of in by_device.items()
         }
 
     @functools.cached_property
     def joiners(self) -> Mapping[jax.Device, Callable[..., Sequence[jax.Array]]]:
         """By device of this process that makes its tile of several parts, or all tiles: the program that does so."""
-        if self.route.assembled:
-            shape, of = self.source.shard_shape(self.shape), self.route.assembled
-            return {
-                device: _assembler(shape, self.dtype, self.tiles.cuts, self.tiles.joins, len(numbers), of, device)
-                for device, numbers in self.route.parts.items()
-            }
         if not self.is_joined:
             return {}
-        return {device: _joiner(self.part_shape, self.dtype, self.tiles.joins, device) for device in self.route.parts}
+        if of := self.route.assembled:
+            shape, cuts = self.source.shard_shape(self.shape), self.tiles.cuts
+        else:
+            of = (tuple((k, 0) for k in range(math.prod(self.tiles.joins))),)
+            shape, cuts = self.part_shape, (1,) * len(self.shape)
+        return {
+            device: _assembler(shape, self.dtype, cuts, self.tiles.joins, len(numbers), of, device)
+            for device, numbers in self.route.parts.items()
+        }
 
     @functools.cached_property
     def part_shape(self) -> tuple[int, ...]:
@@ -243,35 +246,11 @@ def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
 
 
 @functools.lru_cache(maxsize=4096)
-def _cutter(
-    shape: tuple[int, ...], dtype: Any, cuts: tuple[int, ...], numbers: tuple[int, ...], device: jax.Device
-) -> Callable[..., Sequence[jax.Array]]:
-    """Of a tile some of its parts."""
-
-    def cut(tile: jax.Array) -> list[jax.Array]:
-        return [_part(tile, cuts, number) for number in numbers]
-
-    return _compiled(cut, [shape], dtype, device)
-
-
-@functools.lru_cache(maxsize=4096)
-def _joiner(
-    shape: tuple[int, ...], dtype: Any, joins: tuple[int, ...], device: jax.Device
-) -> Callable[..., Sequence[jax.Array]]:
-    """A tile of its parts."""
-
-    def join(*parts: jax.Array) -> list[jax.Array]:
-        return [_joined(parts, joins)]
-
-    return _compiled(join, [shape] * math.prod(joins), dtype, device)
-
-
-@functools.lru_cache(maxsize=4096)
 def _assembler(
     shape: tuple[int, ...], dtype: Any, cuts: tuple[int, ...], joins: tuple[int, ...], count: int,
     of: tuple[tuple[tuple[int, int], ...], ...], device: jax.Device,
 ) -> Callable[..., Sequence[jax.Array]]:  # fmt: skip
-    """Tiles, each of some parts of `count` others."""
+    """Of so many tiles others, each joined of some of their parts: (number of the tile, which part of it)."""
 
     def assemble(*tiles: jax.Array) -> list[jax.Array]:
         return [_joined([_part(tiles[number], cuts, cut) for number, cut in parts], joins) for parts in of]
