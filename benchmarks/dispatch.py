@@ -35,7 +35,7 @@ from benchmarks.pipeline_processes import train_step
 DEVICES = 8
 ROUNDS = 100
 ARGUMENTS = (10, 300)
-LEAVES, LEAVES_STARTS = 1000, 4
+LEAVES = 1000
 STAGES, MICROBATCHES = 8, 64
 FEWER_STAGES = 4  # where there are fewer devices than stages
 WIDTH = 16
@@ -102,13 +102,10 @@ def microseconds_per_instruction(arguments: int, rounds: int, microbatches: int 
     }  # fmt: skip
 
 
-def _times(programs: Sequence[Program], batch: Any, rounds: int) -> np.ndarray[Any, Any]:
+def _row(part: str, programs: Sequence[Program], batch: Any, rounds: int, **rest: Any) -> dict[str, Any]:
     """Of ours and of what is written by hand, which take turns."""
     interleaved(programs, batch, 3, 0)  # compiled, and warm
-    return interleaved(programs, batch, rounds, 0)
-
-
-def _row(part: str, times: np.ndarray[Any, Any], **rest: Any) -> dict[str, Any]:
+    times = interleaved(programs, batch, rounds, 0)
     ours, hand = np.median(times, axis=0)
     ratio = float(np.median(times[:, 0] / times[:, 1]))
     return {"part": part, **rest, "seconds": ours, "seconds_by_hand": hand, "ratio": ratio, "rounds": len(times)}
@@ -122,15 +119,8 @@ def many_leaves(leaves: int, devices: int, rounds: int) -> dict[str, Any]:
     by_hand = jax.jit(sum_of_squares, in_shardings=(whole, cut), out_shardings=(whole, whole), donate_argnums=0)
     method = autopar.recipes.data_parallel() if devices > 1 else "auto"
     step = autopar.parallelize(sum_of_squares, devices=chosen, method=method, batch_axes=(None, 0))
-    batch: Any = np.ones((8, 8), np.float32)
-    found = []
-    for number in range(LEAVES_STARTS):
-        # Who gets memory first, and what is free then, tells on a GPU by more than the limit. So all start afresh.
-        first, second = Program(step, parameters(leaves)), Program(by_hand, jax.device_put(parameters(leaves), whole))
-        if number % 2:
-            second.seconds(batch)
-        found.append(_times((first, second), batch, -(-rounds // LEAVES_STARTS)))
-    return _row("leaves", np.concatenate(found), leaves=leaves, devices=devices)
+    programs = Program(step, parameters(leaves)), Program(by_hand, jax.device_put(parameters(leaves), whole))
+    return _row("leaves", programs, np.ones((8, 8), np.float32), rounds, leaves=leaves, devices=devices)
 
 
 class ByHand:
@@ -199,7 +189,7 @@ def pipeline(stages: int, microbatches: int, rounds: int) -> dict[str, Any]:
     for mine, theirs in zip(autopar.gather(ours[0]).values(), hand[0], strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
     programs = Program(step, ours[0]), Program(by_hand, hand[0])
-    return _row("pipeline", _times(programs, batch, rounds), stages=stages, microbatches=microbatches)
+    return _row("pipeline", programs, batch, rounds, stages=stages, microbatches=microbatches)
 
 
 def bars_of(rows: Sequence[dict[str, Any]]) -> dict[str, common.Bar]:

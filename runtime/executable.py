@@ -22,7 +22,7 @@ from autopar.ir.instructions import Copy, Free, Instruction, InstructionList, Re
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
-from autopar.runtime.mail import Mail
+from autopar.runtime.mail import Mail, state_of
 from autopar.runtime.placement import Array, absent, is_here, place, private
 from autopar.runtime.processes import Processes, compiler_options
 from autopar.runtime.source import Source, compile_options
@@ -132,8 +132,7 @@ class Executable:
             for register, array in zip(renewals, self._homes.values(), strict=True)
         )
         # Copies to or from what may be given away, in this step or the next.
-        fragile = {*given, *instructions.leaves.values(), *instructions.results}
-        copies = [i for i in instructions.instructions if isinstance(i, Copy)]
+        fragile, copies = state_of(instructions) | given, [i for i in instructions.instructions if isinstance(i, Copy)]
         self._apart = frozenset(i.number for i in copies if fragile.intersection([i.source, i.target]))
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))

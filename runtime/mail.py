@@ -12,6 +12,11 @@ from autopar.runtime.placement import Array, weakly_typed
 from autopar.runtime.processes import Channel, Processes
 
 
+def state_of(instructions: InstructionList) -> frozenset[Register]:
+    """What may be given away in this step or the next, since it is an argument or a result."""
+    return frozenset(instructions.leaves.values()) | {r for r in instructions.results if r is not None}
+
+
 @dataclasses.dataclass(frozen=True)
 class Message:
     """The tiles of one copy of one step."""
@@ -41,8 +46,7 @@ class Mail:
         self._job, self._channel = job, job.channel()
         copies = [i for i in instructions.instructions if isinstance(i, Copy)]
         self._number = max((copy.number for copy in copies), default=-1) + 1  # of the message after the copies
-        # State may be given away in this step or the next.
-        self._state = frozenset(instructions.leaves.values()) | {r for r in instructions.results if r is not None}
+        self._state = state_of(instructions)
         self._known = known
         self._sent: dict[int, list[Register]] = {}  # to other processes
         self._got: dict[int, list[Register]] = {}  # from other processes
