@@ -129,6 +129,27 @@ def test_results_lie_where_operands_do_that_are_needed_element_by_element_alone(
     assert any(taken) == expected
 
 
+@needs_cuda_compiler
+@pytest.mark.parametrize("name", [name for name, (_, taken) in IN_PLACE.items() if taken])
+def test_where_results_may_lie_where_operands_do_xla_for_h100_lets_them(name: str) -> None:
+    """The converse does not hold: XLA does so in more cases, in which the model makes room for both."""
+    sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
+    x = jax.ShapeDtypeStruct((W, W), jnp.float32, sharding=sharding)
+
+    def temporaries(function: Callable[..., Any]) -> int:
+        def between_products(x: Any, w: Any) -> Any:
+            made = function(jax.lax.optimization_barrier(x @ w))
+            return jax.tree.map(lambda y: jnp.tanh(y @ w.T) if y.shape == (W, W) else y, made)
+
+        use = jax.jit(between_products).lower(x, x).compile().memory_analysis()
+        assert use is not None
+        return int(use.temp_size_in_bytes)
+
+    function, _ = IN_PLACE[name]
+    rotary, _ = IN_PLACE["rotary"]
+    assert temporaries(rotary) - temporaries(function) > 4 * W * W // 2  # which needs a place of its own
+
+
 def test_what_needs_a_finished_reduction_is_a_kernel_of_its_own() -> None:
     def function(x: Any) -> Any:
         return x - x.mean(0, keepdims=True)
