@@ -209,14 +209,14 @@ class Parallelized:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        config: Any = jax.config
-        if config.jax_disable_jit:  # as under jit: the plain function, whose values can be looked at
-            return renew(returning_changed(self._function.fun)(*gather(args), **gather(kwargs)), args, kwargs)
         steady = self._steady
         if steady is not None:
             leaves = steady.serves((args, kwargs))
             if leaves is not None:
                 return steady(leaves)
+        config: Any = jax.config
+        if config.jax_disable_jit:  # as under jit: the plain function, whose values can be looked at
+            return renew(returning_changed(self._function.fun)(*gather(args), **gather(kwargs)), args, kwargs)
         call = self._function.call(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):
             raise TraceError(

@@ -252,7 +252,7 @@ class Steady:
 
     executable: Executable
     structure: Any  # of the arguments, pieces of leaves apart
-    specs: Any  # of the leaves that are no state
+    others: Any  # the kinds of the leaves that are no state
     configuration: Any
     returned: Any  # the result's structure
 
@@ -262,12 +262,10 @@ class Steady:
             leaves = self.structure.flatten_up_to(arguments)  # sooner done than to flatten and compare
         except ValueError:
             return None
-        others = [leaves[at] for at in self.executable._runtime.others]
+        runtime = self.executable._runtime
         serves = (
-            jax.tree_util.all_leaves(others)
-            and not any(isinstance(leaf, jax.core.Tracer) for leaf in others)
-            and self.executable._runtime.knows(leaves)
-            and call_specs(others) == self.specs
+            [_kind(leaves[at]) for at in runtime.others] == self.others
+            and runtime.knows(leaves)
             and configuration() is self.configuration
             and not _looks_for_errors()
         )
@@ -275,6 +273,18 @@ class Steady:
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
         return jax.tree.unflatten(self.returned, self.executable._runtime(leaves, known=True))
+
+
+def _kind(leaf: Any) -> Any:
+    """Equal for leaves that are to a step as one another; None: no array, or a tracer.
+
+    Of NumPy's arrays as they are: what JAX makes of such a type is the same while its configuration is.
+    """
+    if type(leaf) is np.ndarray:
+        return leaf.shape, leaf.dtype
+    if isinstance(leaf, jax.core.Tracer) or not jax.tree_util.all_leaves([leaf]):
+        return None
+    return call_specs([leaf])
 
 
 def steady_calls(
@@ -291,14 +301,14 @@ def steady_calls(
     alike = len(flat) == len(inputs) and all(map(operator.is_, flat, inputs))
     if not alike or not runtime.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():
         return None
-    specs = call_specs([flat[at] for at in runtime.others])
+    others = [_kind(flat[at]) for at in runtime.others]
 
     def calls(result: Any) -> Steady | None:
         count = len(executable._planned.outputs)
         returned: Any = jax.tree.structure(result)
         if isinstance(result, Renewed) or returned.num_leaves != count:
             return None
-        return Steady(executable, structure, specs, configuration(), returned)
+        return Steady(executable, structure, others, configuration(), returned)
 
     return calls
 

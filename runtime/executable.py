@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import math
@@ -29,19 +31,21 @@ from autopar.runtime.source import Source, compile_options
 from autopar.runtime.transfer import TileTransfer, needs_waits, send
 
 _IS_DELETED = operator.methodcaller("is_deleted")
+_UNGUARDED = contextlib.nullcontext()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Direct:
     """How a step that is one program is called. Of thousands of leaves each further look takes as long as the program.
 
-    Positions are those in the arguments' leaves, what is always the same after them, and then what is moved.
+    Positions are those in the arguments' leaves, what is always the same after them, and then what is moved and has no
+    leaf's position to itself.
     """
 
     program: int
     arguments: Callable[[Sequence[Any]], Sequence[Any]]
-    permanent: Sequence[Any]
-    moved: Sequence[Register]
+    after: Sequence[Any]  # the leaves: what is always the same, and None for what is moved
+    moved: Sequence[tuple[Register, int]]
     results: Callable[[Sequence[Any]], Sequence[Any]] | None  # of what it returns, and None after it; None: as they are
     passes: Sequence[tuple[int, int]]  # results that are arguments
 
@@ -191,14 +195,19 @@ class Executable:
         if len(runs) != 1 or copies or self._sums or self._absent or self._mail is not None:
             return None
         (run,) = runs
-        moved = (*self._feeds, *(register for _, register, _ in self._brought))
-        given = [*[r for r, _ in self._permanent], *moved]
-        at = {register: len(self.wiring.inputs) + k for k, register in enumerate(given)}
+        moved = {register: leaf for register, (leaf, _, _, _) in self._feeds.items()}
+        moved |= {register: leaf for leaf, register, _ in self._brought}
+        leaves = collections.Counter(moved.values())
+        at = {register: leaf for register, leaf in moved.items() if leaves[leaf] == 1}  # there the leaf is not wanted
+        after = [*[r for r, _ in self._permanent], *(register for register in moved if register not in at)]
+        at |= {register: len(self.wiring.inputs) + k for k, register in enumerate(after)}
         at |= {register: leaf for leaf, register in self._stays}
         made = {register: k for k, register in enumerate(run.outputs)}
         results = [made.get(-1 if r is None else r, len(made)) for r in self.wiring.instructions.results]
         return _Direct(
-            run.program, _getter(at[register] for register in run.inputs), [x for _, x in self._permanent], moved,
+            run.program, _getter(at[register] for register in run.inputs),
+            [*[x for _, x in self._permanent], *[None] * (len(after) - len(self._permanent))],
+            [(register, at[register]) for register in moved],
             None if results == list(range(len(made))) else _getter(results),
             [(k, at[register]) for k, register in self._passes],
         )  # fmt: skip
@@ -277,15 +286,17 @@ class Executable:
 
     def _call_direct(self, direct: _Direct, leaves: Sequence[Any]) -> Sequence[Any]:
         """As `__call__`, of a step that is one program, called with the state that it left."""
-        moved = dict.fromkeys(direct.moved)
+        moved: dict[Register, Any] = {}
         self._bring(leaves, moved, as_numpy=True)
-        given = [*leaves, *direct.permanent, *moved.values()]
+        given = [*leaves, *direct.after]
+        for register, at in direct.moved:
+            given[at] = moved[register]
         self._has_run, self._waited = False, 0.0
         try:
             passed = self._pass(leaves, given, direct.passes)
             started = time.perf_counter()
             # That a step brings its examples to the devices is asked for, as it is of `jax.device_put`.
-            with jax.transfer_guard_host_to_device("allow"):
+            with jax.transfer_guard_host_to_device("allow") if _guards_transfers() else _UNGUARDED:
                 outputs: Sequence[jax.Array] = self._calls[direct.program](*direct.arguments(given))
             self._has_run, returned = True, outputs
             if direct.results is not None:
@@ -492,6 +503,12 @@ def _wait_for(outputs: Sequence[jax.Array]) -> None:
     """Wait for a program to end on its devices: all its results are there at once."""
     if outputs:
         outputs[-1].block_until_ready()
+
+
+def _guards_transfers() -> bool:
+    """Asked first, since to enter a context takes longer."""
+    config: Any = jax.config
+    return config.jax_transfer_guard_host_to_device not in (None, "allow")
 
 
 def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
