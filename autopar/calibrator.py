@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import resource
 import statistics
 import time
@@ -34,9 +35,11 @@ from autopar.trace import trace
 LEAST_SECONDS = 10.0
 _STEPS_SHARE = 0.4  # of the time, for steps as a whole
 _RUN = 0.12  # seconds that a probe is run, compiling left out
-_TYPES = ("float32", "bfloat16")
+_AT_ONCE = max(4, os.cpu_count() or 1)  # probes that are compiled side by side
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
 _WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
+_UNROLLED = 64  # kernels of a probe that has no loop
+_IMAGES, _AT_A_TIME = 8, 128  # convolutions of a probe on a GPU, and examples of each
 _LAUNCHES = 256  # in a probe: enough that they take much longer than its start
 _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
     ("all_reduce",), ("reduce_scatter", "all_gather"), ("all_to_all",), ("permute",),
@@ -72,11 +75,12 @@ class _Task:
     times: int = 1  # kernels or collectives
     against: bool = False  # whether an array is read against its order
     pooling: Pooling | None = None
+    dtype: str = ""  # of products
 
     @property
-    def kind(self) -> tuple[str, int, Pooling | None, bool]:
+    def kind(self) -> tuple[str, str, int, Pooling | None, bool]:
         """Equal for probes of the same thing in other sizes."""
-        return self.group, self.busy, self.pooling, self.against
+        return self.group, self.dtype, self.busy, self.pooling, self.against
 
 
 def calibrate(
@@ -125,17 +129,22 @@ class _Calibrator:
         tasks = _in_turn(self._tasks())
         clock = Clock(self._devices, _RUN)
         left_out = 0
-        kinds: set[tuple[str, int, Pooling | None, bool]] = set()
+        kinds: set[tuple[str, str, int, Pooling | None, bool]] = set()
         with ProgramBar("measuring", self._show_progress) as bar:
-            for done, task in enumerate(tasks):
-                bar(done, len(tasks))
-                # One of each kind is measured however slow the machine is: a cluster that lacks one is none.
-                is_known = task.kind in kinds
-                if time.monotonic() > self._ends and is_known and task.group not in _FIRST:
-                    left_out += 1
-                    continue
-                kinds.add(task.kind)
-                self._found[task] = clock.time(task.probe, task.busy, task.size)
+            for first in range(0, len(tasks), _AT_ONCE):
+                bar(first, len(tasks))
+                is_late, chosen = time.monotonic() > self._ends, []
+                for task in tasks[first : first + _AT_ONCE]:
+                    # One of each kind is measured however slow the machine is: a cluster that lacks one is none.
+                    if is_late and task.kind in kinds and task.group not in _FIRST:
+                        left_out += 1
+                        continue
+                    kinds.add(task.kind)
+                    chosen.append(task)
+                ready = clock.compile([(task.probe, task.busy, task.size) for task in chosen])
+                while ready:  # each is let go of once it has run
+                    task = chosen[-len(ready)]
+                    self._found[task] = clock.time(ready.pop(0))
         return self._calibration(left_out)
 
     # What is measured
@@ -152,7 +161,7 @@ class _Calibrator:
             if kind.xla.single_output:
                 found += self._reorderings(busy) + self._pooling(busy)
             every = busy == len(self._devices)
-            for dtype in _TYPES:
+            for dtype in _types(kind):
                 found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
         return found
 
@@ -167,11 +176,12 @@ class _Calibrator:
     def _memory(self, busy: int) -> list[_Task]:
         found = []
         for kind, nbytes in itertools.product(probes.ELEMENTWISE, _CACHES):
-            repeated, once = probes.elementwise(kind, nbytes // (4 * _WIDTH), _WIDTH, self._times(nbytes))
+            looped = self._host.kind.xla.single_output
+            times = self._times(nbytes) if looped else min(self._times(nbytes), _UNROLLED)
+            repeated, once = probes.elementwise(kind, nbytes // (4 * _WIDTH), _WIDTH, times, looped=looped)
             moved, kernels = _traffic_of(once, self._host.kind)
-            times = kernels * self._times(nbytes)
             name = f"{kind} of {bytes_text(nbytes)}"
-            found.append(_Task("memory", name, repeated, busy, moved=moved // kernels, times=times))
+            found.append(_Task("memory", name, repeated, busy, moved=moved // kernels, times=kernels * times))
         return found
 
     def _reorderings(self, busy: int) -> list[_Task]:
@@ -191,7 +201,7 @@ class _Calibrator:
     def _pooling(busy: int) -> list[_Task]:
         found = []
         for (examples, size, channels, window, stride), of in itertools.product(_POOLED, _POOLINGS):
-            probe = probes.pooling(_TYPES[0], examples, size, channels, window, stride, of)
+            probe = probes.pooling("float32", examples, size, channels, window, stride, of)
             name = f"{of} of {examples} x {size}² x {channels}, {window}², stride {stride}"
             found.append(_Task("pooling", name, probe, busy, pooling=of))
         return found
@@ -213,28 +223,33 @@ class _Calibrator:
         ]  # fmt: skip
 
     def _some_products(self, dtype: str, busy: int, peak: float, every: bool) -> list[_Task]:
-        """`every`: else a few, that tell how much faster fewer busy devices are."""
+        """`every`: else a few, that tell how much faster fewer busy devices are.
+
+        What tells most comes first: the largest, and then each time what is farthest from all before.
+        """
+        linear = [each for each in _LINEAR if 2.0 * math.prod(each) <= _LONGEST * peak]
+        batched = [each for each in _ATTENTION if 2.0 * each[0] * each[1] ** 2 * each[2] <= _LONGEST * peak]
         found = []
-        for rows, width, hidden in _LINEAR if every else _LINEAR[::5]:
-            flops = 12.0 * rows * width * hidden
-            if flops / 6 <= _LONGEST * peak:
-                layers = max(1, min(8, int(_WORK * peak / flops)))
-                probe = probes.linear(dtype, rows, width, hidden, layers)
-                found.append(_Task("products", f"{rows} x {width} x {hidden}, {dtype}", probe, busy))
-        for batch, length, width in _ATTENTION if every else _ATTENTION[1:2]:
-            if 2.0 * batch * length * length * width <= _LONGEST * peak:
-                probe = probes.attention(dtype, batch, length, width)
-                found.append(_Task("batched products", f"{batch} of {length} x {width}, {dtype}", probe, busy))
-        if dtype == _TYPES[0]:
+        for rows, width, hidden in _spread(linear, None if every else len(_LINEAR) // 5):
+            layers = max(1, min(8, int(_WORK * peak / (12.0 * rows * width * hidden))))
+            probe = probes.linear(dtype, rows, width, hidden, layers)
+            found.append(_Task("products", f"{rows} x {width} x {hidden}, {dtype}", probe, busy, dtype=dtype))
+        for batch, length, width in _spread(batched, None if every else 1):
+            layers = max(1, min(8, int(_WORK * peak / (12.0 * batch * length**2 * width))))
+            probe = probes.attention(dtype, batch, length, width, layers)
+            found.append(_Task("batched products", f"{batch} of {length} x {width}, {dtype}", probe, busy, dtype=dtype))
+        times = 1 if self._host.kind.xla.single_output else _IMAGES
+        if dtype in _convolved(self._host.kind):
             for sizes, of in itertools.product(_CONVOLUTIONS if every else _CONVOLUTIONS[:1], _OF):
                 size, channels, filters, window, stride = sizes
                 if channels == _COLOURS and of == "image":  # what nobody wants
                     continue
                 each = 2.0 * (size // stride) ** 2 * channels * filters * window**2
-                examples = max(1, min(32, int(_WORK * peak / each)))
-                probe = probes.convolution(dtype, examples, size, channels, filters, window, stride, of)
-                name = f"{of} of {examples} x {size}² x {channels}, {window}² x {filters}, stride {stride}"
-                found.append(_Task("convolutions", name, probe, busy))
+                examples = max(1, min(32 if times == 1 else _AT_A_TIME, int(_WORK * peak / each)))
+                images = max(1, min(times, int(_WORK * peak / (examples * each))))
+                probe = probes.convolution(dtype, examples, size, channels, filters, window, stride, of, images)
+                name = f"{of} of {examples} x {size}² x {channels}, {window}² x {filters}, stride {stride}, {dtype}"
+                found.append(_Task("convolutions", name, probe, busy, dtype=dtype))
         return found
 
     # What it says
@@ -285,11 +300,39 @@ _COLOURS = 3
 _FIRST = ("start of a program", "launches")
 
 
+def _types(kind: DeviceKind) -> tuple[str, ...]:
+    """Of products, those of most steps first."""
+    return ("float32", "bfloat16") if kind.xla.single_output else ("bfloat16", "float32")
+
+
+def _convolved(kind: DeviceKind) -> tuple[str, ...]:
+    """Of convolutions; CPUs have none for 16 bits."""
+    return _types(kind)[:1] if kind.xla.single_output else _types(kind)
+
+
+def _spread(sizes: Sequence[tuple[int, ...]], most: int | None) -> list[tuple[int, ...]]:
+    """The largest, and then each time what is farthest from all before; at most so many.
+
+    Of logarithms of sides (Gonzalez 1985, "Clustering to minimize the maximum intercluster distance").
+    """
+    left = sorted(sizes, key=math.prod)
+    distances = dict.fromkeys(left, math.inf)
+    found: list[tuple[int, ...]] = []
+    while left and (most is None or len(found) < most):
+        farthest = max(reversed(left), key=distances.__getitem__)
+        found.append(farthest)
+        left.remove(farthest)
+        for each in left:
+            between = sum(math.log(a / b) ** 2 for a, b in zip(each, farthest, strict=True))
+            distances[each] = min(distances[each], between)
+    return found
+
+
 def _in_turn(tasks: Sequence[_Task]) -> list[_Task]:
-    """One of each group and number of devices after the other, lest a short calibration knows all of one only."""
-    groups: dict[tuple[str, int], list[_Task]] = defaultdict(list)
+    """One of each group, type and number of devices after the other, lest a short calibration knows all of one only."""
+    groups: dict[tuple[str, str, int], list[_Task]] = defaultdict(list)
     for task in tasks:
-        groups[task.group, task.busy].append(task)
+        groups[task.group, task.dtype, task.busy].append(task)
     rounds = itertools.zip_longest(*groups.values())
     return [task for each in rounds for task in each if task is not None]
 

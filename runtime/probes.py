@@ -5,9 +5,12 @@ Every probe runs on all devices of a mesh at once, each on a piece of its own, a
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import math
+import os
 import resource
 import statistics
 import time
@@ -52,23 +55,25 @@ def linear(dtype: str, rows: int, width: int, hidden: int, layers: int) -> Probe
     return Probe(function, (array((rows, width)), array((rows, width)), *weights))
 
 
-def attention(dtype: str, batch: int, length: int, width: int) -> Probe:
-    """The batched products of attention without its softmax, and their gradients."""
+def attention(dtype: str, batch: int, length: int, width: int, layers: int) -> Probe:
+    """The batched products of layers of attention without their softmax, and their gradients."""
 
-    def function(queries: Any, keys: Any, values: Any, cotangent: Any) -> Any:
-        def products(queries: Any, keys: Any, values: Any) -> Any:
-            return jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", queries, keys), values)
+    def function(queries: Any, cotangent: Any, *rest: Any) -> Any:
+        def products(queries: Any, *rest: Any) -> Any:
+            for keys, values in zip(rest[::2], rest[1::2], strict=True):
+                queries = jnp.einsum("bqk,bkd->bqd", jnp.einsum("bqd,bkd->bqk", queries, keys), values)
+            return queries
 
-        y, pullback = jax.vjp(products, queries, keys, values)
+        y, pullback = jax.vjp(products, queries, *rest)
         return y, pullback(cotangent)
 
-    return Probe(function, (jax.ShapeDtypeStruct((batch, length, width), dtype),) * 4)
+    return Probe(function, (jax.ShapeDtypeStruct((batch, length, width), dtype),) * (2 + 2 * layers))
 
 
 def convolution(
-    dtype: str, examples: int, size: int, channels: int, filters: int, window: int, stride: int, of: str
+    dtype: str, examples: int, size: int, channels: int, filters: int, window: int, stride: int, of: str, times: int
 ) -> Probe:
-    """A 2-d convolution, channels last: `of` its "result", or the gradient of its "image" or "kernel"."""
+    """So many 2-d convolutions, channels last: `of` their "result", or the gradient of "image" or "kernel"."""
 
     def convolve(image: Any, kernel: Any) -> Any:
         return jax.lax.conv_general_dilated(
@@ -78,14 +83,22 @@ def convolution(
     image = jax.ShapeDtypeStruct((examples, size, size, channels), dtype)
     kernel = jax.ShapeDtypeStruct((window, window, channels, filters), dtype)
     if of == "result":
-        return Probe(convolve, (image, kernel))
-    result = jax.eval_shape(convolve, image, kernel)
+        return _each(convolve, (image, kernel), times)
 
     def gradient(image: Any, kernel: Any, cotangent: Any) -> Any:
         _, pullback = jax.vjp(convolve, image, kernel)
         return pullback(cotangent)[0 if of == "image" else 1]
 
-    return Probe(gradient, (image, kernel, result))
+    return _each(gradient, (image, kernel, jax.eval_shape(convolve, image, kernel)), times)
+
+
+def _each(function: Callable[..., Any], shapes: Sequence[jax.ShapeDtypeStruct], times: int) -> Probe:
+    """A function of so many sets of operands, one after the other."""
+    count = len(shapes)
+    return Probe(
+        lambda *operands: [function(*operands[i : i + count]) for i in range(0, times * count, count)],
+        tuple(shapes) * times,
+    )
 
 
 def pooling(dtype: str, examples: int, size: int, channels: int, window: int, stride: int, of: str) -> Probe:
@@ -103,11 +116,22 @@ def pooling(dtype: str, examples: int, size: int, channels: int, window: int, st
     return Probe(pool, (image,)) if of == "result" else Probe(gradient, (image, jax.eval_shape(pool, image)))
 
 
-def elementwise(kind: str, rows: int, width: int, times: int) -> tuple[Probe, Probe]:
-    """Kernels that wait for memory, so many times one after the other, and once."""
+def elementwise(kind: str, rows: int, width: int, times: int, *, looped: bool) -> tuple[Probe, Probe]:
+    """Kernels that wait for memory, so many times one after the other, and once.
+
+    `looped`: in a loop, each turn of which takes as long on a GPU as some kernels.
+    """
     shapes = (jax.ShapeDtypeStruct((rows, width), jnp.float32),) * 3
     once = Probe(_ELEMENTWISE[kind], shapes)
-    return _repeated(once, times), once
+    if looped:
+        return _repeated(once, times), once
+
+    def function(*operands: Any) -> Any:
+        for _ in range(times):
+            operands = jax.lax.optimization_barrier(once.function(*operands))
+        return operands
+
+    return Probe(function, shapes, in_place=True), once
 
 
 def addition(rows: int, width: int, times: int, blocks: int = 0) -> Probe:
@@ -216,6 +240,15 @@ class Timed:
         return min(self.runs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Ready:
+    """A probe that is compiled for some devices."""
+
+    operands: Any  # the program that makes them
+    program: Any
+    in_place: bool
+
+
 class Clock:
     """Times probes on the devices of a host."""
 
@@ -223,8 +256,19 @@ class Clock:
         """`seconds`: how long each probe is run."""
         self._devices, self._seconds = tuple(devices), seconds
 
-    def time(self, probe: Probe, busy: int, group: int = 1) -> Timed:
-        """On so many devices, in groups of `group` each."""
+    def compile(self, wanted: Sequence[tuple[Probe, int, int]]) -> list[Ready]:
+        """Probes, each on so many devices, in groups of so many; side by side, as XLA compiles outside Python's lock.
+
+        On a GPU to compile a probe takes many times as long as to run it.
+        """
+        lowered = [self._lowered(*each) for each in wanted]
+        with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+            programs = list(pool.map(lambda low: low.compile(), itertools.chain.from_iterable(lowered)))
+        pairs = zip(programs[::2], programs[1::2], strict=True)
+        return [Ready(made, run, probe.in_place) for (made, run), (probe, _, _) in zip(pairs, wanted, strict=True)]
+
+    def _lowered(self, probe: Probe, busy: int, group: int) -> tuple[Any, Any]:
+        """What makes its operands, and itself."""
         devices = np.array(self._devices[:busy]).reshape(busy // group, group)
         mesh = jax.sharding.Mesh(devices, AXES)
         spec = PartitionSpec(AXES)
@@ -233,22 +277,24 @@ class Clock:
             mesh=mesh, in_specs=(spec,) * len(probe.shapes), out_specs=spec, check_vma=False,
         )  # fmt: skip
         sharding = jax.sharding.NamedSharding(mesh, spec)
-        operands = [
-            jax.jit(functools.partial(_numbers, (busy, *s.shape), s.dtype), out_shardings=sharding)()
-            for s in probe.shapes
-        ]
-        donated = tuple(range(len(operands))) if probe.in_place else ()
-        program = jax.jit(mapped, donate_argnums=donated).lower(*operands).compile()
+        shapes = [jax.ShapeDtypeStruct((busy, *s.shape), s.dtype, sharding=sharding) for s in probe.shapes]
+        operands = jax.jit(lambda: [_numbers(s.shape, s.dtype) for s in shapes], out_shardings=sharding)
+        donated = tuple(range(len(shapes))) if probe.in_place else ()
+        return operands.lower(), jax.jit(mapped, donate_argnums=donated).lower(*shapes)
+
+    def time(self, ready: Ready) -> Timed:
+        """How long it takes."""
+        operands = ready.operands()
         found: list[float] = []
         faults = 0
         ends = math.inf  # the first run warms up
         while len(found) <= _LEAST_RUNS or time.perf_counter() < ends:
             started = time.perf_counter()
-            results = jax.block_until_ready(program(*operands))
+            results = jax.block_until_ready(ready.program(*operands))
             found.append(time.perf_counter() - started)
             if len(found) == 1:
                 ends, faults = time.perf_counter() + self._seconds, _faults()
-            if probe.in_place:
+            if ready.in_place:
                 operands = results
             del results
         return Timed(tuple(found[1:]), (_faults() - faults) / (len(found) - 1))

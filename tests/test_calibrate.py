@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar import calibrator, recipes
@@ -26,8 +28,10 @@ from autopar.errors import ClusterError
 from autopar.ir.mesh import Busy, Cluster, Host, Link, Patches, ProductSizes, ProductSpeed
 from autopar.probe_steps import probe_steps
 from autopar.runtime import probes
-from autopar.runtime.probes import Clock, Timed
+from autopar.runtime.hlo_traffic import kernels_in_hlo
+from autopar.runtime.probes import Clock, Probe, Timed
 from autopar.slowdowns import StepRun, slowed
+from tests.h100 import h100_devices, needs_cuda_compiler
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +88,63 @@ def test_probes_compute_what_they_are_named_for() -> None:
     products = products_of(probes.linear("float32", 64, 32, 128, 3))
     assert sum(flops for *_, flops in products) == pytest.approx(12 * 64 * 32 * 128 * 3)
     assert {dtype for _, dtype, _ in products_of(probes.linear("bfloat16", 8, 8, 8, 1))} == {"bfloat16"}
-    batched = products_of(probes.attention("float32", 4, 64, 16))
+    batched = products_of(probes.attention("float32", 4, 64, 16, 1))
     assert len(batched) == 6
     assert {sizes.batch for sizes, *_ in batched} == {4}
     for of in ("result", "image", "kernel"):
-        ((sizes, _, flops),) = products_of(probes.convolution("float32", 2, 16, 8, 32, 3, 2, of))
+        ((sizes, _, flops),) = products_of(probes.convolution("float32", 2, 16, 8, 32, 3, 2, of, 1))
         assert sizes.patches is not None
         assert 0.5 < flops / (2 * 2 * 8 * 8 * 8 * 32 * 9) <= 1.0  # windows at the border reach over it
+
+
+def test_the_most_telling_products_come_first() -> None:
+    """The largest, and then each time one than which none is farther from all that came before."""
+    sizes = [(rows, width) for rows in (2, 8, 64, 4096) for width in (2, 16, 512)]
+    found = calibrator._spread(sizes, None)
+    assert sorted(found) == sorted(sizes)
+    assert found[0] == (4096, 512)
+
+    def distance(a: tuple[int, ...], b: tuple[int, ...]) -> float:
+        return math.dist([math.log(x) for x in a], [math.log(x) for x in b])
+
+    for k in range(1, len(found)):
+        nearest = [min(distance(each, before) for before in found[:k]) for each in found[k:]]
+        assert nearest[0] == pytest.approx(max(nearest))
+    assert calibrator._spread(sizes, 3) == found[:3]
+
+
+def test_a_short_calibration_of_a_gpu_knows_of_both_types_and_of_the_largest() -> None:
+    cluster = load_preset("hgx-h200", devices_per_host=1)
+    tasks = calibrator._in_turn(calibrator._Calibrator((jax.devices()[0],), cluster, 60.0, False)._tasks())
+    groups = ("products", "batched products", "convolutions")
+    first = {(task.group, task.dtype) for task in tasks[:10]}
+    assert first == {
+        *itertools.product(groups, ("bfloat16", "float32")), ("start of a program", ""), ("launches", ""),
+        ("buffers", ""), ("memory", ""),
+    }  # fmt: skip
+    largest = [task for task in tasks if task.group == "products"][:2]
+    assert [task.name for task in largest] == ["8192 x 4096 x 4096, bfloat16", "8192 x 4096 x 4096, float32"]
+    assert all(task.times <= 256 for task in tasks)
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("kind", probes.ELEMENTWISE)
+def test_kernels_of_a_gpu_probe_are_those_that_are_counted(kind: str) -> None:
+    """Each goes through memory by itself, and none waits for the turn of a loop."""
+    probe, once = probes.elementwise(kind, 4096, 256, 8, looped=False)
+    moved, launches = calibrator._traffic_of(once, load_preset("dgx-h100").hosts[0].kind)
+    text = _for_an_h100(probe).as_text() or ""
+    assert " while(" not in text
+    kernels = kernels_in_hlo(text)
+    assert sum(kernel.times for kernel in kernels) == 8 * launches
+    assert sum(kernel.nbytes for kernel in kernels) == pytest.approx(8 * moved, rel=0.01)
+
+
+def _for_an_h100(probe: Probe) -> jax.stages.Compiled:
+    sharding = SingleDeviceSharding(h100_devices(1)[0])
+    arrays = [jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding) for s in probe.shapes]
+    donated = tuple(range(len(arrays))) if probe.in_place else ()
+    return jax.jit(probe.function, donate_argnums=donated).lower(*arrays).compile()
 
 
 class _Known(_Machine):
@@ -136,7 +190,8 @@ def test_a_link_of_which_few_probes_tell_is_not_far_from_the_preset() -> None:
 
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
     clock = Clock(jax.devices()[:2], 0.01)
-    old, new = (clock.time(probes.buffer(1 << 26, in_place), 2) for in_place in (True, False))
+    ready = clock.compile([(probes.buffer(1 << 26, in_place), 2, 1) for in_place in (True, False)])
+    old, new = map(clock.time, ready)
     assert min(old.seconds, new.seconds) > 0
     assert new.faults > old.faults + 10  # there are many times as many, or they are of huge pages
 
