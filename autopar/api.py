@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import hashlib
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -379,13 +380,23 @@ class Parallelized:
         )
         return self._executables[call.key]
 
+    def _said(self) -> dict[str, str]:
+        """What all processes of a job have to say alike of the step, beside what they trace of it."""
+        method, cluster = self._method, self._cluster
+        how = f"a plan of digest {_digest(method.to_json())}" if isinstance(method, Plan) else str(method)
+        found = {"the method": how, "num_microbatches": str(self._options.num_microbatches or "auto")}
+        if cluster is not None:
+            found["the cluster"] = f"{cluster.name} of {cluster.num_devices} devices, digest {_digest(repr(cluster))}"
+        if self._devices is not None:
+            found["the devices"] = str([device.id for device in self._devices])
+        return found
+
     def _planned_by_first(
         self, job: Processes, call: Call, traced: Traced, mine: tuple[Plan, LoweredStep] | None
     ) -> tuple[Plan, LoweredStep]:
         """Process 0 plans, and the others take its plan."""
-        step = f"{self._name} of fingerprint {traced.graph.fingerprint}"
-        versions = {"the version of jax": jax.__version__, "the version of autopar": metadata.version("autopar")}
-        job.agree(self._name, {**versions, "the step": step})
+        versions = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib", "autopar")}
+        job.agree(self._name, {**versions, **self._said(), "the step": _fingerprinted(self._name, traced.graph)})
         found = mine
 
         def plan() -> str:
@@ -399,6 +410,14 @@ class Parallelized:
             restored = Finisher(traced.analysis, made.cluster).restore(made)
             found = restored.plan, restored.lowered
         return found
+
+
+def _fingerprinted(name: str, graph: Graph) -> str:
+    return f"{name} of fingerprint {graph.fingerprint}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _found_to_fit(traced: Traced, cluster: Cluster, method: Method, target: bool | str) -> tuple[Plan, LoweredStep]:

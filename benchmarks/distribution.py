@@ -25,6 +25,7 @@ import jax
 import optax
 
 from autopar import recipes
+from autopar.cost_model import reshard
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.launches import check_launches
@@ -90,6 +91,7 @@ def measure(case: Case) -> dict[str, Any]:
     ]
     instructions, lists = _timed(lambda: instructions_of(lowered, plan.schedule, frozenset()))
     parts, cutting = _timed(lambda: [instructions.of_stages(stages) for stages in stages_of])
+    reshard._copies.cache_clear()  # of what planning has made
     copies, crossing = _timed(lambda: [crossing_copies(lowered, each) for each in lowered.crossings])
     _, proof = _timed(lambda: check_launches(parts, hosts_of))
     played, simulating = _timed(lambda: Prices(cluster).play(lowered, plan.schedule))

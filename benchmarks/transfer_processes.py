@@ -28,7 +28,7 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.emit import partition_spec
 from autopar.runtime.mail import Message
 from autopar.runtime.processes import Channel, Processes, this_job
-from autopar.runtime.transfer import Route, Tile, TileTransfer, send
+from autopar.runtime.transfer import Route, Sending, Tile, TileTransfer, send
 
 WAYS = ("naive", "gather then scatter", "ours")
 
@@ -174,7 +174,7 @@ def moved(hops: Sequence[TileTransfer], array: Any, channel: Channel, job: Any) 
     """The array after these transfers, or None where this process has nothing of it."""
     channel.next_step()
     for number, hop in enumerate(hops):
-        array = send(hop, array, Message(job, channel, number, fragile=False))
+        (array,) = send([Sending(hop, array)], Message(job, channel, number))
     return jax.block_until_ready(array)
 
 
@@ -266,9 +266,9 @@ def through_host(pair: Pair) -> dict[str, Any]:
     array = jax.device_put(whole, on(pair.source, pair.sent))
     (hop,) = ways(pair)["ours"]
     hop.compile()
-    check(send(hop, array), whole, str(pair))
+    check(send([Sending(hop, array)])[0], whole, str(pair))
     return {
-        "pair": str(pair), "read": read_on_the_host(lambda: send(hop, array)),
+        "pair": str(pair), "read": read_on_the_host(lambda: send([Sending(hop, array)])),
         "read_by_device_put": read_on_the_host(lambda: jax.device_put(array, hop.target, may_alias=False)),
     }  # fmt: skip
 

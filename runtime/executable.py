@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar.errors import PlanMismatchError, StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
-from autopar.ir.instructions import Copy, Free, Instruction, InstructionList, Register, Run
+from autopar.ir.instructions import Copy, Free, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
@@ -28,7 +28,7 @@ from autopar.runtime.mail import Mail, state_of
 from autopar.runtime.placement import Array, absent, is_here, place, private
 from autopar.runtime.processes import Processes, compiler_options
 from autopar.runtime.source import Source, compile_options
-from autopar.runtime.transfer import TileTransfer, needs_waits, send
+from autopar.runtime.transfer import Sending, TileTransfer, needs_waits, send
 
 _IS_DELETED = operator.methodcaller("is_deleted")
 _UNGUARDED = contextlib.nullcontext()
@@ -48,6 +48,15 @@ class _Direct:
     moved: Sequence[tuple[Register, int]]
     results: Callable[[Sequence[Any]], Sequence[Any]] | None  # of what it returns, and None after it; None: as they are
     passes: Sequence[tuple[int, int]]  # results that are arguments
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Together:
+    """Copies that are one message."""
+
+    number: int
+    # Each with whether what arrives may be what was there, and whether that may be given away.
+    copies: list[tuple[Copy, TileTransfer, tuple[bool, bool]]] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,9 +150,9 @@ class Executable:
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
         # Beside each program of the list what gets its arguments, and the registers that are written or freed.
-        getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in self._instructions]
-        spans = [_spans(_changed(i)) for i in self._instructions]
-        self._list = list(zip(self._instructions, getters, spans, strict=True))
+        played = self._with_copies_together(instructions)
+        getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in played]
+        self._list = list(zip(played, getters, [_spans(_changed(i)) for i in played], strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
         self._mail = (
             None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
@@ -212,6 +221,23 @@ class Executable:
             [(k, at[register]) for k, register in self._passes],
         )  # fmt: skip
 
+    def _with_copies_together(self, instructions: InstructionList) -> list[Run | Free | _Together]:
+        """This process's list; copies that go together are where the first of them is."""
+        first_of, state = instructions.together(), state_of(instructions)
+        groups: dict[int, _Together] = {}
+        found: list[Run | Free | _Together] = []
+        for instruction in self._instructions:
+            if not isinstance(instruction, Copy):
+                found.append(instruction)
+                continue
+            first = first_of[instruction.number]
+            if first not in groups:
+                groups[first] = _Together(first)
+                found.append(groups[first])
+            how = instruction.number not in self._apart, instruction.source in state
+            groups[first].copies.append((instruction, self.wiring.transfers[instruction.crossing], how))
+        return found
+
     def knows(self, leaves: Sequence[Any]) -> bool:
         """Whether the state among the arguments' leaves is what the last call left, where it left it."""
         if self._expected is None:
@@ -259,11 +285,11 @@ class Executable:
                     outputs = self._launch(instruction.program, arguments_of(registers))
                     for there, found in spans:
                         registers[there] = outputs[found]
-                elif isinstance(instruction, Copy):
-                    message = None if self._mail is None else self._mail.message(instruction)
-                    transfer = wiring.transfers[instruction.crossing]
-                    source, may_alias = registers[instruction.source], instruction.number not in self._apart
-                    registers[instruction.target] = send(transfer, source, message, may_alias=may_alias)
+                elif isinstance(instruction, _Together):
+                    message = None if self._mail is None else self._mail.message(instruction.number)
+                    sent = [Sending(tiles, registers[copy.source], *how) for copy, tiles, how in instruction.copies]
+                    for (copy, _, _), x in zip(instruction.copies, send(sent, message), strict=True):
+                        registers[copy.target] = x
                 else:
                     for there, _ in spans:
                         registers[there] = [None] * (there.stop - there.start)
@@ -479,7 +505,7 @@ def _getter(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]
     return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
 
 
-def _changed(instruction: Instruction) -> Sequence[Register]:
+def _changed(instruction: Run | Free | _Together) -> Sequence[Register]:
     """The registers that a program's results go to, in their order, or that are freed."""
     if isinstance(instruction, Run):
         return instruction.outputs

@@ -19,17 +19,14 @@ def state_of(instructions: InstructionList) -> frozenset[Register]:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """The tiles of one copy of one step."""
+    """The tiles of the copies of one step that go together."""
 
     job: Processes
     channel: Channel
     number: int  # among the messages of a step
-    fragile: bool  # what is sent may be given away before others have fetched it
 
-    def offer(self, receiver: int, arrays: Sequence[jax.Array], *, fresh: bool) -> None:
-        """Let another process have these; `fresh`: nobody else holds them."""
-        if self.fragile and not fresh:
-            arrays = [x.copy() for x in arrays]
+    def offer(self, receiver: int, arrays: Sequence[jax.Array]) -> None:
+        """Let another process have these, which may not be given away."""
         self.job.offer(self.channel.uuid(self.number, receiver), arrays)
 
     def pull(self, sender: int, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
@@ -46,7 +43,6 @@ class Mail:
         self._job, self._channel = job, job.channel()
         copies = [i for i in instructions.instructions if isinstance(i, Copy)]
         self._number = max((copy.number for copy in copies), default=-1) + 1  # of the message after the copies
-        self._state = state_of(instructions)
         self._known = known
         self._sent: dict[int, list[Register]] = {}  # to other processes
         self._got: dict[int, list[Register]] = {}  # from other processes
@@ -70,15 +66,15 @@ class Mail:
         """The messages that follow are those of the next step."""
         self._channel.next_step()
 
-    def message(self, copy: Copy) -> Message:
-        """For the tiles of this copy, in this step."""
-        return Message(self._job, self._channel, copy.number, copy.source in self._state)
+    def message(self, number: int) -> Message:
+        """For the tiles of the copies that go together with this one, in this step."""
+        return Message(self._job, self._channel, number)
 
     def make_known(self, registers: list[jax.Array]) -> None:
         """Bring results to the processes that have no device of their stage: onto their first device."""
-        message = Message(self._job, self._channel, self._number, fragile=True)
+        message = self.message(self._number)
         for receiver, numbers in self._sent.items():
-            message.offer(receiver, [registers[r].addressable_data(0) for r in numbers], fresh=False)
+            message.offer(receiver, [registers[r].addressable_data(0).copy() for r in numbers])
         for register in self._own:
             registers[register] = _as_known(registers[register].addressable_data(0), self._known[register])
         here = jax.sharding.SingleDeviceSharding(self._device)

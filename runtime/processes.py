@@ -97,7 +97,7 @@ class Processes:
         if verdict:
             raise PlanMismatchError(
                 f"the processes of this job do not agree about {what}: {verdict}. Every process has to run the same "
-                "script, on the same versions, with the same shapes."
+                "script, on the same versions, with the same shapes and options."
             )
 
     def combined(self, mine: str, combine: Callable[[Sequence[str]], str], subject: str) -> str:
@@ -375,12 +375,13 @@ def _differences(texts: Sequence[str]) -> str:
     """Who differs from process 0 in what; empty if nobody does."""
     said = [json.loads(text) for text in texts]
     mine = said[0]
-    for name in mine:
-        differing = [p for p, other in enumerate(said) if other.get(name) != mine[name]]
+    for name in dict.fromkeys(name for each in said for name in each):
+        differing = [p for p, other in enumerate(said) if other.get(name) != mine.get(name)]
         if differing:
             first = differing[0]
             who = f"process {first}" if len(differing) == 1 else f"{len(differing)} others, {first} the first of them"
-            return f"{name} is {mine[name]} on process 0, but {said[first].get(name)} on {who}"
+            theirs, ours = (each.get(name, "not given") for each in (said[first], mine))
+            return f"{name} is {ours} on process 0, but {theirs} on {who}"
     return ""
 
 

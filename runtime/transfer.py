@@ -119,9 +119,9 @@ class TileTransfer:
         return tuple(size // n for size, n in zip(tile, self.tiles.joins, strict=True))
 
     @functools.cached_property
-    def is_local(self) -> bool:
-        """Whether both meshes are this process's alone."""
-        return self.source.is_fully_addressable and self.target.is_fully_addressable
+    def is_put(self) -> bool:
+        """Whether one call of `jax.device_put` does it all: of tiles between devices of this process alone."""
+        return self.aligned and self.source.is_fully_addressable and self.target.is_fully_addressable
 
     @functools.cached_property
     def route(self) -> Route:
@@ -303,53 +303,91 @@ def needs_waits(mesh: Any) -> bool:
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu" and jax.local_device_count() > 1
 
 
-def send(
-    transfer: TileTransfer, array: jax.Array, message: Message | None = None, *, may_alias: bool = False
-) -> jax.Array | None:
-    """The array on the target mesh. Only issues the work, and waits for it on the CPU where tiles are cut or joined.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Sending:
+    """An array that goes from mesh to mesh."""
 
-    It shares no buffer with the original, though two stages may have the same devices, unless it may: that is where
-    neither is given away. Where the meshes span processes, each calls this: those without devices of the source have
-    nothing to give for `array`, those without devices of the target get None. On a mesh of one device its sharding is
-    that of the device.
+    transfer: TileTransfer
+    array: jax.Array | None  # None: this process has no device of the source
+    may_alias: bool = False  # whether what arrives on a device may be what was there, since neither is given away
+    is_fragile: bool = False  # whether it may be given away before another process has fetched it
+
+
+def send(sendings: Sequence[Sending], message: Message | None = None) -> list[jax.Array | None]:
+    """The arrays on their target meshes; what goes to another process, or comes from one, goes as one message.
+
+    Only issues the work, and waits for it on the CPU where tiles are cut or joined. No array shares a buffer with the
+    original, though two stages may have the same devices, unless it may. Where the meshes span processes, each calls
+    this; those without devices of a target get None for it. On a mesh of one device the sharding is that of the device.
     """
-    if transfer.aligned and transfer.is_local:
-        moved: jax.Array = jax.device_put(array, transfer.destination, may_alias=may_alias)
+    made = [_made(each) for each in sendings]
+    if message is not None:
+        offers: dict[int, list[jax.Array]] = {}
+        for sending, (parts, cut) in zip(sendings, made, strict=True):
+            for receiver, tiles in sending.transfer.route.offers.items():
+                own = sending.is_fragile and not cut.keys() >= {*tiles}  # nobody else holds those that were cut
+                offers.setdefault(receiver, []).extend(parts[tile].copy() if own else parts[tile] for tile in tiles)
+        for receiver, arrays in offers.items():
+            message.offer(receiver, arrays)
+    pulled = _pulled(sendings, message)
+    found = [
+        _arrived(sending, parts, arrays) for sending, (parts, _), arrays in zip(sendings, made, pulled, strict=True)
+    ]
+    for sending, (_, cut), result in zip(sendings, made, found, strict=True):
+        transfer = sending.transfer
+        # Programs of the source and of the target, if they are this process's.
+        if cut and needs_waits(transfer.source.mesh):
+            jax.block_until_ready(list(cut.values()))
+        if result is not None and not transfer.is_put and transfer.joiners and needs_waits(transfer.target.mesh):
+            jax.block_until_ready(result)
+    return found
+
+
+def _made(sending: Sending) -> tuple[dict[Tile, jax.Array], dict[Tile, jax.Array]]:
+    """The tiles that this process has of the source, and those of them that were cut now."""
+    transfer = sending.transfer
+    if sending.array is None or transfer.is_put or not transfer.route.sends:
+        return {}, {}
+    whole = None if transfer.is_cut else 0
+    parts = {Tile(whole, shard.device): shard.data for shard in sending.array.addressable_shards}
+    cutters = transfer.cutters.items()
+    made = {device: program(parts[Tile(None, device)]) for device, (_, program) in cutters}
+    cut = {tile: part for device, (tiles, _) in cutters for tile, part in zip(tiles, made[device], strict=True)}
+    return parts | cut, cut
+
+
+def _pulled(sendings: Sequence[Sending], message: Message | None) -> list[list[jax.Array]]:
+    """What comes from other processes, for each."""
+    if message is None:
+        return [[] for _ in sendings]
+    routes = [each.transfer.route for each in sendings]
+    wanted: dict[int, list[jax.ShapeDtypeStruct]] = {}
+    for route in routes:
+        for sender, structs in route.pulls.items():
+            wanted.setdefault(sender, []).extend(structs)
+    came = {sender: iter(message.pull(sender, structs)) for sender, structs in wanted.items()}
+    return [[next(came[sender]) for sender, structs in route.pulls.items() for _ in structs] for route in routes]
+
+
+def _arrived(sending: Sending, parts: Mapping[Tile, jax.Array], pulled: Sequence[jax.Array]) -> jax.Array | None:
+    """What this process has of the target."""
+    transfer = sending.transfer
+    if transfer.is_put:
+        moved: jax.Array = jax.device_put(sending.array, transfer.destination, may_alias=sending.may_alias)
         return moved
     route = transfer.route
-    parts: dict[Tile, jax.Array] = {}
-    cut: dict[Tile, jax.Array] = {}
-    if route.sends:
-        whole = None if transfer.is_cut else 0
-        parts = {Tile(whole, shard.device): shard.data for shard in array.addressable_shards}
-        cutters = transfer.cutters.items()
-        made = {device: program(parts[Tile(None, device)]) for device, (_, program) in cutters}
-        cut = {tile: part for device, (tiles, _) in cutters for tile, part in zip(tiles, made[device], strict=True)}
-        parts.update(cut)
-    pulled: list[jax.Array] = []
-    if message is not None:
-        for receiver, offered in route.offers.items():
-            message.offer(receiver, [parts[tile] for tile in offered], fresh=cut.keys() >= {*offered})
-        for sender, structs in route.pulls.items():
-            pulled += message.pull(sender, structs)
-    result = None
-    if route.receives:
-        # What a device takes from itself needs no copy where a program makes a new array of it, or has made it.
-        is_new = bool(transfer.joiners) or (transfer.is_cut and not route.offers)
-        arrived = _put([parts[tile] for tile in route.tiles], route.devices, None if is_new else False) + pulled
-        tiles: dict[jax.Device, Sequence[jax.Array]] = {}
-        for to, numbers in route.parts.items():
-            of = [arrived[k] for k in numbers]
-            tiles[to] = transfer.joiners[to](*of) if transfer.joiners else of
-        copied = _put([tiles[maker][k] for maker, k in route.again.values()], route.again, False)
-        held = [*(made[0] for made in tiles.values()), *copied]
-        result = jax.make_array_from_single_device_arrays(transfer.shape, transfer.target, held)
-    # Of the source's programs and the target's, if they are this process's.
-    if cut and needs_waits(transfer.source.mesh):
-        jax.block_until_ready(list(cut.values()))
-    if route.receives and transfer.joiners and needs_waits(transfer.target.mesh):
-        jax.block_until_ready(result)
-    return result
+    if not route.receives:
+        return None
+    # What a device takes from itself needs no copy where a program makes a new array of it, or has made it.
+    is_new = bool(transfer.joiners) or (transfer.is_cut and not route.offers)
+    arrived = [*_put([parts[tile] for tile in route.tiles], route.devices, None if is_new else False), *pulled]
+    tiles: dict[jax.Device, Sequence[jax.Array]] = {}
+    for to, numbers in route.parts.items():
+        of = [arrived[k] for k in numbers]
+        tiles[to] = transfer.joiners[to](*of) if transfer.joiners else of
+    copied = _put([tiles[maker][k] for maker, k in route.again.values()], route.again, False)
+    held = [*(made[0] for made in tiles.values()), *copied]
+    return jax.make_array_from_single_device_arrays(transfer.shape, transfer.target, held)
 
 
 def _put(arrays: Sequence[jax.Array], devices: Collection[jax.Device], may_alias: bool | None) -> list[jax.Array]:

@@ -58,11 +58,13 @@ def plan_by_lot(
         layered = search.layering.layered(num_microbatches, False)
         layered = layered.recomputing(blocks_by_lot(layered.forward, random))
         stages = min(num_stages, layered.num_layers)
+        schedules: tuple[ScheduleName, ...] = ("1f1b", "zero-bubble", "gpipe", "interleaved")
+        schedule = schedules[int(random.integers(len(schedules) - stages % 2))]
+        groups = stages // 2 if schedule == "interleaved" else stages
         meshes = [
-            Mesh(tuple(range(stage * size, (stage + 1) * size)), shape, ("x", "y")[: len(shape)])
-            for stage in range(stages)
+            Mesh(tuple(range(group * size, (group + 1) * size)), shape, ("x", "y")[: len(shape)])
+            for group in (stage % groups for stage in range(stages))
         ]
-        schedule: ScheduleName = "zero-bubble" if random.integers(2) else "1f1b"
         layered, placed = search.layering.placed(layered, range(1, stages), schedule)
         finished = search.finish(layered, placed, meshes, schedule)
     assert finished is not None

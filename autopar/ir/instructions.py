@@ -59,6 +59,18 @@ class InstructionList:
     sums: Mapping[Register, tuple[int, Port]]  # running sums, to be set to zero: register -> (stage, port)
     results: tuple[Register | None, ...]  # per graph output; None for an input, constant or literal passed through
 
+    def together(self) -> dict[int, int]:
+        """Of the copies between the same two stages that no program comes between, the first's number, by number."""
+        found: dict[int, int] = {}
+        first: dict[tuple[int, int], int] = {}
+        for instruction in self.instructions:
+            if isinstance(instruction, Run):
+                first = {}
+            elif isinstance(instruction, Copy):
+                number = instruction.number
+                found[number] = first.setdefault((instruction.stage, instruction.to), number)
+        return found
+
     def of_stages(self, stages: Set[int]) -> tuple[Instruction, ...]:
         """What a process plays that has devices of these stages: its part of all, in the order of all.
 

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import autopar
 from autopar.errors import InternalError
 from autopar.ir.graph import Phase
 from autopar.ir.instructions import Copy, Free, Instruction, InstructionList, Run
@@ -73,8 +78,6 @@ def instructions(request: pytest.FixtureRequest) -> tuple[InstructionList, int]:
     method, schedule = request.param
     config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)
     optimizer = shared.make_optimizer(1e-3, 1, 10)
-    import jax
-
     state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
     planned = plan_step(
         gpt.make_train_step(config, optimizer), (state, gpt.abstract_batch(config, 8)), cluster_of(1, 4), method, None
@@ -104,6 +107,56 @@ def test_parts_of_one_order_never_wait_in_a_circle(instructions: tuple[Instructi
         elif isinstance(instruction, Copy):
             ends = processes_of[instruction.stage] | processes_of[instruction.to]
             assert there == [p in ends for p in range(count)]
+
+
+def test_copies_go_together_where_no_program_comes_between(instructions: tuple[InstructionList, int]) -> None:
+    """What goes with the first of them has been made by then, in the list of every process."""
+    of, stages = instructions
+    first_of = of.together()
+    made: dict[int, int] = {}
+    at: dict[int, int] = {}
+    programs = 0
+    before: list[int] = []  # of a copy, by number: how many programs come before it
+    for position, instruction in enumerate(of.instructions):
+        if isinstance(instruction, Run):
+            programs += 1
+            made |= dict.fromkeys(instruction.outputs, position)
+        elif isinstance(instruction, Copy):
+            at[instruction.number] = position
+            before.append(programs)
+            made[instruction.target] = position
+    copies = {i.number: i for i in of.instructions if isinstance(i, Copy)}
+    assert first_of.keys() == copies.keys()
+    for number, copy in copies.items():
+        first = copies[first_of[number]]
+        assert first.number <= number and (first.stage, first.to) == (copy.stage, copy.to)
+        assert before[first.number] == before[number]
+        assert made.get(copy.source, -1) < at[first.number]
+    for stage in range(stages):
+        seen = [i.number for i in of.of_stages({stage}) if isinstance(i, Copy)]
+        assert all(first_of[number] in seen for number in seen)
+
+
+def test_what_crosses_at_once_is_one_message() -> None:
+    def step(weights: Any, x: Any) -> Any:
+        def loss_of(weights: Any) -> Any:
+            kept = jnp.tanh(x @ weights["a"])
+            main = jnp.sin(kept @ weights["b"])
+            return ((main @ weights["c"]) * kept).mean()
+
+        loss, gradients = jax.value_and_grad(loss_of)(weights)
+        return jax.tree.map(lambda w, g: w - g, weights, gradients), loss
+
+    weights = {name: np.eye(8, dtype=np.float32) for name in "abc"}
+    x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+    found = autopar.parallelize(step, devices=jax.devices()[:2], method=gpipe(2, 2), batch_axes=(None, 0))
+    executable = found.compile(weights, x)
+    together = executable._runtime.wiring.instructions.together()
+    forward = [k for k, first in together.items() if list(together.values()).count(first) > 1]
+    assert len(forward) >= 4, "two values a microbatch go forward, so that this test proves something"
+    assert len(set(together.values())) < len(together)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found(weights, x), jax.jit(step)(weights, x))), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_a_register_is_forgotten_where_it_was_read_last(instructions: tuple[InstructionList, int]) -> None:

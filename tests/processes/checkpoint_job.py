@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import pathlib
 import sys
+from typing import Any
 
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
 
 import autopar
@@ -35,17 +37,32 @@ def main(address: str, folder: pathlib.Path, what: str, names: list[str]) -> Non
         for name, case in ready.items():
             for saved in sorted(folder.glob("saved-*")):
                 source = saved.name.removeprefix("saved-")
-                found = cases.digest(autopar.gather(autopar.restore(folder / source, like=case.step)))
-                if found != saved.read_text():
+                parts, others = batches(case), batches(case)
+                state = autopar.restore(folder / source, like=case.step, batches=parts)
+                if cases.digest(autopar.gather(state)) != saved.read_text():
                     wrong.append(f"{name} of {jax.process_count()} processes restores {source} wrongly")
+                next(others)  # what the step before the checkpoint has seen
+                if here(next(parts)) != here(next(others)):
+                    wrong.append(f"{name} of {jax.process_count()} processes goes on with other examples: {source}")
     if wrong:
         raise AssertionError(wrong)
 
 
+def batches(case: cases.Compiled) -> Any:
+    """This process's part of each."""
+    rows = case.executable._runtime.rows.numbers
+    return case.step.batches(jax.tree.map(lambda x: x[rows], batch) for batch in case.batches)
+
+
+def here(examples: Any) -> list[bytes]:
+    """What the devices of this process hold of a batch."""
+    arrays = [array for leaf in jax.tree.leaves(examples) for array in leaf.arrays.values()]
+    return [np.asarray(shard.data).tobytes() for array in arrays for shard in array.addressable_shards]
+
+
 def save(folder: pathlib.Path, name: str, case: cases.Compiled) -> None:
     """The state after a step on this process's part of a batch; the next is given it while it is written."""
-    rows = case.executable._runtime.rows.numbers
-    parts = case.step.batches(jax.tree.map(lambda x: x[rows], batch) for batch in case.batches)
+    parts = batches(case)
     state, _ = case.step(case.start(), next(parts))
     whole = autopar.gather(state)
     autopar.save(folder / name, state, step=1, batches=parts)

@@ -1,50 +1,43 @@
-"""A thousand steps of a pipeline over two processes; prints what each holds after 200 of them and at the end."""
+"""A thousand steps of a GPT in a pipeline over two processes; prints what each holds after 200 and at the end."""
 
 from __future__ import annotations
 
+import gc
 import json
 import pathlib
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import autopar
+from benchmarks.models import gpt, shared
 
 PAGE = 4096  # bytes
+CONFIG = gpt.GPTConfig(vocab_size=64, sequence_length=16, num_layers=2, width=32, num_heads=4)
 
 
-def train_step(state: Any, batch: Any) -> Any:
-    """Two layers and a loss."""
-
-    def loss_of(params: Any) -> Any:
-        hidden = jnp.tanh(jnp.tanh(batch["x"] @ params["a"]) @ params["b"])
-        return ((hidden @ params["c"] - batch["y"]) ** 2).mean()
-
-    loss, gradients = jax.value_and_grad(loss_of)(state["params"])
-    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], gradients)
-    return {"params": params, "count": state["count"] + 1}, loss
-
-
-def held() -> tuple[int, int]:
-    """Bytes of this process, and JAX's arrays."""
+def held() -> tuple[int, int, int]:
+    """Bytes of this process, JAX's arrays, and the bytes of these."""
+    gc.collect()
     pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
-    return pages * PAGE, len(jax.live_arrays())
+    arrays = jax.live_arrays()
+    return pages * PAGE, len(arrays), sum(x.nbytes for x in arrays)
 
 
 def main() -> None:
     """Train."""
+    optimizer = shared.make_optimizer(1e-3, warmup_steps=10, decay_steps=10_000)
+    train_step, init = gpt.make_train_step(CONFIG, optimizer), gpt.make_init(CONFIG, optimizer)
     step = autopar.parallelize(train_step, method=autopar.recipes.gpipe(2, 2))
-    numbers = np.random.default_rng(0)
-    params = {name: numbers.normal(size=(64, 64)).astype(np.float32) * 0.2 for name in "abc"}
-    state: Any = {"params": params, "count": 0}
-    batch = {name: numbers.normal(size=(256, 64)).astype(np.float32) for name in "xy"}
+    batches = [jax.tree.map(np.asarray, gpt.random_batch(CONFIG, 8, jax.random.key(k))) for k in range(4)]
+    step.compile(jax.eval_shape(init, jax.random.key(0)), batches[0])
+    state: Any = step.init(init, jax.random.key(0))
     found = []
     for number in range(1200):
-        state, loss = step(state, batch)
+        state, metrics = step(state, batches[number % len(batches)])
         if number in (199, 1199):
-            assert np.isfinite(float(loss))
+            assert np.isfinite(float(metrics["loss"]))
             found.append(held())
     print(json.dumps(found), flush=True)
 

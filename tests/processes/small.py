@@ -1,9 +1,12 @@
-"""A small training script, and what can go wrong in it: `small.py [WHAT [PROCESS]]`."""
+"""A small training script, and what can go wrong in it: `small.py [WHAT [PROCESS [FOLDER]]]`."""
 
 from __future__ import annotations
 
+import resource
+import signal
 import sys
 import time
+from importlib import metadata
 from typing import Any
 
 import jax
@@ -38,7 +41,10 @@ if WHAT == "early" and IS_ODD:
     raise FileNotFoundError("examples.txt")
 jax.config.update("jax_num_cpu_devices", 1)  # no backend has been started that could not be told any more
 devices = jax.device_count()
-method = autopar.recipes.gpipe(2 if WHAT != "stages" else 64, 2) if devices > 1 else "auto"
+if WHAT == "versions" and IS_ODD:
+    metadata.version = lambda distribution_name: f"{distribution_name} of long ago"
+microbatches = 4 if WHAT == "method" and IS_ODD else 2
+method = autopar.recipes.gpipe(2 if WHAT != "stages" else 64, microbatches) if devices > 1 else "auto"
 step = autopar.parallelize(train_step, method=method)
 if WHAT == "devices":
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-h100"))
@@ -55,6 +61,11 @@ if WHAT == "exit" and IS_ODD:
     sys.exit("no more examples")
 if WHAT == "raise" and IS_ODD:
     raise ValueError("the disk is full")
+if WHAT == "save":
+    if IS_ODD:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))  # of a file, as if the disk were full
+    autopar.save(sys.argv[3], state, step=1)
 if WHAT == "nan":
     with jax.debug_nans(True):
         step(state, {**batch, "y": batch["y"] * np.nan})

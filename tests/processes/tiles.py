@@ -16,7 +16,7 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.emit import partition_spec
 from autopar.runtime.mail import Message
 from autopar.runtime.processes import this_job
-from autopar.runtime.transfer import TileTransfer, send
+from autopar.runtime.transfer import Sending, TileTransfer, send
 
 MESHES = [
     (Mesh((0, 1), (2,), ("x",)), Mesh((2, 3), (2,), ("x",))),
@@ -44,7 +44,7 @@ def crossed(source: NamedSharding, transfer: TileTransfer, message: Message) -> 
     array: Any = None
     if source.addressable_devices:
         array = jax.make_array_from_callback(shape, source, lambda index: whole[index])
-    found = send(transfer, array, message)
+    (found,) = send([Sending(transfer, array, is_fragile=True)], message)
     if array is not None:
         array.delete()  # what has been sent needs it no more
     for shard in () if found is None else found.addressable_shards:
@@ -59,7 +59,7 @@ for (source, target), (kind, (shape, dtype)) in itertools.product(MESHES, enumer
         channel.next_step()
         tiles = tile_copies(shape, sent, source, received, target)
         transfer = TileTransfer(tiles, shape, np.dtype(dtype), on(source, sent), on(target, received))
-        crossed(on(source, sent), transfer, Message(job, channel, 0, fragile=True))
+        crossed(on(source, sent), transfer, Message(job, channel, 0))
         counts[kind] += sum(map(len, transfer.route.pulls.values()))
 assert counts[0] == counts[1] < counts[2], counts
 print("all crossed")

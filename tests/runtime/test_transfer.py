@@ -15,7 +15,7 @@ from autopar.cost_model.reshard import shardings, tile_copies
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.passes.emit import partition_spec
-from autopar.runtime.transfer import TileTransfer, send
+from autopar.runtime.transfer import Sending, TileTransfer, send
 
 SHAPE = (8, 4)
 SOURCES = [Mesh((0, 1, 2, 3), (2, 2), ("x", "y")), Mesh((0, 1, 2, 3), (4,), ("x",)), Mesh((0,), (1,), ("x",))]
@@ -64,7 +64,7 @@ def test_every_pair_of_shardings(source: Mesh, target: Mesh, monkeypatch: pytest
         with monkeypatch.context() as patch:
             # An array that is read on the host is read through its value.
             patch.setattr(type(array), "_value", property(lambda self: pytest.fail("read on the host")))
-            moved = send(transfer, array)
+            moved = send([Sending(transfer, array)])[0]
         assert moved is not None and moved.sharding.is_equivalent_to(transfer.target, moved.ndim)
         np.testing.assert_array_equal(np.asarray(moved), whole)
         for shard in moved.addressable_shards:
@@ -76,10 +76,11 @@ def test_the_copy_does_not_share_memory_with_its_source() -> None:
     source, target = SOURCES[1], Mesh((4, 5, 6, 7), (4,), ("x",))
     cut = Sharding((("x",), ()))
     array = jax.device_put(np.ones(SHAPE, np.float32), _on(source, cut))
-    moved = send(_transfer(source, cut, target, cut), array)
+    moved = send([Sending(_transfer(source, cut, target, cut), array)])[0]
     assert moved is not None
     assert not _buffers(array) & _buffers(moved)
-    apart, alias = (send(_transfer(source, cut, source, cut), array, may_alias=may) for may in (False, True))
+    both = [Sending(_transfer(source, cut, source, cut), array, may) for may in (False, True)]
+    apart, alias = send(both)
     assert apart is not None and not _buffers(array) & _buffers(apart)
     assert alias is not None and _buffers(array) == _buffers(alias)  # nor is a copy made where none is needed
 
@@ -91,7 +92,7 @@ def test_floats_of_16_bits_arrive_bit_by_bit(dtype: Any) -> None:
     rows, columns = Sharding((("x",), ())), Sharding(((), ("x",)))
     whole = np.arange(1 << 16, dtype=np.uint16).reshape(256, 256).view(dtype)
     transfer = _transfer(source, rows, target, columns, whole)
-    moved = send(transfer, jax.device_put(whole, transfer.source))
+    moved = send([Sending(transfer, jax.device_put(whole, transfer.source))])[0]
     assert transfer.is_cut and transfer.is_joined and moved is not None
     np.testing.assert_array_equal(np.asarray(moved).view(np.uint16), whole.view(np.uint16))
 
