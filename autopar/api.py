@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import hashlib
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -381,12 +380,18 @@ class Parallelized:
         return self._executables[call.key]
 
     def _said(self) -> dict[str, str]:
-        """What all processes of a job have to say alike of the step, beside what they trace of it."""
+        """What all processes of a job have to say alike of the step, beside what they trace of it.
+
+        Of a plan and of a cluster not the figures: each process may have planned, or have measured its host, by itself.
+        """
         method, cluster = self._method, self._cluster
-        how = f"a plan of digest {_digest(method.to_json())}" if isinstance(method, Plan) else str(method)
-        found = {"the method": how, "num_microbatches": str(self._options.num_microbatches or "auto")}
+        found = {"the method": repr(method), "num_microbatches": str(self._options.num_microbatches or "auto")}
+        if isinstance(method, Plan):
+            meshes = [stage.mesh.shape for stage in method.stages]
+            found["the method"] = f"a plan of {method.num_microbatches} microbatches, stages on meshes of {meshes}"
         if cluster is not None:
-            found["the cluster"] = f"{cluster.name} of {cluster.num_devices} devices, digest {_digest(repr(cluster))}"
+            kinds = sorted({host.kind.name for host in cluster.hosts})
+            found["the cluster"] = f"{cluster.num_devices} devices in {len(cluster.hosts)} hosts, {', '.join(kinds)}"
         if self._devices is not None:
             found["the devices"] = str([device.id for device in self._devices])
         return found
@@ -396,7 +401,8 @@ class Parallelized:
     ) -> tuple[Plan, LoweredStep]:
         """Process 0 plans, and the others take its plan."""
         versions = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib", "autopar")}
-        job.agree(self._name, {**versions, **self._said(), "the step": _fingerprinted(self._name, traced.graph)})
+        step = f"{self._name} of fingerprint {traced.graph.fingerprint}"
+        job.agree(self._name, {**versions, **self._said(), "the step": step})
         found = mine
 
         def plan() -> str:
@@ -410,14 +416,6 @@ class Parallelized:
             restored = Finisher(traced.analysis, made.cluster).restore(made)
             found = restored.plan, restored.lowered
         return found
-
-
-def _fingerprinted(name: str, graph: Graph) -> str:
-    return f"{name} of fingerprint {graph.fingerprint}"
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _found_to_fit(traced: Traced, cluster: Cluster, method: Method, target: bool | str) -> tuple[Plan, LoweredStep]:

@@ -35,7 +35,7 @@ from autopar.trace import trace
 LEAST_SECONDS = 10.0
 _STEPS_SHARE = 0.4  # of the time, for steps as a whole
 _RUN = 0.12  # seconds that a probe is run, compiling left out
-_AT_ONCE = max(4, os.cpu_count() or 1)  # probes that are compiled side by side
+_AT_ONCE = max(4, min(16, os.cpu_count() or 1))  # probes that are compiled side by side
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
 _WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
 _UNROLLED = 64  # kernels of a probe that has no loop
@@ -142,9 +142,7 @@ class _Calibrator:
                     kinds.add(task.kind)
                     chosen.append(task)
                 ready = clock.compile([(task.probe, task.busy, task.size) for task in chosen])
-                while ready:  # each is let go of once it has run
-                    task = chosen[-len(ready)]
-                    self._found[task] = clock.time(ready.pop(0))
+                self._found |= {task: clock.time(each) for task, each in zip(chosen, ready, strict=True)}
         return self._calibration(left_out)
 
     # What is measured
@@ -306,7 +304,7 @@ def _types(kind: DeviceKind) -> tuple[str, ...]:
 
 
 def _convolved(kind: DeviceKind) -> tuple[str, ...]:
-    """Of convolutions; CPUs have none for 16 bits."""
+    """Of convolutions: XLA for CPUs computes those of 16 bits in 32."""
     return _types(kind)[:1] if kind.xla.single_output else _types(kind)
 
 

@@ -264,10 +264,10 @@ class Steady:
             return None
         runtime = self.executable._runtime
         serves = (
-            [_kind(leaves[at]) for at in runtime.others] == self.others
+            not _looks_for_errors()
+            and [_kind(leaves[at]) for at in runtime.others] == self.others
             and runtime.knows(leaves)
             and configuration() is self.configuration
-            and not _looks_for_errors()
         )
         return leaves if serves else None
 

@@ -12,7 +12,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,13 +50,20 @@ class _Direct:
     passes: Sequence[tuple[int, int]]  # results that are arguments
 
 
+class _HowToCopy(NamedTuple):
+    source: Register
+    target: Register
+    tiles: TileTransfer
+    may_alias: bool  # as in `Sending`
+    is_fragile: bool
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Together:
     """Copies that are one message."""
 
     number: int
-    # Each with whether what arrives may be what was there, and whether that may be given away.
-    copies: list[tuple[Copy, TileTransfer, tuple[bool, bool]]] = dataclasses.field(default_factory=list)
+    copies: list[_HowToCopy] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,7 +152,8 @@ class Executable:
             for register, array in zip(renewals, self._homes.values(), strict=True)
         )
         # Copies to or from what may be given away, in this step or the next.
-        fragile, copies = state_of(instructions) | given, [i for i in instructions.instructions if isinstance(i, Copy)]
+        self._state_registers = state_of(instructions)
+        fragile, copies = self._state_registers | given, [i for i in instructions.instructions if isinstance(i, Copy)]
         self._apart = frozenset(i.number for i in copies if fragile.intersection([i.source, i.target]))
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
@@ -206,8 +214,8 @@ class Executable:
         (run,) = runs
         moved = {register: leaf for register, (leaf, _, _, _) in self._feeds.items()}
         moved |= {register: leaf for leaf, register, _ in self._brought}
-        leaves = collections.Counter(moved.values())
-        at = {register: leaf for register, leaf in moved.items() if leaves[leaf] == 1}  # there the leaf is not wanted
+        readers = collections.Counter([*moved.values(), *(leaf for leaf, _ in self._stays)])
+        at = {register: leaf for register, leaf in moved.items() if readers[leaf] == 1}  # in the place of the leaf
         after = [*[r for r, _ in self._permanent], *(register for register in moved if register not in at)]
         at |= {register: len(self.wiring.inputs) + k for k, register in enumerate(after)}
         at |= {register: leaf for leaf, register in self._stays}
@@ -223,7 +231,7 @@ class Executable:
 
     def _with_copies_together(self, instructions: InstructionList) -> list[Run | Free | _Together]:
         """This process's list; copies that go together are where the first of them is."""
-        first_of, state = instructions.together(), state_of(instructions)
+        first_of = instructions.together()
         groups: dict[int, _Together] = {}
         found: list[Run | Free | _Together] = []
         for instruction in self._instructions:
@@ -234,8 +242,9 @@ class Executable:
             if first not in groups:
                 groups[first] = _Together(first)
                 found.append(groups[first])
-            how = instruction.number not in self._apart, instruction.source in state
-            groups[first].copies.append((instruction, self.wiring.transfers[instruction.crossing], how))
+            tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
+            source, target = instruction.source, instruction.target
+            groups[first].copies.append(_HowToCopy(source, target, tiles, may_alias, source in self._state_registers))
         return found
 
     def knows(self, leaves: Sequence[Any]) -> bool:
@@ -287,8 +296,11 @@ class Executable:
                         registers[there] = outputs[found]
                 elif isinstance(instruction, _Together):
                     message = None if self._mail is None else self._mail.message(instruction.number)
-                    sent = [Sending(tiles, registers[copy.source], *how) for copy, tiles, how in instruction.copies]
-                    for (copy, _, _), x in zip(instruction.copies, send(sent, message), strict=True):
+                    sent = [
+                        Sending(tiles, registers[source], may_alias, is_fragile)
+                        for source, _, tiles, may_alias, is_fragile in instruction.copies
+                    ]
+                    for copy, x in zip(instruction.copies, send(sent, message), strict=True):
                         registers[copy.target] = x
                 else:
                     for there, _ in spans:

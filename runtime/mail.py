@@ -19,7 +19,7 @@ def state_of(instructions: InstructionList) -> frozenset[Register]:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """The tiles of the copies of one step that go together."""
+    """What goes together in one step: tiles of copies, or results that all processes get to know."""
 
     job: Processes
     channel: Channel
@@ -67,7 +67,7 @@ class Mail:
         self._channel.next_step()
 
     def message(self, number: int) -> Message:
-        """For the tiles of the copies that go together with this one, in this step."""
+        """In this step, for the tiles of the copies of which this is the first number, or for the results."""
         return Message(self._job, self._channel, number)
 
     def make_known(self, registers: list[jax.Array]) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import math
-import os
 import resource
 import statistics
 import time
@@ -262,7 +261,7 @@ class Clock:
         On a GPU to compile a probe takes many times as long as to run it.
         """
         lowered = [self._lowered(*each) for each in wanted]
-        with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
+        with concurrent.futures.ThreadPoolExecutor(max_workers=max(1, len(wanted))) as pool:
             programs = list(pool.map(lambda low: low.compile(), itertools.chain.from_iterable(lowered)))
         pairs = zip(programs[::2], programs[1::2], strict=True)
         return [Ready(made, run, probe.in_place) for (made, run), (probe, _, _) in zip(pairs, wanted, strict=True)]

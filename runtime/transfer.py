@@ -338,7 +338,7 @@ def send(sendings: Sequence[Sending], message: Message | None = None) -> list[ja
         # Programs of the source and of the target, if they are this process's.
         if cut and needs_waits(transfer.source.mesh):
             jax.block_until_ready(list(cut.values()))
-        if result is not None and not transfer.is_put and transfer.joiners and needs_waits(transfer.target.mesh):
+        if result is not None and transfer.joiners and needs_waits(transfer.target.mesh):
             jax.block_until_ready(result)
     return found
 

@@ -60,7 +60,10 @@ class InstructionList:
     results: tuple[Register | None, ...]  # per graph output; None for an input, constant or literal passed through
 
     def together(self) -> dict[int, int]:
-        """Of the copies between the same two stages that no program comes between, the first's number, by number."""
+        """Of the copies between the same two stages that no program comes between, the first's number, by number.
+
+        All of them may be made where the first is: none copies what another one has brought.
+        """
         found: dict[int, int] = {}
         first: dict[tuple[int, int], int] = {}
         for instruction in self.instructions:

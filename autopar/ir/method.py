@@ -43,12 +43,6 @@ class Method:
     baselines: bool = False  # whether recipes are planned beside the search, and win where they are quicker
     options: tuple[tuple[str, Any], ...] = ()  # of `recipes.auto`, as the user gave them
 
-    def __str__(self) -> str:
-        """Its name, and what it fixes."""
-        given = ((field, getattr(self, field.name)) for field in dataclasses.fields(self)[1:])
-        fixed = [f"{field.name}={value!r}" for field, value in given if value != field.default]
-        return f"{self.name}({', '.join(fixed)})"
-
     def __post_init__(self) -> None:
         if self.stages is not None:
             object.__setattr__(self, "num_stages", len(self.stages))

@@ -62,4 +62,28 @@ for (source, target), (kind, (shape, dtype)) in itertools.product(MESHES, enumer
         crossed(on(source, sent), transfer, Message(job, channel, 0))
         counts[kind] += sum(map(len, transfer.route.pulls.values()))
 assert counts[0] == counts[1] < counts[2], counts
+
+# Several arrays as one message: cut and whole ones, numbers, random keys, and one that is empty.
+source, target = MESHES[0]
+values = [
+    *(np.arange(32, dtype=np.float32).reshape(8, 4) + k for k in range(3)), np.arange(4, dtype=np.int32),
+    np.zeros((0, 4), np.float32), np.asarray(jax.random.key_data(jax.random.key(3))),
+]  # fmt: skip
+channel = job.channel()
+for step in range(3):
+    channel.next_step()
+    sendings = []
+    for number, value in enumerate(values):
+        is_matrix = value.shape == (8, 4)
+        whole = Sharding.replicated(value.ndim)
+        sent, received = (Sharding((("x",), ())), Sharding(((), ("x",)))) if is_matrix else (whole, whole)
+        tiles = tile_copies(value.shape, sent, source, received, target)
+        transfer = TileTransfer(tiles, value.shape, value.dtype, on(source, sent), on(target, received))
+        array = None
+        if transfer.source.addressable_devices:
+            array = jax.make_array_from_callback(value.shape, transfer.source, (step + value).__getitem__)
+        sendings.append(Sending(transfer, array, is_fragile=number % 2 == 0))
+    for value, arrived in zip(values, send(sendings, Message(job, channel, 0)), strict=True):
+        for shard in () if arrived is None else arrived.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(shard.data), step + value[shard.index])
 print("all crossed")
