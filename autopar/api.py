@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import sys
 import time
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -313,6 +314,8 @@ class Parallelized:
                 return set() if leader is None else {graph.inputs[i] for i in _homes(leader, graph, call.leaves)}
 
             self._traced[call.key] = trace_step(self._function, call, self._options, state_of)
+            if self._options.batch_axes == "auto":
+                _say_batch(self._traced[call.key])
         return self._traced[call.key]
 
     def _leader(self) -> Executable | None:
@@ -416,6 +419,14 @@ class Parallelized:
             restored = Finisher(traced.analysis, made.cluster).restore(made)
             found = restored.plan, restored.lowered
         return found
+
+
+def _say_batch(traced: Traced) -> None:
+    """Which arguments were found to hold the examples, once in a job: nothing else is decided without users' word."""
+    job, graph = this_job(), traced.graph
+    if job is None or job.index == 0:
+        where = ", ".join(path for v, path in zip(graph.inputs, graph.input_paths, strict=True) if v in graph.examples)
+        sys.stderr.write(f"autopar: {graph.name}: batch of {traced.analysis.batch_size} along axis 0 of {where}\n")
 
 
 def _found_to_fit(traced: Traced, cluster: Cluster, method: Method, target: bool | str) -> tuple[Plan, LoweredStep]:

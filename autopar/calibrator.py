@@ -28,18 +28,19 @@ from autopar.passes.rules.fusion import memory_traffic, moved_values
 from autopar.passes.rules.table import rule_of
 from autopar.progress import ProgramBar
 from autopar.runtime import probes
-from autopar.runtime.probes import Clock, Probe, Timed
+from autopar.runtime.probes import Clock, Probe, Ready, Timed
 from autopar.slowdowns import run_steps, slowed, slower_link
 from autopar.trace import trace
 
 LEAST_SECONDS = 10.0
 _STEPS_SHARE = 0.4  # of the time, for steps as a whole
 _RUN = 0.12  # seconds that a probe is run, compiling left out
+_PRODUCT = 0.002  # seconds that the product takes which says how fast the machine is, about
 _AT_ONCE = max(4, min(16, os.cpu_count() or 1))  # probes that are compiled side by side
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
 _WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
 _UNROLLED = 64  # kernels of a probe that has no loop
-_IMAGES, _AT_A_TIME = 8, 128  # convolutions of a probe on a GPU, and examples of each
+_LAYERS = 8  # of a probe of products, at most
 _LAUNCHES = 256  # in a probe: enough that they take much longer than its start
 _COLLECTIVES: tuple[tuple[StepKind, ...], ...] = (
     ("all_reduce",), ("reduce_scatter", "all_gather"), ("all_to_all",), ("permute",),
@@ -94,7 +95,8 @@ def calibrate(
     Nothing else should run on the machine meanwhile.
 
     Args:
-      seconds: how long it may take; the most telling probes come first, and one of each kind is always made.
+      seconds: how long it may take; the most telling probes come first, and one of each kind is always made. What is
+        left when all are made goes to making them again.
       show_progress: a progress bar on the terminal.
 
     Raises:
@@ -118,6 +120,7 @@ class _Calibrator:
     def __init__(self, devices: tuple[jax.Device, ...], guess: Cluster, seconds: float, show_progress: bool) -> None:
         self._devices, self._guess, self._show_progress = devices, guess, show_progress
         self._host = guess.hosts[0]
+        self._backend = _CPU if self._host.kind.xla.single_output else _GPU
         self._started = time.monotonic()
         self._for_steps = seconds * _STEPS_SHARE
         self._ends = self._started + seconds - self._for_steps
@@ -127,9 +130,11 @@ class _Calibrator:
 
     def run(self) -> Calibration:
         tasks = _in_turn(self._tasks())
-        clock = Clock(self._devices, _RUN)
+        side = (_PRODUCT * peak_flops(self._host.kind, "float32", matmul=True) / 2) ** (1 / 3)
+        clock = Clock(self._devices, _RUN, 2 ** round(math.log2(side)))
         left_out = 0
         kinds: set[tuple[str, str, int, Pooling | None, bool]] = set()
+        compiled: dict[_Task, Ready] = {}
         with ProgramBar("measuring", self._show_progress) as bar:
             for first in range(0, len(tasks), _AT_ONCE):
                 bar(first, len(tasks))
@@ -142,8 +147,13 @@ class _Calibrator:
                     kinds.add(task.kind)
                     chosen.append(task)
                 ready = clock.compile([(task.probe, task.busy, task.size) for task in chosen])
-                self._found |= {task: clock.time(each) for task, each in zip(chosen, ready, strict=True)}
-        return self._calibration(left_out)
+                compiled |= zip(chosen, ready, strict=True)
+                self._found |= {task: clock.time(compiled[task]) for task in chosen}
+            for task, ready_again in itertools.cycle(compiled.items()):
+                if time.monotonic() > self._ends:
+                    break
+                self._found[task] = self._found[task].and_again(clock.time(ready_again))
+        return self._calibration(clock, left_out)
 
     # What is measured
 
@@ -156,10 +166,10 @@ class _Calibrator:
                 _Task("launches", "launches", probes.launches(1 + _LAUNCHES), busy, times=_LAUNCHES),
             ]
             found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
-            if kind.xla.single_output:
+            if self._backend.reorders:
                 found += self._reorderings(busy) + self._pooling(busy)
             every = busy == len(self._devices)
-            for dtype in _types(kind):
+            for dtype in self._backend.products:
                 found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
         return found
 
@@ -174,9 +184,9 @@ class _Calibrator:
     def _memory(self, busy: int) -> list[_Task]:
         found = []
         for kind, nbytes in itertools.product(probes.ELEMENTWISE, _CACHES):
-            looped = self._host.kind.xla.single_output
-            times = self._times(nbytes) if looped else min(self._times(nbytes), _UNROLLED)
-            repeated, once = probes.elementwise(kind, nbytes // (4 * _WIDTH), _WIDTH, times, looped=looped)
+            times = self._times(nbytes) if self._backend.loops else min(self._times(nbytes), _UNROLLED)
+            rows = nbytes // (4 * _WIDTH)
+            repeated, once = probes.elementwise(kind, rows, _WIDTH, times, looped=self._backend.loops)
             moved, kernels = _traffic_of(once, self._host.kind)
             name = f"{kind} of {bytes_text(nbytes)}"
             found.append(_Task("memory", name, repeated, busy, moved=moved // kernels, times=kernels * times))
@@ -227,24 +237,28 @@ class _Calibrator:
         """
         linear = [each for each in _LINEAR if 2.0 * math.prod(each) <= _LONGEST * peak]
         batched = [each for each in _ATTENTION if 2.0 * each[0] * each[1] ** 2 * each[2] <= _LONGEST * peak]
+
+        def filling(most: int, flops: float) -> int:
+            """Of what takes so many FLOPs each, how many are enough work for a probe, at most so many."""
+            return max(1, min(most, int(_WORK * peak / flops)))
+
         found = []
         for rows, width, hidden in _spread(linear, None if every else len(_LINEAR) // 5):
-            layers = max(1, min(8, int(_WORK * peak / (12.0 * rows * width * hidden))))
+            layers = filling(_LAYERS, 12.0 * rows * width * hidden)
             probe = probes.linear(dtype, rows, width, hidden, layers)
             found.append(_Task("products", f"{rows} x {width} x {hidden}, {dtype}", probe, busy, dtype=dtype))
         for batch, length, width in _spread(batched, None if every else 1):
-            layers = max(1, min(8, int(_WORK * peak / (12.0 * batch * length**2 * width))))
+            layers = filling(_LAYERS, 12.0 * batch * length**2 * width)
             probe = probes.attention(dtype, batch, length, width, layers)
             found.append(_Task("batched products", f"{batch} of {length} x {width}, {dtype}", probe, busy, dtype=dtype))
-        times = 1 if self._host.kind.xla.single_output else _IMAGES
-        if dtype in _convolved(self._host.kind):
+        if dtype in self._backend.convolutions:
             for sizes, of in itertools.product(_CONVOLUTIONS if every else _CONVOLUTIONS[:1], _OF):
                 size, channels, filters, window, stride = sizes
                 if channels == _COLOURS and of == "image":  # what nobody wants
                     continue
                 each = 2.0 * (size // stride) ** 2 * channels * filters * window**2
-                examples = max(1, min(32 if times == 1 else _AT_A_TIME, int(_WORK * peak / each)))
-                images = max(1, min(times, int(_WORK * peak / (examples * each))))
+                examples = filling(self._backend.examples, each)
+                images = filling(self._backend.images, examples * each)
                 probe = probes.convolution(dtype, examples, size, channels, filters, window, stride, of, images)
                 name = f"{of} of {examples} x {size}² x {channels}, {window}² x {filters}, stride {stride}, {dtype}"
                 found.append(_Task("convolutions", name, probe, busy, dtype=dtype))
@@ -252,7 +266,9 @@ class _Calibrator:
 
     # What it says
 
-    def _calibration(self, left_out: int) -> Calibration:
+    def _calibration(self, clock: Clock, left_out: int) -> Calibration:
+        pace = statistics.median(timed.pace for timed in self._found.values())
+        self._found = {task: timed.at(pace) for task, timed in self._found.items()}
         found: list[Busy] = []
         measurements: list[Measurement] = []
         every: DeviceKind | None = None
@@ -269,7 +285,8 @@ class _Calibrator:
         if len(self._devices) == 1:
             sources["the link between devices"] = "the preset's"
         cluster = Cluster(name, (host,), self._guess.network)
-        runs, late = run_steps(cluster, self._devices, self._ends + self._for_steps, self._show_progress)
+        ends = self._ends + self._for_steps
+        runs, late = run_steps(cluster, self._devices, clock, pace, ends, self._show_progress)
         cluster, steps = slowed(cluster, runs)
         measurements += steps
         took = time.monotonic() - self._started
@@ -298,14 +315,24 @@ _COLOURS = 3
 _FIRST = ("start of a program", "launches")
 
 
-def _types(kind: DeviceKind) -> tuple[str, ...]:
-    """Of products, those of most steps first."""
-    return ("float32", "bfloat16") if kind.xla.single_output else ("bfloat16", "float32")
+@dataclasses.dataclass(frozen=True)
+class _Backend:
+    """What is measured of devices whose programs one of XLA's backends makes, and how."""
+
+    products: tuple[str, ...]  # types, those of most steps first
+    convolutions: tuple[str, ...]  # types
+    examples: int  # of a convolution, at most
+    images: int  # convolutions of a probe, at most
+    loops: bool  # kernels are repeated in a loop
+    reorders: bool  # how an array is read matters, and pooling is arithmetic
 
 
-def _convolved(kind: DeviceKind) -> tuple[str, ...]:
-    """Of convolutions: XLA for CPUs computes those of 16 bits in 32."""
-    return _types(kind)[:1] if kind.xla.single_output else _types(kind)
+# XLA for CPUs computes convolutions of 16 bits in 32.
+_CPU = _Backend(("float32", "bfloat16"), ("float32",), examples=32, images=1, loops=True, reorders=True)
+# A turn of a loop takes as long as some kernels.
+_GPU = _Backend(
+    ("bfloat16", "float32"), ("bfloat16", "float32"), examples=128, images=8, loops=False, reorders=False
+)  # fmt: skip
 
 
 def _spread(sizes: Sequence[tuple[int, ...]], most: int | None) -> list[tuple[int, ...]]:

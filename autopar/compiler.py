@@ -24,7 +24,7 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.sharding import Sharding
 from autopar.passes.emit import port_dtype
 from autopar.passes.launches import check_launches
-from autopar.passes.lower import LoweredStep
+from autopar.passes.lower import Crossing, LoweredStep
 from autopar.programs import border_array, crossing_copies, device_mesh, instructions_of, write_sources
 from autopar.runtime.executable import Executable, Wiring, copied, on_device
 from autopar.runtime.placement import Array, weakly_typed
@@ -59,15 +59,6 @@ def build(
         feeds[register] = (index_of[source], batch, microbatch, array(stage, port))
     read = {v for p in placed.programs for v in p.inputs}
     homes = {v: array(placed.home[v], port) for v, port in lowered.homes.items() if v in read and v not in step.feeds}
-    transfers = tuple(
-        TileTransfer(
-            crossing_copies(lowered, crossing), crossing.value.shape,
-            port_dtype(Port(crossing.value, crossing.plan.sent)),
-            array(crossing.source, Port(crossing.value, crossing.plan.sent)).sharding,
-            array(crossing.target, Port(crossing.value, crossing.plan.received)).sharding,
-        )
-        for crossing in lowered.crossings
-    )  # fmt: skip
     replaced = frozenset(i for k, i in graph.carried.items() if i in donate and step.outputs[k] is not graph.inputs[i])
     results = tuple(
         None if held is not None else _passed_through(out, graph, replaced)
@@ -84,7 +75,7 @@ def build(
         {r: (step.constants[v], array(s, p)) for (v, s), (r, p) in instructions.constants.items()},
         {r: (i, array(s, Port(step.microbatch, Sharding(())))) for (s, i), r in instructions.microbatch.items()},
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},
-        transfers, results, kept, donate, {i: k for k, i in graph.carried.items()},
+        transfers_of(lowered, meshes), results, kept, donate, {i: k for k, i in graph.carried.items()},
         *_made(lowered, instructions, array),
         tuple(frozenset(device.process_index for device in mesh.devices.flat) for mesh in meshes),
     )  # fmt: skip
@@ -93,6 +84,22 @@ def build(
         job.share(meshes)
         check_launches([instructions.of_stages(wiring.stages_of(p)) for p in range(job.count)], wiring.processes)
     return Executable(sources, wiring, job)
+
+
+def transfers_of(lowered: LoweredStep, meshes: Sequence[jax.sharding.Mesh]) -> tuple[TileTransfer, ...]:
+    """How what crosses between the stages, which have these meshes, goes from device to device."""
+
+    def transfer(crossing: Crossing) -> TileTransfer:
+        sent, received = (Port(crossing.value, at) for at in (crossing.plan.sent, crossing.plan.received))
+        source, target = (
+            border_array(port, lowered.shardings[stage].mesh, meshes[stage]).sharding
+            for stage, port in ((crossing.source, sent), (crossing.target, received))
+        )
+        return TileTransfer(
+            crossing_copies(lowered, crossing), crossing.value.shape, port_dtype(sent), source, target
+        )  # fmt: skip
+
+    return tuple(map(transfer, lowered.crossings))
 
 
 # Bytes of a result that all processes get to know, though its stage is on others: what a script reads after a step. Of

@@ -25,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.passes.rules.table import rule_of
 from autopar.probe_steps import ProbeStep, probe_steps
 from autopar.progress import ProgramBar
+from autopar.runtime.probes import Clock
 from autopar.timer import time_steps
 
 _DOUBLINGS = 8  # of the sizes of steps, at most
@@ -51,9 +52,12 @@ class StepRun:
 
 
 def run_steps(
-    cluster: Cluster, devices: Sequence[jax.Device], ends: float, show_progress: bool
+    cluster: Cluster, devices: Sequence[jax.Device], clock: Clock, pace: float, ends: float, show_progress: bool
 ) -> tuple[list[StepRun], int]:
-    """Of the sizes that take neither too little time nor too much, until `ends`, and how many were left out then."""
+    """Of the sizes that take neither too little time nor too much, until `ends`, and how many were left out then.
+
+    `pace`: at which the cluster was measured; what the steps would take at it counts.
+    """
     wanted: list[tuple[ProbeStep, Method]] = []
     for size in (2**i for i in range(_DOUBLINGS)):
         for probe in probe_steps(size, _EXAMPLES * len(devices)):
@@ -70,7 +74,7 @@ def run_steps(
             bar(done, len(wanted))
             if time.monotonic() > ends:
                 late += 1
-            elif (run := _run(probe, method, cluster, devices)) is not None:
+            elif (run := _run(probe, method, cluster, devices, clock, pace)) is not None:
                 found.append(run)
     return found, late
 
@@ -150,16 +154,18 @@ def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
         yield recipes.megatron(num_devices // 4, 2, 2, 1 if couples else 4)
 
 
-def _run(probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device]) -> StepRun | None:
+def _run(
+    probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device], clock: Clock, pace: float
+) -> StepRun | None:
     step = parallelize(probe.step, cluster=cluster, devices=devices, method=method)
     try:
-        timing = time_steps(step, (probe.state, probe.batch), {}, _RUNS)
+        executable = step.compile(probe.state, probe.batch)
     except InfeasiblePlanError:
         return None
-    executable = step.compile(probe.state, probe.batch)
+    timing, then = clock.paced(lambda: time_steps(step, (probe.state, probe.batch), {}, _RUNS))
     found = max(executable.temporaries.values())
     predicted = max(stage.memory.temporaries for stage in executable.plan.stages)
     rules = map(rule_of, step.trace(probe.state, probe.batch).equations)
     convolves = any(rule.patches is not None for rule in rules)
     more = found / predicted if found and predicted else 1.0
-    return StepRun(probe, step, executable.plan, timing.median, more, convolves)
+    return StepRun(probe, step, executable.plan, timing.median * pace / then, more, convolves)

@@ -4,7 +4,7 @@ A GPT of 48 layers on 8 to 64 hosts of 8 H100s that need not be there, 16 stages
 interleaved; as one scan over layers and unrolled. Planning is not counted. Measured are the seconds that it takes to
 make
 - the list of instructions of all stages, and each host's part of it;
-- which device sends what to which, for all that crosses between stages;
+- which device sends what to which, for all that crosses between stages, and each host's part of it;
 - the proof that no host waits for ever;
 - the step in simulated time, its programs and transfers priced;
 and the memory that the process has used at most, planning included.
@@ -25,12 +25,15 @@ import jax
 import optax
 
 from autopar import recipes
+from autopar.compiler import transfers_of
 from autopar.cost_model import reshard
 from autopar.cost_model.hardware import load_preset
+from autopar.cost_model.targets import load_target
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.launches import check_launches
 from autopar.pricing import Prices
-from autopar.programs import crossing_copies, instructions_of
+from autopar.programs import device_mesh, instructions_of
+from autopar.runtime.ahead import absent_gpus
 from benchmarks import common
 from benchmarks.growth import CONFIG
 from benchmarks.models import gpt
@@ -92,16 +95,19 @@ def measure(case: Case) -> dict[str, Any]:
     instructions, lists = _timed(lambda: instructions_of(lowered, plan.schedule, frozenset()))
     parts, cutting = _timed(lambda: [instructions.of_stages(stages) for stages in stages_of])
     reshard._copies.cache_clear()  # of what planning has made
-    copies, crossing = _timed(lambda: [crossing_copies(lowered, each) for each in lowered.crossings])
+    devices = absent_gpus(load_target("h100"), case.hosts, cluster.num_devices // case.hosts)
+    on_devices = [device_mesh(mesh, devices) for mesh in meshes]
+    transfers, crossing = _timed(lambda: transfers_of(lowered, on_devices))
+    _, routing = _timed(lambda: [[each.route_of(host) for each in transfers] for host in range(case.hosts)])
     _, proof = _timed(lambda: check_launches(parts, hosts_of))
     played, simulating = _timed(lambda: Prices(cluster).play(lowered, plan.schedule))
     if played.timeline.makespan != plan.step_time:
         raise RuntimeError(f"{case}: simulated {played.timeline.makespan} s, planned {plan.step_time} s")
     return {
         **dataclasses.asdict(case), "devices": cluster.num_devices, "instructions": len(instructions.instructions),
-        "tiles": sum(len(each.copies) for each in copies), "planning": planning, "lists": lists, "parts": cutting,
-        "copies": crossing, "proof": proof, "simulating": simulating,
-        "seconds": lists + cutting + crossing + proof + simulating,
+        "tiles": sum(len(each.tiles.copies) for each in transfers), "planning": planning, "lists": lists,
+        "parts": cutting, "copies": crossing, "routes": routing, "proof": proof, "simulating": simulating,
+        "seconds": lists + cutting + crossing + routing + proof + simulating,
         "gib": common.most_memory() / 2**30,
     }  # fmt: skip
 
@@ -130,7 +136,8 @@ def main() -> None:
         print(
             f"{row['hosts']} hosts, {row['schedule']}, {'scanned' if row['scan'] else 'unrolled'}: "
             f"{row['instructions']} instructions, {row['tiles']} tiles; planned in {row['planning']:.1f} s; "
-            f"lists {row['lists']:.2f} s, parts {row['parts']:.2f} s, copies {row['copies']:.2f} s, "
+            f"lists {row['lists']:.2f} s, parts {row['parts']:.2f} s, copies {row['copies']:.2f} s, routes "
+            f"{row['routes']:.2f} s, "
             f"proof {row['proof']:.2f} s; simulated in {row['simulating']:.2f} s; {row['gib']:.2f} GiB",
             flush=True,
         )

@@ -40,7 +40,7 @@ SCRIPT = pathlib.Path(__file__).with_name("pipeline_processes.py")
 # One thread for XLA's own parallelism: a process has one core.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.fspath(SCRIPT.parents[1]), "JAX_PLATFORMS": "cpu", "NPROC": "1"}
 MOST_ERROR = 0.1  # of the predicted step time
-SECONDS = 120.0  # of the calibration
+SECONDS = 300.0  # of the calibration
 
 
 def calibrate(folder: str, seconds: float) -> None:

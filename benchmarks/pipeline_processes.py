@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pathlib
+import statistics
 import sys
 import time
 from typing import Any
@@ -120,7 +121,9 @@ def measured_cluster(folder: pathlib.Path) -> autopar.Cluster:
     job = this_job()
     assert job is not None
     found = [autopar.cluster_from_json(folder / f"{process}.cluster.json").hosts[0] for process in range(job.count)]
-    host = min(found, key=lambda host: host.kind.peak_flops["float32"])
+    speeds = [{(each.sizes, each.dtype): each.flops for each in host.kind.products} for host in found]
+    both = set.intersection(*map(set, speeds))
+    host, _ = min(zip(found, speeds, strict=True), key=lambda pair: statistics.geometric_mean(pair[1][x] for x in both))
     return autopar.make_cluster("two processes", job.count, 1, host.kind, host.link, measured_link(job))
 
 

@@ -1,8 +1,9 @@
 """What a benchmark's figures depend on: the modules that it imports, and the data that these read, as one hash.
 
 1. The modules are found without running any: from the benchmark's own along all import statements, as far as they name
-   modules of this repository. A package on the way counts only where something is imported from the package itself,
-   since importing has no effects here (`tests/test_house.py`).
+   modules of this repository, and along strings that are the name of a file beside it, which it runs as a script. A
+   package on the way counts only where something is imported from the package itself, since importing has no effects
+   here (`tests/test_house.py`).
 2. Of a module the syntax tree counts, without docstrings, comments and layout.
 3. Of the data, the files beside the modules of a package (`_DATA`): a file or folder that modules name in a string
    counts for the benchmarks that import one of these; one that none names (presets are found by listing) for all.
@@ -54,7 +55,7 @@ class Sources:
         return [*(self._modules[name].path for name in self.modules(module)), *self.data(module)]
 
     def modules(self, module: str) -> list[str]:
-        """All modules of ours that a module imports, itself first, imports of imports included.
+        """All modules of ours that a module imports or runs, itself first, imports of imports included.
 
         Raises:
           KeyError: there is no such module.
@@ -82,6 +83,7 @@ class Sources:
     def _imports(self, importer: str) -> Iterator[str]:
         found = self._modules[importer]
         package = found.path.parent.relative_to(self._root).parts
+        yield from (".".join([*package, name.removesuffix(".py")]) for name in found.strings if name.endswith(".py"))
         for level, module, names in found.imports:
             parts = [*(package[: len(package) + 1 - level] if level else ()), *(module.split(".") if module else ())]
             if not names:  # `import a.b.c`: all of `a`, `a.b` and `a.b.c` can be used then

@@ -156,10 +156,11 @@ SUITES = (
     Suite(
         "distribution", "benchmarks.distribution", "From a plan to every host's instructions",
         "A GPT of 48 layers in 16 stages and 64 microbatches on 64 hosts of 8 H100s, by three schedules, scanned and "
-        "unrolled: seconds until all hosts' instructions, what each device sends to which, the proof that none waits "
-        "for ever and the step in simulated time are there, after planning; memory of the process, planning included. "
-        "The largest of them.",
+        "unrolled: seconds until all hosts' instructions, what each device sends to which and each host's part of it, "
+        "the proof that none waits for ever and the step in simulated time are there, after planning; memory of the "
+        "process, planning included. The largest of them.",
         quick=("--hosts", "8"),
+        missing=_missing_compiler,
     ),
     Suite(
         "dispatch", "benchmarks.dispatch", "What the worker itself takes",

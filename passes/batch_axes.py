@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
@@ -26,9 +25,9 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
     `batch_axes` is "auto" or, like the `in_axes` of `jax.vmap`, an int, or a pytree prefix of the positional arguments
     (without static ones) with an int or None at its leaves; keyword arguments hold no examples then. None says that
     nothing does: the step makes its own, and runs in one microbatch. "auto" takes the leaves that are not state
-    (carried from inputs to outputs, or in `state`), are no PRNG keys, and share the size of their leading axis, and
-    says on stderr which they are; arguments whose own leaves differ in it are parameters that no one changes. Arguments
-    in whose place something comes out that has a row for each of these examples hold examples, too.
+    (carried from inputs to outputs, or in `state`), are no PRNG keys, and share the size of their leading axis;
+    arguments whose own leaves differ in it are parameters that no one changes. Arguments in whose place something comes
+    out that has a row for each of these examples hold examples, too.
 
     Raises:
       BatchAxisError: no candidate, an ambiguous choice, or a malformed `batch_axes`.
@@ -88,9 +87,6 @@ def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
         )
     (size,) = leading
     found = {*candidates, *_replaced_by_rows(graph, candidates.keys(), size, {*known, *keys})}
-    where = ", ".join(path for v, path in zip(graph.inputs, graph.input_paths, strict=True) if v in found)
-    # The one thing that is decided for users without their word.
-    print(f"autopar: {graph.name}: batch of {size} along axis 0 of {where}", file=sys.stderr)  # noqa: T201
     return dict.fromkeys((v for v in graph.inputs if v in found), 0)
 
 

@@ -64,9 +64,12 @@ def absent_gpus(target: str, num_hosts: int, devices_per_host: int) -> Sequence[
             )
     except Exception as error:  # whatever the plugin raises
         version = importlib.metadata.version("jaxlib")
+        # JAX asks the driver for its version before it takes the plugin, unless it is to use the CPU alone.
+        told = jax.config.values["jax_platforms"]
+        first = "" if told else "Without a GPU, say jax.config.update('jax_platforms', 'cpu') before JAX is used. "
         raise TargetError(
-            f"XLA's compiler for NVIDIA GPUs does not start ({type(error).__name__}: {str(error)[:300]}). It has to be "
-            f"of the version of jaxlib, {version}, and the target a GpuTargetConfigProto in text: {INSTALL}"
+            f"XLA's compiler for NVIDIA GPUs does not start ({type(error).__name__}: {str(error)[:300]}). {first}It "
+            f"has to be of the version of jaxlib, {version}, and the target a GpuTargetConfigProto in text: {INSTALL}"
         ) from error
     devices: Sequence[jax.Device] = found.devices
     return devices

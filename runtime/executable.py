@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import jax
@@ -152,13 +152,13 @@ class Executable:
             for register, array in zip(renewals, self._homes.values(), strict=True)
         )
         # Copies to or from what may be given away, in this step or the next.
-        self._state_registers = state_of(instructions)
-        fragile, copies = self._state_registers | given, [i for i in instructions.instructions if isinstance(i, Copy)]
+        state, copies = state_of(instructions), [i for i in instructions.instructions if isinstance(i, Copy)]
+        fragile = state | given
         self._apart = frozenset(i.number for i in copies if fragile.intersection([i.source, i.target]))
         self._given = frozenset(self._leaf_at[v] for v, r in instructions.leaves.items() if r in given)
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
         # Beside each program of the list what gets its arguments, and the registers that are written or freed.
-        played = self._with_copies_together(instructions)
+        played = self._with_copies_together(instructions, state)
         getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in played]
         self._list = list(zip(played, getters, [_spans(_changed(i)) for i in played], strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
@@ -229,7 +229,9 @@ class Executable:
             [(k, at[register]) for k, register in self._passes],
         )  # fmt: skip
 
-    def _with_copies_together(self, instructions: InstructionList) -> list[Run | Free | _Together]:
+    def _with_copies_together(
+        self, instructions: InstructionList, state: Set[Register]
+    ) -> list[Run | Free | _Together]:
         """This process's list; copies that go together are where the first of them is."""
         first_of = instructions.together()
         groups: dict[int, _Together] = {}
@@ -244,7 +246,7 @@ class Executable:
                 found.append(groups[first])
             tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
             source, target = instruction.source, instruction.target
-            groups[first].copies.append(_HowToCopy(source, target, tiles, may_alias, source in self._state_registers))
+            groups[first].copies.append(_HowToCopy(source, target, tiles, may_alias, source in state))
         return found
 
     def knows(self, leaves: Sequence[Any]) -> bool:

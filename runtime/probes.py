@@ -14,7 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,11 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.sharding import StepKind
 
+T = TypeVar("T")
+
 AXES = ("groups", "group")
 _LEAST_RUNS = 3
+_PACE = 0.01  # seconds in which the pace is taken
 _SPREAD = 1024  # numbers that a probe's operands repeat, none of them denormal when they are multiplied
 
 
@@ -52,6 +55,11 @@ def linear(dtype: str, rows: int, width: int, hidden: int, layers: int) -> Probe
     array = functools.partial(jax.ShapeDtypeStruct, dtype=dtype)
     weights = [array((width, hidden)), array((hidden, width))] * layers
     return Probe(function, (array((rows, width)), array((rows, width)), *weights))
+
+
+def product(size: int) -> Probe:
+    """One of two square matrices."""
+    return Probe(lambda x, y: (x @ y,), (jax.ShapeDtypeStruct((size, size), jnp.float32),) * 2)
 
 
 def attention(dtype: str, batch: int, length: int, width: int, layers: int) -> Probe:
@@ -227,6 +235,7 @@ class Timed:
 
     runs: tuple[float, ...]  # seconds of each
     faults: float = 0.0  # pages of the host's memory that were not there (getrusage(2)), mean
+    pace: float = 1.0  # seconds that the product that says how fast the machine is took then
 
     @property
     def seconds(self) -> float:
@@ -237,6 +246,16 @@ class Timed:
     def least(self) -> float:
         """Seconds of the fastest run: what else the machine does only adds to it."""
         return min(self.runs)
+
+    def at(self, pace: float) -> Timed:
+        """What they would have taken at another pace."""
+        return dataclasses.replace(self, runs=tuple(run * pace / self.pace for run in self.runs), pace=pace)
+
+    def and_again(self, other: Timed) -> Timed:
+        """With the runs of another time."""
+        count, more = len(self.runs), other.at(self.pace).runs
+        faults = (count * self.faults + len(more) * other.faults) / (count + len(more))
+        return dataclasses.replace(self, runs=self.runs + more, faults=faults)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,11 +268,18 @@ class Ready:
 
 
 class Clock:
-    """Times probes on the devices of a host."""
+    """Times probes on the devices of a host, and beside each the pace: how long a product takes on all devices.
 
-    def __init__(self, devices: Sequence[jax.Device], seconds: float) -> None:
-        """`seconds`: how long each probe is run."""
+    A machine that is shared, or grows hot, is by a quarter faster or slower for some seconds at a time, in arithmetic
+    and memory traffic alike. What was timed at different paces is comparable at one (`Timed.at`).
+    """
+
+    def __init__(self, devices: Sequence[jax.Device], seconds: float, size: int) -> None:
+        """`seconds`: how long each probe is run; `size`: of the matrices of the product."""
         self._devices, self._seconds = tuple(devices), seconds
+        (self._product,) = self.compile([(product(size), len(self._devices), 1)])
+        self._matrices = jax.block_until_ready(self._product.operands())
+        self.pace()  # the first run warms up
 
     def compile(self, wanted: Sequence[tuple[Probe, int, int]]) -> list[Ready]:
         """Probes, each on so many devices, in groups of so many; side by side, as XLA compiles outside Python's lock.
@@ -281,9 +307,30 @@ class Clock:
         donated = tuple(range(len(shapes))) if probe.in_place else ()
         return operands.lower(), jax.jit(mapped, donate_argnums=donated).lower(*shapes)
 
+    def pace(self) -> float:
+        """Seconds of the product, now."""
+        found: list[float] = []
+        ends = time.perf_counter() + _PACE
+        while len(found) < _LEAST_RUNS or time.perf_counter() < ends:
+            started = time.perf_counter()
+            jax.block_until_ready(self._product.program(*self._matrices))
+            found.append(time.perf_counter() - started)
+        return statistics.median(found)
+
+    def paced(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Do some work; also the pace meanwhile, as it is before and afterwards."""
+        before = self.pace()
+        found = work()
+        return found, math.sqrt(before * self.pace())
+
     def time(self, ready: Ready) -> Timed:
         """How long it takes."""
-        operands = ready.operands()
+        operands = jax.block_until_ready(ready.operands())
+        (runs, faults), pace = self.paced(lambda: self._run(ready, operands))
+        return Timed(runs, faults, pace)
+
+    def _run(self, ready: Ready, operands: Any) -> tuple[tuple[float, ...], float]:
+        """Seconds of each run but the first, and the faults of one."""
         found: list[float] = []
         faults = 0
         ends = math.inf  # the first run warms up
@@ -296,7 +343,7 @@ class Clock:
             if ready.in_place:
                 operands = results
             del results
-        return Timed(tuple(found[1:]), (_faults() - faults) / (len(found) - 1))
+        return tuple(found[1:]), (_faults() - faults) / (len(found) - 1)
 
 
 def _faults() -> int:

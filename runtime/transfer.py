@@ -125,7 +125,11 @@ class TileTransfer:
 
     @functools.cached_property
     def route(self) -> Route:
-        """This process's part of the copies.
+        """This process's part of the copies."""
+        return self.route_of(jax.process_index())
+
+    def route_of(self, here: int) -> Route:
+        """A process's part of the copies.
 
         1. A device takes a part from itself, or else from a device of its own process, where one holds it.
         2. A tile of which other processes send something is made once in each process that takes it, by the first of
@@ -136,8 +140,10 @@ class TileTransfer:
            parts are small.
         4. Both processes number what one sends the other in the order of the copies.
         """
-        here = jax.process_index()
         senders, receivers = list(self.source.mesh.devices.flat), list(self.target.mesh.devices.flat)
+        sends, receives = (any(d.process_index == here for d in devices) for devices in (senders, receivers))
+        if not sends and not receives:
+            return Route(sends, receives, {}, {}, (), (), {}, {})
         held = {device: _key(at) for device, at in self.source.devices_indices_map(self.shape).items()}
         wanted = {device: _key(at) for device, at in self.target.devices_indices_map(self.shape).items()}
         holders: dict[tuple[Any, int], Any] = {}  # (tile, process) -> its first device that holds the tile
@@ -207,7 +213,7 @@ class TileTransfer:
         sizes = itertools.accumulate(map(len, pulls.values()), initial=len(taken))
         before = {here: 0, **dict(zip(pulls, sizes, strict=False))}
         return Route(
-            bool(self.source.addressable_devices), bool(self.target.addressable_devices), offers, pulls,
+            sends, receives, offers, pulls,
             tuple(tile for tile, _ in taken), tuple(to for _, to in taken),
             {to: [before[giver] + number for giver, number in numbers] for to, numbers in found.items()}, again,
             next((tuple(tiles) for maker, tiles in assembled.items() if maker.process_index == here), ()),

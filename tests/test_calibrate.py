@@ -8,6 +8,8 @@ import json
 import math
 import pathlib
 import resource
+import time
+import types
 from collections.abc import Sequence
 
 import jax
@@ -188,8 +190,20 @@ def test_a_link_of_which_few_probes_tell_is_not_far_from_the_preset() -> None:
         assert preset.bandwidth / 12 < fitted.bandwidth < 10 * preset.bandwidth
 
 
+def test_a_machine_that_is_slower_for_a_while_measures_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(jax.devices()[:2], 0.01, 64)
+    ready = clock.compile([(probes.launches(64), 2, 1)] * 2)
+    fast = clock.time(ready[0])
+    now, slower = time.perf_counter, 1000.0  # far more than other work on this machine makes of it
+    monkeypatch.setattr(probes, "time", types.SimpleNamespace(perf_counter=lambda: slower * now()))
+    slow = clock.time(ready[1])
+    assert slow.seconds > slower / 30 * fast.seconds
+    assert fast.seconds / 30 < slow.at(fast.pace).seconds < 30 * fast.seconds
+    assert slow.at(fast.pace).least < slow.least
+
+
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
-    clock = Clock(jax.devices()[:2], 0.01)
+    clock = Clock(jax.devices()[:2], 0.01, 64)
     ready = clock.compile([(probes.buffer(1 << 26, in_place), 2, 1) for in_place in (True, False)])
     old, new = map(clock.time, ready)
     assert min(old.seconds, new.seconds) > 0

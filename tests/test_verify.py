@@ -5,7 +5,11 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -189,6 +193,18 @@ def test_xla_compiles_for_every_target(name: str) -> None:
     sharding = jax.sharding.SingleDeviceSharding(devices[0])
     x = jax.ShapeDtypeStruct((64, 64), "float32", sharding=sharding)
     assert jax.jit(lambda x: x @ x).lower(x).compile().memory_analysis() is not None
+
+
+@needs_cuda_compiler
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="JAX's plugin finds a driver here")
+def test_where_jax_looks_for_a_driver_first_the_error_says_what_to_do() -> None:
+    script = (
+        "from autopar.cost_model.targets import load_target\nfrom autopar.runtime.ahead import absent_gpus\n"
+        "absent_gpus(load_target('h100'), 1, 1)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 or "say jax.config.update('jax_platforms', 'cpu') before" in done.stderr, done.stderr
 
 
 @needs_cuda_compiler

@@ -40,11 +40,10 @@ def step(state: Any, batch: Any) -> Any:
 STATE = {"w": f32(3, 2), "n": f32()}
 
 
-def test_what_is_no_state_holds_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
-    """All leaves that do not come out again, along their first axis; the choice is printed."""
+def test_what_is_no_state_holds_the_examples() -> None:
+    """All leaves that do not come out again, along their first axis."""
     graph = graph_of(step, STATE, {"x": f32(8, 2), "y": f32(8)})
     assert found(graph) == {"batch['x']": 0, "batch['y']": 0}
-    assert capsys.readouterr().err == "autopar: step: batch of 8 along axis 0 of batch['x'], batch['y']\n"
 
 
 def test_scalars_and_keys_hold_none() -> None:

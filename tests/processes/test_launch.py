@@ -68,6 +68,7 @@ def test_scripts_for_launchers(launcher: str, file: str, tmp_path: pathlib.Path,
     )
     assert done.returncode == 0, done.stderr
     assert _losses(done.stdout) == alone
+    assert (done.stdout + done.stderr).count("batch of") == 1  # by one of the processes
 
 
 def test_ray_goes_on_with_the_hosts_that_are_left(tmp_path: pathlib.Path, alone: list[str]) -> None:
