@@ -17,7 +17,7 @@ import jax
 from autopar.batches import Batches
 from autopar.calls import Call, StepFunction
 from autopar.compiler import build
-from autopar.cost_model.hardware import cluster_from_devices
+from autopar.cost_model.hardware import cluster_from_devices, devices_by_host
 from autopar.errors import InfeasiblePlanError, PlanError, TraceError
 from autopar.executable import Executable, Steady, steady_calls
 from autopar.finisher import Finisher, LeafHome
@@ -361,8 +361,11 @@ class Parallelized:
             check_joined()
         traced = self._trace(call)
         leader = self._leader()
-        devices = tuple(self._devices or jax.devices()) if leader is None else leader._devices
-        check_devices(self.cluster.num_devices if leader is None else 0, devices)
+        devices = tuple(self._devices or devices_by_host()) if leader is None else leader._devices
+        if leader is None:
+            check_devices(self.cluster.num_devices, devices)
+            if job is not None and job.index == 0:
+                _say_idle(self._name, devices, self.cluster.num_devices)
         shown, self._shown = self._shown, None  # state may lie otherwise afterwards
         started = time.perf_counter()
         mine = shown[1] if shown is not None and shown[0] == call.key else None
@@ -404,8 +407,11 @@ class Parallelized:
     ) -> tuple[Plan, LoweredStep]:
         """Process 0 plans, and the others take its plan."""
         versions = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib", "autopar")}
-        step = f"{self._name} of fingerprint {traced.graph.fingerprint}"
-        job.agree(self._name, {**versions, **self._said(), "the step": step})
+        graph = traced.graph
+        leaves = zip(graph.input_paths, graph.inputs, strict=True)
+        arguments = {path: f"{value.dtype}{list(value.shape)}" for path, value in leaves}
+        step = f"of {len(graph.equations)} equations, fingerprint {graph.fingerprint}"
+        job.agree(self._name, {**versions, **self._said(), **arguments, "the step": step})
         found = mine
 
         def plan() -> str:
@@ -421,8 +427,18 @@ class Parallelized:
         return found
 
 
+def _say_idle(name: str, devices: Sequence[jax.Device], wanted: int) -> None:
+    """Which of a job's processes a plan leaves out."""
+    left_out = {each.process_index for each in devices} - {each.process_index for each in devices[:wanted]}
+    if left_out:
+        sys.stderr.write(
+            f"autopar: {name}: the plan is for {wanted} of {len(devices)} devices; those of process "
+            f"{', '.join(map(str, sorted(left_out)))} have no part in it\n"
+        )
+
+
 def _say_batch(traced: Traced) -> None:
-    """Which arguments were found to hold the examples, once in a job: nothing else is decided without users' word."""
+    """Which arguments were found to hold the examples, once in a job: what was guessed users should see."""
     job, graph = this_job(), traced.graph
     if job is None or job.index == 0:
         where = ", ".join(path for v, path in zip(graph.inputs, graph.input_paths, strict=True) if v in graph.examples)
@@ -533,7 +549,7 @@ def parallelize(
         of leaves that are no arrays. Default: functions. Equinox modules with flags need
         `lambda leaf: not eqx.is_array(leaf)`.
       donate_argnums: "auto" donates the state (the leaves that come out again, never examples); () keeps it.
-      devices: default `jax.devices()`.
+      devices: default `jax.devices()`, those of a host next to one another.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
       hints: how arguments have to be cut, a spec of `autopar.hint` by the path of a leaf, such as
         `{"state['params']['w*']": (None, -1)}`; '*' stands for any text, '?' for any character.

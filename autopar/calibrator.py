@@ -28,14 +28,14 @@ from autopar.passes.rules.fusion import memory_traffic, moved_values
 from autopar.passes.rules.table import rule_of
 from autopar.progress import ProgramBar
 from autopar.runtime import probes
-from autopar.runtime.probes import Clock, Probe, Ready, Timed
+from autopar.runtime.probes import Clock, Probe, Ready, Timed, typical
 from autopar.slowdowns import run_steps, slowed, slower_link
 from autopar.trace import trace
 
 LEAST_SECONDS = 10.0
 _STEPS_SHARE = 0.4  # of the time, for steps as a whole
 _RUN = 0.12  # seconds that a probe is run, compiling left out
-_PRODUCT = 0.002  # seconds that the product takes which says how fast the machine is, about
+_REFERENCE = 0.002  # seconds that the reference kernel takes, about
 _AT_ONCE = max(4, min(16, os.cpu_count() or 1))  # probes that are compiled side by side
 _LONGEST = 0.02  # seconds that one product of a probe may take on the device
 _WORK = 0.005  # seconds of work in a probe of products, that its start is not what takes the time
@@ -95,8 +95,8 @@ def calibrate(
     Nothing else should run on the machine meanwhile.
 
     Args:
-      seconds: how long it may take; the most telling probes come first, and one of each kind is always made. What is
-        left when all are made goes to making them again.
+      seconds: how long it may take; the most telling probes come first, and one of each kind is always made. The time
+        that is left when all are made goes to making them again.
       show_progress: a progress bar on the terminal.
 
     Raises:
@@ -106,9 +106,10 @@ def calibrate(
         raise ClusterError(f"seconds is {seconds!r}: measuring takes at least {LEAST_SECONDS:g}; give it more.")
     devices = tuple(jax.local_devices() if devices is None else devices)
     guess = cluster_from_devices(devices)
-    if len(guess.hosts) > 1:
+    processes = {device.process_index for device in devices}
+    if len(processes) > 1:
         raise ClusterError(
-            f"devices belong to {len(guess.hosts)} processes: a calibration measures one host, whose file says "
+            f"devices belong to {len(processes)} processes: a calibration measures one host, whose file says "
             "num_hosts; pass the devices of one process (jax.local_devices())."
         )
     return _Calibrator(devices, guess, seconds, show_progress).run()
@@ -126,15 +127,37 @@ class _Calibrator:
         self._ends = self._started + seconds - self._for_steps
         counts = [*busy_counts(len(devices))][::-1] if self._host.busy else []
         self._counts = (len(devices), *counts)
-        self._found: dict[_Task, Timed] = {}
+        self._clock = Clock(self._devices, _RUN, self._side())
+        self._found: dict[_Task, list[Timed]] = {}
+        self._ready: dict[_Task, Ready] = {}
+
+    def _side(self) -> int | None:
+        """Of the matrices of the reference kernel."""
+        if not self._backend.is_shared:
+            return None
+        peak = peak_flops(self._host.kind, "float32", matmul=True)
+        return int(2 ** round(math.log2((_REFERENCE * peak / 2) ** (1 / 3))))
 
     def run(self) -> Calibration:
+        left_out = self._measure()
+        first, _ = self._fitted(statistics.median(self._clock.references))
+        ends = self._ends + self._for_steps
+        runs, late = run_steps(first, self._devices, self._clock, ends, self._show_progress)
+        self._measure_again(ends)
+        reference = statistics.median(self._clock.references)
+        fitted, measurements = self._fitted(reference)
+        cluster, steps = slowed(fitted, [run.normalised(reference) for run in runs])
+        sources = {"memory of a device": "what the system or the preset says", "the network": "the preset's"}
+        if len(self._devices) == 1:
+            sources["the link between devices"] = "the preset's"
+        took = time.monotonic() - self._started
+        return Calibration(cluster, (*measurements, *steps), took, left_out + late, sources)
+
+    def _measure(self) -> int:
+        """Every probe once, or fewer where there is no time for more; how many were left out."""
         tasks = _in_turn(self._tasks())
-        side = (_PRODUCT * peak_flops(self._host.kind, "float32", matmul=True) / 2) ** (1 / 3)
-        clock = Clock(self._devices, _RUN, 2 ** round(math.log2(side)))
         left_out = 0
         kinds: set[tuple[str, str, int, Pooling | None, bool]] = set()
-        compiled: dict[_Task, Ready] = {}
         with ProgramBar("measuring", self._show_progress) as bar:
             for first in range(0, len(tasks), _AT_ONCE):
                 bar(first, len(tasks))
@@ -146,14 +169,18 @@ class _Calibrator:
                         continue
                     kinds.add(task.kind)
                     chosen.append(task)
-                ready = clock.compile([(task.probe, task.busy, task.size) for task in chosen])
-                compiled |= zip(chosen, ready, strict=True)
-                self._found |= {task: clock.time(compiled[task]) for task in chosen}
-            for task, ready_again in itertools.cycle(compiled.items()):
-                if time.monotonic() > self._ends:
-                    break
-                self._found[task] = self._found[task].and_again(clock.time(ready_again))
-        return self._calibration(clock, left_out)
+                ready = self._clock.compile([(task.probe, task.busy, task.size) for task in chosen])
+                self._ready |= zip(chosen, ready, strict=True)
+                self._found |= {task: [self._clock.time(self._ready[task])] for task in chosen}
+        return left_out
+
+    def _measure_again(self, ends: float) -> None:
+        """What was measured, one probe after the other, until `ends`."""
+        with ProgramBar("measuring again", self._show_progress):
+            for task, ready in itertools.cycle(self._ready.items()):
+                if time.monotonic() > ends:
+                    return
+                self._found[task].append(self._clock.time(ready))
 
     # What is measured
 
@@ -266,14 +293,14 @@ class _Calibrator:
 
     # What it says
 
-    def _calibration(self, clock: Clock, left_out: int) -> Calibration:
-        pace = statistics.median(timed.pace for timed in self._found.values())
-        self._found = {task: timed.at(pace) for task, timed in self._found.items()}
+    def _fitted(self, reference: float) -> tuple[Cluster, list[Measurement]]:
+        """The cluster, and how well it is said, normalised to so many seconds of the reference kernel."""
+        every_found = {task: typical(timings, reference) for task, timings in self._found.items()}
         found: list[Busy] = []
         measurements: list[Measurement] = []
         every: DeviceKind | None = None
         for busy in self._counts:
-            machine = _Machine({t: s for t, s in self._found.items() if t.busy == busy}, self._host, busy)
+            machine = _Machine({t: s for t, s in every_found.items() if t.busy == busy}, self._host, busy)
             kind, link = machine.fitted(every)
             every = every or kind
             found.append(Busy(busy, kind, link))
@@ -281,16 +308,7 @@ class _Calibrator:
         whole, *fewer = found
         host = Host(whole.kind, len(self._devices), whole.link, tuple(reversed(fewer)))
         name = f"{len(self._devices)} x {whole.kind.name}, calibrated"
-        sources = {"memory of a device": "what the system or the preset says", "the network": "the preset's"}
-        if len(self._devices) == 1:
-            sources["the link between devices"] = "the preset's"
-        cluster = Cluster(name, (host,), self._guess.network)
-        ends = self._ends + self._for_steps
-        runs, late = run_steps(cluster, self._devices, clock, pace, ends, self._show_progress)
-        cluster, steps = slowed(cluster, runs)
-        measurements += steps
-        took = time.monotonic() - self._started
-        return Calibration(cluster, tuple(measurements), took, left_out + late, sources)
+        return Cluster(name, (host,), self._guess.network), measurements
 
 
 _SIDES = (64, 256, 1024, 4096)
@@ -325,13 +343,15 @@ class _Backend:
     images: int  # convolutions of a probe, at most
     loops: bool  # kernels are repeated in a loop
     reorders: bool  # how an array is read matters, and pooling is arithmetic
+    is_shared: bool  # others use the same cores, so that their speed changes from second to second
 
 
 # XLA for CPUs computes convolutions of 16 bits in 32.
-_CPU = _Backend(("float32", "bfloat16"), ("float32",), examples=32, images=1, loops=True, reorders=True)
+_CPU = _Backend(("float32", "bfloat16"), ("float32",), examples=32, images=1, loops=True, reorders=True, is_shared=True)
 # A turn of a loop takes as long as some kernels.
 _GPU = _Backend(
-    ("bfloat16", "float32"), ("bfloat16", "float32"), examples=128, images=8, loops=False, reorders=False
+    ("bfloat16", "float32"), ("bfloat16", "float32"), examples=128, images=8, loops=False, reorders=False,
+    is_shared=False,
 )  # fmt: skip
 
 

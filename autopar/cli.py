@@ -26,7 +26,7 @@ from autopar.api import Parallelized, parallelize
 from autopar.arguments import RECIPES, Call, load_call, read_cluster, read_method
 from autopar.baselines import usual_methods
 from autopar.calibrator import calibrate as measure
-from autopar.cost_model.hardware import preset_names
+from autopar.cost_model.hardware import devices_by_host, preset_names
 from autopar.cost_model.targets import CPU, load_target, target_names, target_of
 from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
 from autopar.ir.comparison import Comparison
@@ -300,7 +300,7 @@ def _devices_at_hand(number: int | None) -> Sequence[jax.Device]:
     """The first so many, or all."""
     if number is not None:
         _virtual_devices(number)
-    there = jax.devices()
+    there = devices_by_host()
     if number is not None and len(there) < number:
         raise ArgumentError(
             f"--devices {number}: there are {len(there)} of platform {there[0].platform}; ask for these."

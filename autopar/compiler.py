@@ -71,7 +71,7 @@ def build(
         if results[k] is not None and k in graph.carried and out in homes and index_of[out] not in replaced
     }
     wiring = Wiring(
-        instructions, step.num_microbatches, graph.inputs, graph.input_paths, homes, feeds,
+        graph.name, instructions, step.num_microbatches, graph.inputs, graph.input_paths, homes, feeds,
         {r: (step.constants[v], array(s, p)) for (v, s), (r, p) in instructions.constants.items()},
         {r: (i, array(s, Port(step.microbatch, Sharding(())))) for (s, i), r in instructions.microbatch.items()},
         {r: array(s, p) for r, (s, p) in instructions.sums.items()},

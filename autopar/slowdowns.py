@@ -42,6 +42,7 @@ class StepRun:
     step: Parallelized
     plan: Plan
     seconds: float
+    reference: float  # seconds of the reference kernel then
     temporaries: float  # how many times as large as predicted they are
     convolves: bool
 
@@ -50,14 +51,15 @@ class StepRun:
         plan = dataclasses.replace(self.plan, cluster=cluster)
         return self.step.plan(self.probe.state, self.probe.batch, method=plan).step_time
 
+    def normalised(self, reference: float) -> StepRun:
+        """With what it would have taken where the reference kernel takes so many seconds."""
+        return dataclasses.replace(self, seconds=self.seconds * reference / self.reference, reference=reference)
+
 
 def run_steps(
-    cluster: Cluster, devices: Sequence[jax.Device], clock: Clock, pace: float, ends: float, show_progress: bool
+    cluster: Cluster, devices: Sequence[jax.Device], clock: Clock, ends: float, show_progress: bool
 ) -> tuple[list[StepRun], int]:
-    """Of the sizes that take neither too little time nor too much, until `ends`, and how many were left out then.
-
-    `pace`: at which the cluster was measured; what the steps would take at it counts.
-    """
+    """Of the sizes that take neither too little time nor too much, until `ends`, and how many were left out then."""
     wanted: list[tuple[ProbeStep, Method]] = []
     for size in (2**i for i in range(_DOUBLINGS)):
         for probe in probe_steps(size, _EXAMPLES * len(devices)):
@@ -74,7 +76,7 @@ def run_steps(
             bar(done, len(wanted))
             if time.monotonic() > ends:
                 late += 1
-            elif (run := _run(probe, method, cluster, devices, clock, pace)) is not None:
+            elif (run := _run(probe, method, cluster, devices, clock)) is not None:
                 found.append(run)
     return found, late
 
@@ -155,17 +157,17 @@ def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
 
 
 def _run(
-    probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device], clock: Clock, pace: float
+    probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device], clock: Clock
 ) -> StepRun | None:
     step = parallelize(probe.step, cluster=cluster, devices=devices, method=method)
     try:
         executable = step.compile(probe.state, probe.batch)
     except InfeasiblePlanError:
         return None
-    timing, then = clock.paced(lambda: time_steps(step, (probe.state, probe.batch), {}, _RUNS))
+    timing, reference = clock.with_reference(lambda: time_steps(step, (probe.state, probe.batch), {}, _RUNS))
     found = max(executable.temporaries.values())
     predicted = max(stage.memory.temporaries for stage in executable.plan.stages)
     rules = map(rule_of, step.trace(probe.state, probe.batch).equations)
     convolves = any(rule.patches is not None for rule in rules)
     more = found / predicted if found and predicted else 1.0
-    return StepRun(probe, step, executable.plan, timing.median * pace / then, more, convolves)
+    return StepRun(probe, step, executable.plan, timing.median, reference, more, convolves)

@@ -98,16 +98,20 @@ def measure(case: Case) -> dict[str, Any]:
     devices = absent_gpus(load_target("h100"), case.hosts, cluster.num_devices // case.hosts)
     on_devices = [device_mesh(mesh, devices) for mesh in meshes]
     transfers, crossing = _timed(lambda: transfers_of(lowered, on_devices))
-    _, routing = _timed(lambda: [[each.route_of(host) for each in transfers] for host in range(case.hosts)])
+    routes, routing = _timed(lambda: [each.route_of(host) for host in range(case.hosts) for each in transfers])
+    offered = sum(len(tiles) for route in routes for tiles in route.offers.values())
+    pulled = sum(len(tiles) for route in routes for tiles in route.pulls.values())
+    if offered != pulled:
+        raise RuntimeError(f"{case}: {offered} tiles are sent, {pulled} are awaited")
     _, proof = _timed(lambda: check_launches(parts, hosts_of))
     played, simulating = _timed(lambda: Prices(cluster).play(lowered, plan.schedule))
     if played.timeline.makespan != plan.step_time:
         raise RuntimeError(f"{case}: simulated {played.timeline.makespan} s, planned {plan.step_time} s")
     return {
         **dataclasses.asdict(case), "devices": cluster.num_devices, "instructions": len(instructions.instructions),
-        "tiles": sum(len(each.tiles.copies) for each in transfers), "planning": planning, "lists": lists,
-        "parts": cutting, "copies": crossing, "routes": routing, "proof": proof, "simulating": simulating,
-        "seconds": lists + cutting + crossing + routing + proof + simulating,
+        "tiles": sum(len(each.tiles.copies) for each in transfers), "sent": offered, "planning": planning,
+        "lists": lists, "parts": cutting, "copies": crossing, "routes": routing, "proof": proof,
+        "simulating": simulating, "seconds": lists + cutting + crossing + routing + proof + simulating,
         "gib": common.most_memory() / 2**30,
     }  # fmt: skip
 

@@ -337,8 +337,9 @@ def main() -> None:
         return
     if arguments.suite == "public":
         # A benchmark of its own: it needs frameworks and writes reports, on which the other suites do not depend.
+        module = "benchmarks.public.planned"
         told = [f"--{name}={value}" for name in ("only", "json") if (value := getattr(arguments, name)) is not None]
-        sys.exit(subprocess.run([sys.executable, "-m", "benchmarks.public.planned", *told], check=False).returncode)
+        sys.exit(subprocess.run([sys.executable, "-m", module, *told], check=False).returncode)
     suites = {"alpa": alpa_cases, "megatron": megatron_cases, "presets": preset_cases}
     cases = [case for case in suites[arguments.suite]() if arguments.only is None or arguments.only in case.name]
     if not cases:

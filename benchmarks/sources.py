@@ -1,9 +1,9 @@
 """What a benchmark's figures depend on: the modules that it imports, and the data that these read, as one hash.
 
 1. The modules are found without running any: from the benchmark's own along all import statements, as far as they name
-   modules of this repository, and along strings that are the name of a file beside it, which it runs as a script. A
-   package on the way counts only where something is imported from the package itself, since importing has no effects
-   here (`tests/test_house.py`).
+   modules of this repository, along strings that are the name of a file beside it, which it runs as a script, and
+   along those that follow "-m" in a command. A package on the way counts only where something is imported from the
+   package itself, since importing has no effects here (`tests/test_house.py`).
 2. Of a module the syntax tree counts, without docstrings, comments and layout.
 3. Of the data, the files beside the modules of a package (`_DATA`): a file or folder that modules name in a string
    counts for the benchmarks that import one of these; one that none names (presets are found by listing) for all.
@@ -16,6 +16,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import hashlib
+import itertools
 import pathlib
 from collections.abc import Iterator
 from typing import Any
@@ -83,7 +84,8 @@ class Sources:
     def _imports(self, importer: str) -> Iterator[str]:
         found = self._modules[importer]
         package = found.path.parent.relative_to(self._root).parts
-        yield from (".".join([*package, name.removesuffix(".py")]) for name in found.strings if name.endswith(".py"))
+        scripts = sorted(name.removesuffix(".py") for name in found.strings if name.endswith(".py"))
+        yield from (".".join([*package, name]) for name in scripts)
         for level, module, names in found.imports:
             parts = [*(package[: len(package) + 1 - level] if level else ()), *(module.split(".") if module else ())]
             if not names:  # `import a.b.c`: all of `a`, `a.b` and `a.b.c` can be used then
@@ -113,6 +115,11 @@ def _read(path: pathlib.Path) -> _Module:
             imports.append((node.level, node.module or "", tuple(alias.name for alias in node.names)))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             strings.add(node.value)
+        elif isinstance(node, ast.List | ast.Tuple):
+            words = [each.value if isinstance(each, ast.Constant) else None for each in node.elts]
+            for option, name in itertools.pairwise(words):
+                if option == "-m" and isinstance(name, str):
+                    imports += [(0, name, ()), (0, f"{name}.__main__", ())]
     return _Module(path, tuple(imports), frozenset(strings), hashlib.sha256(_plain(tree).encode()).hexdigest())
 
 

@@ -86,27 +86,38 @@ def make_cluster(
 # The devices at hand
 
 
-def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster:
-    """The cluster that these devices (default: `jax.devices()`) make up; device number i is `devices[i]`.
+def devices_by_host() -> list[jax.Device]:
+    """`jax.devices()`, those of a host next to one another, whichever of its processes they are of."""
+    import jax
 
-    Devices of one process count as one host. Each device kind is described by the preset that names it; the
-    memory is what the backend says that it may use, where it says so. Virtual CPU devices get their share of the
-    cores and the memory of this machine (a second process on the same machine is not seen).
+    return sorted(jax.devices(), key=lambda device: _fast_domain(device) or 0)
+
+
+def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster:
+    """The cluster that these devices (default: `devices_by_host()`) make up; device number i is `devices[i]`.
+
+    GPUs that JAX says to share a fast interconnect count as those of one host, of however many processes (Slurm starts
+    one for each) or, where it spans them, machines; other devices of one process do. Each device kind is described by
+    the preset that names it; the memory is what the backend says that it may use, where it says so. Virtual CPU devices
+    get their share of the cores and the memory of this machine (a second process on the same machine is not seen).
 
     Raises:
-      ClusterError: no devices, the devices of a process not in one run, or of several kinds.
+      ClusterError: no devices, the devices of a host not in one run, or of several kinds.
     """
     import jax
 
-    devices = jax.devices() if devices is None else devices
+    devices = devices_by_host() if devices is None else devices
     if not devices:
         raise ClusterError("devices is empty; pass at least one device, or None for all of jax.devices()")
-    runs = [tuple(run) for _, run in itertools.groupby(devices, key=lambda device: device.process_index)]
-    processes = [run[0].process_index for run in runs]
-    if len(set(processes)) < len(processes):
+    domains = [_fast_domain(device) for device in devices]
+    what = "process_index" if None in domains else "slice_index"
+    keys = [device.process_index for device in devices] if None in domains else domains
+    groups = itertools.groupby(zip(keys, devices, strict=True), key=lambda pair: pair[0])
+    runs = [(key, tuple(device for _, device in run)) for key, run in groups]
+    order = [key for key, _ in runs]
+    if len(set(order)) < len(order):
         raise ClusterError(
-            f"devices come in the process order {processes}: the devices of a process must be neighbours; "
-            "sort them by process_index"
+            f"devices come in the order {order} of {what}: those of a host must be neighbours; sort them by {what}"
         )
     limits = _memory_limits(devices, jax.process_index())
     presets: dict[str, str] = {}
@@ -114,12 +125,12 @@ def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster
         if device.device_kind not in presets:
             presets[device.device_kind] = _preset_for(device.device_kind)
     hosts, networks = [], []
-    for run in runs:
+    for key, run in runs:
         device_kinds = sorted({device.device_kind for device in run})
         if len(device_kinds) > 1:
             raise ClusterError(
-                f"process {run[0].process_index} has devices of the kinds {', '.join(device_kinds)}; "
-                "pass devices of one kind for each process"
+                f"the host of {what} {key} has devices of the kinds {', '.join(device_kinds)}; pass devices of one "
+                "kind for each host"
             )
         host, network = _local_host(presets[device_kinds[0]], len(run), limits.get(device_kinds[0]))
         hosts.append(host)
@@ -130,6 +141,17 @@ def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster
         latency = max(network.latency for network in networks)
         slowest = Link("slowest of the hosts' networks", latency, min(network.bandwidth for network in networks))
     return Cluster(f"{len(devices)} x {names}", tuple(hosts), slowest)
+
+
+def _fast_domain(device: jax.Device) -> int | None:
+    """Of GPUs a number that those share between which the fast interconnect is; None where JAX does not say.
+
+    XLA gives one to those of a machine, by its boot's id, or of a domain of NVLink that spans machines
+    (https://github.com/openxla/xla/pull/24473).
+    """
+    if device.platform != "gpu":
+        return None
+    return getattr(device, "partition_index", getattr(device, "slice_index", None))
 
 
 def _local_host(preset: str, num_devices: int, limit: int | None) -> tuple[Host, Link]:

@@ -64,9 +64,11 @@ def absent_gpus(target: str, num_hosts: int, devices_per_host: int) -> Sequence[
             )
     except Exception as error:  # whatever the plugin raises
         version = importlib.metadata.version("jaxlib")
-        # JAX asks the driver for its version before it takes the plugin, unless it is to use the CPU alone.
+        # JAX looks for CUDA's libraries, which only a GPU needs, before it takes the plugin, where it may use GPUs.
         told = jax.config.values["jax_platforms"]
-        first = "" if told else "Without a GPU, say jax.config.update('jax_platforms', 'cpu') before JAX is used. "
+        first = ""
+        if isinstance(error, NotImplementedError) and (not told or "cuda" in told or "gpu" in told):
+            first = "On a machine without a GPU say jax.config.update('jax_platforms', 'cpu') before JAX is used. "
         raise TargetError(
             f"XLA's compiler for NVIDIA GPUs does not start ({type(error).__name__}: {str(error)[:300]}). {first}It "
             f"has to be of the version of jaxlib, {version}, and the target a GpuTargetConfigProto in text: {INSTALL}"

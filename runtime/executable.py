@@ -70,6 +70,7 @@ class _Together:
 class Wiring:
     """What the worker needs to know besides programs: how arguments become registers and registers results."""
 
+    function: str  # the step's name
     instructions: InstructionList
     num_microbatches: int
     inputs: tuple[Value, ...]  # the graph's, in the order of the arguments' leaves
@@ -162,9 +163,10 @@ class Executable:
         getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in played]
         self._list = list(zip(played, getters, [_spans(_changed(i)) for i in played], strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
-        self._mail = (
-            None if job is None else Mail(job, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
-        )
+        self._mail = None
+        if job is not None:
+            channel = job.channel(wiring.function, frozenset().union(*wiring.processes))
+            self._mail = Mail(job, channel, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
         self._expect_at([])
 
     @functools.cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence, Set
 
 import jax
@@ -38,9 +39,10 @@ class Mail:
     """The messages of an executable: its copies between meshes, and the results that every process gets to know."""
 
     def __init__(
-        self, job: Processes, instructions: InstructionList, known: Mapping[Register, Array], carried: Set[Register]
-    ) -> None:
-        self._job, self._channel = job, job.channel()
+        self, job: Processes, channel: Channel, instructions: InstructionList, known: Mapping[Register, Array],
+        carried: Set[Register],
+    ) -> None:  # fmt: skip
+        self._job, self._channel = job, channel
         copies = [i for i in instructions.instructions if isinstance(i, Copy)]
         self._number = max((copy.number for copy in copies), default=-1) + 1  # of the message after the copies
         self._known = known
@@ -73,8 +75,9 @@ class Mail:
     def make_known(self, registers: list[jax.Array]) -> None:
         """Bring results to the processes that have no device of their stage: onto their first device."""
         message = self.message(self._number)
+        sent = {r: registers[r].addressable_data(0).copy() for r in {*itertools.chain(*self._sent.values())}}
         for receiver, numbers in self._sent.items():
-            message.offer(receiver, [registers[r].addressable_data(0).copy() for r in numbers])
+            message.offer(receiver, [sent[r] for r in numbers])
         for register in self._own:
             registers[register] = _as_known(registers[register].addressable_data(0), self._known[register])
         here = jax.sharding.SingleDeviceSharding(self._device)

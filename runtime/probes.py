@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 AXES = ("groups", "group")
 _LEAST_RUNS = 3
-_PACE = 0.01  # seconds in which the pace is taken
+_REFERENCE = 0.01  # seconds that the reference kernel is run
 _SPREAD = 1024  # numbers that a probe's operands repeat, none of them denormal when they are multiplied
 
 
@@ -231,31 +231,27 @@ def collective(kinds: Sequence[StepKind], payload: int, size: int, times: int) -
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """What the runs of a probe took."""
+    """What some runs of a probe took, one after the other."""
 
-    runs: tuple[float, ...]  # seconds of each
+    seconds: float  # the median
+    least: float  # of the fastest: what else the machine does only adds to it
     faults: float = 0.0  # pages of the host's memory that were not there (getrusage(2)), mean
-    pace: float = 1.0  # seconds that the product that says how fast the machine is took then
+    reference: float = 1.0  # seconds that the reference kernel took then
 
-    @property
-    def seconds(self) -> float:
-        """The median."""
-        return statistics.median(self.runs)
+    @classmethod
+    def of(cls, runs: Sequence[float], faults: float = 0.0, reference: float = 1.0) -> Timed:
+        """`runs`: seconds of each."""
+        return cls(statistics.median(runs), min(runs), faults, reference)
 
-    @property
-    def least(self) -> float:
-        """Seconds of the fastest run: what else the machine does only adds to it."""
-        return min(self.runs)
 
-    def at(self, pace: float) -> Timed:
-        """What they would have taken at another pace."""
-        return dataclasses.replace(self, runs=tuple(run * pace / self.pace for run in self.runs), pace=pace)
-
-    def and_again(self, other: Timed) -> Timed:
-        """With the runs of another time."""
-        count, more = len(self.runs), other.at(self.pace).runs
-        faults = (count * self.faults + len(more) * other.faults) / (count + len(more))
-        return dataclasses.replace(self, runs=self.runs + more, faults=faults)
+def typical(timings: Sequence[Timed], reference: float) -> Timed:
+    """The medians of several timings of a probe, each normalised to so many seconds of the reference kernel."""
+    factors = [reference / each.reference for each in timings]
+    return Timed(
+        statistics.median(each.seconds * factor for each, factor in zip(timings, factors, strict=True)),
+        statistics.median(each.least * factor for each, factor in zip(timings, factors, strict=True)),
+        statistics.median(each.faults for each in timings), reference,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,18 +264,22 @@ class Ready:
 
 
 class Clock:
-    """Times probes on the devices of a host, and beside each the pace: how long a product takes on all devices.
+    """Times probes on the devices of a host, and beside each a reference kernel: a product on all devices.
 
-    A machine that is shared, or grows hot, is by a quarter faster or slower for some seconds at a time, in arithmetic
-    and memory traffic alike. What was timed at different paces is comparable at one (`Timed.at`).
+    The speed of a machine that others share changes by a quarter for some seconds at a time, that of arithmetic and of
+    memory traffic alike. What was timed at different speeds is compared by what the reference kernel took then.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], seconds: float, size: int) -> None:
-        """`seconds`: how long each probe is run; `size`: of the matrices of the product."""
+    def __init__(self, devices: Sequence[jax.Device], seconds: float, reference: int | None) -> None:
+        """`seconds`: how long each probe is run; `reference`: the side of the product's matrices, or no such kernel."""
         self._devices, self._seconds = tuple(devices), seconds
-        (self._product,) = self.compile([(product(size), len(self._devices), 1)])
-        self._matrices = jax.block_until_ready(self._product.operands())
-        self.pace()  # the first run warms up
+        self.references: list[float] = []  # all that were taken
+        self._reference: Callable[[], Any] | None = None
+        if reference is not None:
+            (ready,) = self.compile([(product(reference), len(self._devices), 1)])
+            matrices = jax.block_until_ready(ready.operands())
+            self._reference = lambda: ready.program(*matrices)
+            self._take_reference()  # the first run warms up
 
     def compile(self, wanted: Sequence[tuple[Probe, int, int]]) -> list[Ready]:
         """Probes, each on so many devices, in groups of so many; side by side, as XLA compiles outside Python's lock.
@@ -307,27 +307,30 @@ class Clock:
         donated = tuple(range(len(shapes))) if probe.in_place else ()
         return operands.lower(), jax.jit(mapped, donate_argnums=donated).lower(*shapes)
 
-    def pace(self) -> float:
-        """Seconds of the product, now."""
+    def _take_reference(self) -> float:
+        """Seconds of the reference kernel, now; 1 where there is none."""
+        if self._reference is None:
+            return 1.0
         found: list[float] = []
-        ends = time.perf_counter() + _PACE
+        ends = time.perf_counter() + _REFERENCE
         while len(found) < _LEAST_RUNS or time.perf_counter() < ends:
             started = time.perf_counter()
-            jax.block_until_ready(self._product.program(*self._matrices))
+            jax.block_until_ready(self._reference())
             found.append(time.perf_counter() - started)
         return statistics.median(found)
 
-    def paced(self, work: Callable[[], T]) -> tuple[T, float]:
-        """Do some work; also the pace meanwhile, as it is before and afterwards."""
-        before = self.pace()
+    def with_reference(self, work: Callable[[], T]) -> tuple[T, float]:
+        """Do some work; also the geometric mean of what the reference kernel takes before and after it."""
+        before = self._take_reference()
         found = work()
-        return found, math.sqrt(before * self.pace())
+        self.references.append(math.sqrt(before * self._take_reference()))
+        return found, self.references[-1]
 
     def time(self, ready: Ready) -> Timed:
         """How long it takes."""
         operands = jax.block_until_ready(ready.operands())
-        (runs, faults), pace = self.paced(lambda: self._run(ready, operands))
-        return Timed(runs, faults, pace)
+        (runs, faults), reference = self.with_reference(lambda: self._run(ready, operands))
+        return Timed.of(runs, faults, reference)
 
     def _run(self, ready: Ready, operands: Any) -> tuple[tuple[float, ...], float]:
         """Seconds of each run but the first, and the faults of one."""

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -33,6 +33,7 @@ _PREFIX = "autopar"
 _FAILED = f"{_PREFIX}/failed"
 _HEARD = f"{_PREFIX}/heard"
 _DONE, _PARTED = f"{_PREFIX}/done", f"{_PREFIX}/parted"
+_ALIKE = "Every process has to run the same script, on the same versions, with the same shapes and options."
 _POLL = 1.0  # seconds between looks for a failure of others
 _SOON = 30.0  # seconds after which it is said whom a process waits for
 _PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
@@ -57,17 +58,19 @@ DEFAULT_TRANSPORT = Transport(1, raw_buffers=False)
 class Channel:
     """Numbers of the messages of one executable: equal on all processes, and different for all messages under way."""
 
-    def __init__(self, number: int) -> None:
-        self._number = number
-        self._step = 0
+    def __init__(self, number: int, name: str, members: Collection[int]) -> None:
+        """`name`: what is called; `members`: the processes that each call needs."""
+        self._number = number % _CHANNELS
+        self.name, self.members = name, frozenset(members)
+        self.steps = 0  # that this process has begun
 
     def next_step(self) -> None:
         """The numbers that follow are those of the next step."""
-        self._step = (self._step + 1) % _STEPS
+        self.steps += 1
 
     def uuid(self, message: int, receiver: int) -> int:
         """63 bits for message `message`, below 2^20, of this step to a process below 2^12."""
-        return ((receiver << 11 | self._number) << 20 | self._step) << 20 | message
+        return ((receiver << 11 | self._number) << 20 | self.steps % _STEPS) << 20 | message
 
 
 class Processes:
@@ -78,7 +81,8 @@ class Processes:
         self.index, self.count = state.process_id, state.num_processes
         self._client, self._coordinator = state.client, str(state.coordinator_address)
         self._agreements = itertools.count()
-        self._channels = itertools.count()
+        self._channels: list[Channel] = []
+        self._channels.append(Channel(0, "autopar.gather, autopar.save or a callback", range(self.count)))
         self._connections: dict[int, Any] = {}
         self._meshes: set[Any] = set()
         self._stopping = threading.Lock()
@@ -95,10 +99,7 @@ class Processes:
         """
         verdict = self.combined(json.dumps(dict(mine)), _differences, f"to agree about {what}")
         if verdict:
-            raise PlanMismatchError(
-                f"the processes of this job do not agree about {what}: {verdict}. Every process has to run the same "
-                "script, on the same versions, with the same shapes and options."
-            )
+            raise PlanMismatchError(f"the processes of this job do not agree about {what}: {verdict}. {_ALIKE}")
 
     def combined(self, mine: str, combine: Callable[[Sequence[str]], str], subject: str) -> str:
         """What process 0 makes of what each process says, on all of them; all come here.
@@ -107,12 +108,14 @@ class Processes:
 
         Raises:
           PeerError: a process failed before it came here.
+          PlanMismatchError: a process ended before it came here.
         """
         key = f"{_PREFIX}/agreement/{next(self._agreements)}"
         if self.index:
             self._client.key_value_set(f"{key}/{self.index}", mine)
-            return self._wait_for(f"{key}/all", subject, "process 0 or others")
-        found = combine([mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}") for p in range(1, self.count))])
+            return self._wait_for(f"{key}/all", subject, "process 0 or others", needs=range(self.count))
+        others = range(1, self.count)
+        found = combine([mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}", needs=[p]) for p in others)])
         self._client.key_value_set(f"{key}/all", found)
         return found
 
@@ -125,7 +128,7 @@ class Processes:
         """
         key = f"{_PREFIX}/made/{next(self._agreements)}"
         if self.index:
-            kind, text = json.loads(self._wait_for(key))  # may take as long as planning does
+            kind, text = json.loads(self._wait_for(key, needs=[0]))  # may take as long as planning does
             if kind:
                 error = getattr(errors, kind)(text)
                 error.of_peer = True
@@ -141,8 +144,11 @@ class Processes:
         self._client.key_value_set(key, json.dumps(["", made]))
         return made
 
-    def _wait_for(self, key: str, subject: str = "", whom: str = "") -> str:
-        """A text that another process puts into the store. Where that should be soon, it is said whom it waits for."""
+    def _wait_for(self, key: str, subject: str = "", whom: str = "", needs: Collection[int] = ()) -> str:
+        """A text that another process puts into the store. Where that should be soon, it is said whom it waits for.
+
+        `needs`: the processes without which it would never come.
+        """
         started, said = time.monotonic(), not subject
         while True:
             try:
@@ -151,6 +157,12 @@ class Processes:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._check_others()
+            gone = self._done().keys() & {*needs} - {self.index}
+            if gone:
+                raise PlanMismatchError(
+                    f"process {min(gone)} of this job has ended, while process {self.index} waits for it "
+                    f"{subject or 'to plan'}. {_ALIKE}"
+                )
             if not said and time.monotonic() - started > _SOON:
                 said = True
                 _print(
@@ -162,6 +174,28 @@ class Processes:
         failed = self._failed()
         if failed is not None:
             raise PeerError(_of_peer(failed))
+
+    def _done(self) -> dict[int, dict[int, int]]:
+        """The processes that have come to the ends of their scripts, and the calls of each channel that they made."""
+        try:
+            found = self._client.key_value_dir_get(f"{_DONE}/")
+        except jax.errors.JaxRuntimeError:
+            return {}
+        said = ((key.rpartition("/")[2], text) for key, text in found)
+        return {int(who): {int(n): k for n, k in json.loads(text).items()} for who, text in said if who.isdigit()}
+
+    def _missed(self) -> str:
+        """What a call of this process waits for that will never come, since a process that it needs has ended."""
+        done = self._done()
+        for process, calls in done.items() if self.index not in done else ():
+            for number, channel in reversed([*enumerate(self._channels)]):  # steps first, then what gathers
+                there = calls.get(number, 0)
+                if process in channel.members and channel.steps > there:
+                    return (
+                        f"process {process} of this job ended after {there} calls of {channel.name}, which process "
+                        f"{self.index} has called {channel.steps} times. {_ALIKE}"
+                    )
+        return ""
 
     def _failed(self) -> Any:
         """The first failure that a process told of, if there is one."""
@@ -187,10 +221,13 @@ class Processes:
         failed = self._failed()
         if failed is not None or is_of_peer(error):  # or what followed from it: a connection that is gone
             self._stop(str(error) if failed is None else _of_peer(failed), code)
-        text = "".join(traceback.format_exception_only(type(error), error)).strip()
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failed before
-            self._client.key_value_set(_FAILED, json.dumps({"process": self.index, "error": text}))
+        self._tell("".join(traceback.format_exception_only(type(error), error)).strip())
         self._stop("", code)
+
+    def _tell(self, error: str) -> None:
+        """The others, why this process fails."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another failed before
+            self._client.key_value_set(_FAILED, json.dumps({"process": self.index, "error": error}))
 
     def _stop(self, reason: str, code: int) -> NoReturn:
         """End at once: at exit, JAX would wait for the other processes."""
@@ -232,7 +269,7 @@ class Processes:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 try:
                     self._settle()
-                    self._meet(_DONE)
+                    self._meet(_DONE, json.dumps({n: channel.steps for n, channel in enumerate(self._channels)}))
                     self._disconnect()
                     self._meet(_PARTED)
                 except PeerError as error:
@@ -241,9 +278,9 @@ class Processes:
             ended.set()
             watcher.join()
 
-    def _meet(self, where: str) -> None:
-        """All come here before one goes on."""
-        self._client.key_value_set(f"{where}/{self.index}", "")
+    def _meet(self, where: str, mine: str = "") -> None:
+        """All come here before one goes on; `mine`: what the others can read of this one then."""
+        self._client.key_value_set(f"{where}/{self.index}", mine)
         for other in range(1, self.count) if not self.index else ():
             self._wait_for(f"{where}/{other}")
         if not self.index:
@@ -255,17 +292,22 @@ class Processes:
             failed = self._failed()
             if failed is not None and failed["process"] != self.index:
                 self._stop(_of_peer(failed), 1)
+            if missed := self._missed():
+                self._tell(missed)
+                self._stop(missed, 1)
 
     # Arrays.
 
-    def channel(self) -> Channel:
-        """Of one executable; all processes make theirs in the same order."""
-        return Channel(next(self._channels) % (_CHANNELS - 1))
+    def channel(self, name: str, members: Collection[int]) -> Channel:
+        """Of one executable; all processes make theirs in the same order. See `Channel`."""
+        made = Channel(len(self._channels), name, members)
+        self._channels.append(made)
+        return made
 
     @functools.cached_property
     def gatherings(self) -> Channel:
-        """Of arrays that are gathered: the last that there is."""
-        return Channel(_CHANNELS - 1)
+        """Of arrays that are gathered."""
+        return self._channels[0]
 
     def offer(self, uuid: int, arrays: Sequence[jax.Array]) -> None:
         """Let another process pull these arrays, each of one device. Never waits; the arrays may not be given away."""
@@ -276,7 +318,7 @@ class Processes:
     def pull(self, uuid: int, sender: int, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """Arrays that the sender offers under this number. Never waits: they arrive as results of programs do."""
         if sender not in self._connections:
-            address = self._wait_for(f"{_PREFIX}/address/{sender}")
+            address = self._wait_for(f"{_PREFIX}/address/{sender}", "to be reached", needs=[sender])
             self._connections[sender] = self._server.connect(address)
         wanted = [plain_struct(x) for x in arrays]
         sent = iter(self._connections[sender].pull(uuid, [x for x in wanted if x.size]))

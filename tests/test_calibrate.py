@@ -8,7 +8,6 @@ import json
 import math
 import pathlib
 import resource
-import time
 import types
 from collections.abc import Sequence
 
@@ -21,7 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar import calibrator, recipes
-from autopar.calibrator import _Machine, _Task, pooled_by, products_of
+from autopar.calibrator import _Calibrator, _Machine, _Task, pooled_by, products_of
 from autopar.cli import main
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import product_family
@@ -31,7 +30,7 @@ from autopar.ir.mesh import Busy, Cluster, Host, Link, Patches, ProductSizes, Pr
 from autopar.probe_steps import probe_steps
 from autopar.runtime import probes
 from autopar.runtime.hlo_traffic import kernels_in_hlo
-from autopar.runtime.probes import Clock, Probe, Timed
+from autopar.runtime.probes import Clock, Probe, Ready, Timed
 from autopar.slowdowns import StepRun, slowed
 from tests.h100 import h100_devices, needs_cuda_compiler
 
@@ -170,7 +169,7 @@ class _Known(_Machine):
         seconds = {
             t: times[t.kinds[0]] * collective_time(cluster, range(t.size), t.kinds[0], t.payload) + 1e-4 for t in tasks
         }
-        super().__init__({t: Timed((s,)) for t, s in {start: 1e-4, launch: 1e-4, **seconds}.items()}, host, 4)
+        super().__init__({t: Timed.of((s,)) for t, s in {start: 1e-4, launch: 1e-4, **seconds}.items()}, host, 4)
 
 
 def test_the_fit_finds_the_link_that_collectives_went_over() -> None:
@@ -190,16 +189,55 @@ def test_a_link_of_which_few_probes_tell_is_not_far_from_the_preset() -> None:
         assert preset.bandwidth / 12 < fitted.bandwidth < 10 * preset.bandwidth
 
 
-def test_a_machine_that_is_slower_for_a_while_measures_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(jax.devices()[:2], 0.01, 64)
-    ready = clock.compile([(probes.launches(64), 2, 1)] * 2)
-    fast = clock.time(ready[0])
-    now, slower = time.perf_counter, 1000.0  # far more than other work on this machine makes of it
-    monkeypatch.setattr(probes, "time", types.SimpleNamespace(perf_counter=lambda: slower * now()))
-    slow = clock.time(ready[1])
-    assert slow.seconds > slower / 30 * fast.seconds
-    assert fast.seconds / 30 < slow.at(fast.pace).seconds < 30 * fast.seconds
-    assert slow.at(fast.pace).least < slow.least
+class _Machines:
+    """A clock and programs of a machine that is now fast and now slow."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.slower = 0.0, 1.0
+        monkeypatch.setattr(probes, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+
+    def ready(self, seconds: float) -> Ready:
+        def run(*_: object) -> list[object]:
+            self.now += self.slower * seconds
+            return []
+
+        return Ready(list, run, in_place=False)
+
+
+def test_what_was_timed_while_the_machine_was_slower_is_normalised(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = _Machines(monkeypatch)
+    monkeypatch.setattr(Clock, "compile", lambda clock, wanted: [machine.ready(0.002)])
+    clock = Clock(jax.devices()[:2], 0.1, 64)
+    fast = clock.time(machine.ready(0.01))
+    machine.slower = 1.5
+    slow = clock.time(machine.ready(0.01))
+    assert (fast.seconds, fast.reference) == pytest.approx((0.01, 0.002))
+    assert (slow.seconds, slow.least, slow.reference) == pytest.approx((0.015, 0.015, 0.003))
+    assert clock.references == pytest.approx([0.002, 0.003])
+    for reference in (0.002, 0.003):
+        found = probes.typical([fast, slow], reference)
+        assert (found.seconds, found.least) == pytest.approx((5 * reference, 5 * reference))
+
+
+def test_several_timings_are_their_medians() -> None:
+    timings = [Timed.of((2.0, 3.0, 9.0), 4.0, 1.0), Timed.of((10.0, 10.0), 6.0, 2.0), Timed.of((8.0, 8.0), 0.0, 1.0)]
+    assert probes.typical(timings, 2.0) == Timed(10.0, 10.0, 4.0, 2.0)
+
+
+def test_the_time_that_is_left_goes_to_measuring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibrator, "run_steps", lambda *_: ([], 0))
+    monkeypatch.setattr(_Calibrator, "_tasks", lambda _: [
+        _Task("start of a program", "start", probes.launches(1), 1),
+        _Task("launches", "launches", probes.launches(3), 1, times=2),
+    ])  # fmt: skip
+    devices = tuple(jax.devices()[:1])
+    calibration = _Calibrator(devices, autopar.cluster_from_devices(devices), 3.0, show_progress=False)
+    found = calibration.run()
+    assert found.seconds >= 3.0 and found.left_out == 0
+    assert calibration._ready.keys() == calibration._found.keys()
+    few, *_, many = sorted(len(timings) for timings in calibration._found.values())
+    assert many - 1 <= few and many >= 2
+    assert len(calibration._clock.references) == few + many
 
 
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:
@@ -213,13 +251,13 @@ def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> No
 def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     alone = {
-        _Task("start of a program", "", probes.launches(1), 4): Timed((1e-4,)),
-        _Task("launches", "", probes.launches(2), 4): Timed((1e-4,)),
+        _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
+        _Task("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
     }
 
     def allocations(slower: float) -> tuple[tuple[float, float], ...]:
         tasks = {
-            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed(
+            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed.of(
                 (nbytes * (1e-9 if old else slower),)
             )
             for nbytes in (1 << 20, 1 << 24)
@@ -236,15 +274,15 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
 def test_reading_against_the_order_is_what_it_takes_longer_than_in_order() -> None:
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     tasks = {
-        _Task("start of a program", "", probes.launches(1), 4): Timed((1e-4,)),
-        _Task("launches", "", probes.launches(2), 4): Timed((1e-4,)),
+        _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
+        _Task("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
     }
     for nbytes, slower in ((1 << 17, 1e-10), (1 << 23, 4e-9)):
         for blocks in (0, 1, 8):
             probe = probes.addition(64, nbytes // 256, 10, blocks)
             seconds = 10 * (nbytes // 256 * 256) * (1e-9 + slower * blocks)
             task = _Task("order", str(blocks), probe, 4, moved=nbytes, times=10, against=blocks > 0)
-            tasks[task] = Timed((1e-4 + seconds,))
+            tasks[task] = Timed.of((1e-4 + seconds,))
     sizes, speeds = zip(*_Machine(tasks, host, 4).fitted(None)[0].reorderings, strict=True)
     assert sizes == (1 << 17, 1 << 23)
     assert speeds == pytest.approx((1e10 / 8**0.5, 2.5e8 / 8**0.5))
@@ -274,8 +312,8 @@ def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:
 
     def speed(buffers: dict[int, tuple[Timed, Timed]], linear: Timed) -> float:
         tasks = {
-            _Task("start of a program", "", probes.launches(1), 4): Timed((1e-4,)),
-            _Task("launches", "", probes.launches(2), 4): Timed((1e-4,)),
+            _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
+            _Task("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
             _Task("products", "", x, 4): linear,
         }
         for nbytes, (new, old) in buffers.items():
@@ -284,20 +322,20 @@ def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:
         kind, _ = _Machine(tasks, host, 4).fitted(None)
         return max(each.flops for each in kind.products)
 
-    small = {1 << 20: (Timed((5e-4,), 2.0), Timed((1e-4,), 1.0))}
-    large = {**small, 1 << 26: (Timed((pages * 1e-6 + 1e-3,), pages), Timed((1e-3,), 0.0))}
-    plain = speed(large, Timed((1.1e-3,)))
-    assert speed(large, Timed((1.6e-3,), 500)) == pytest.approx(plain, rel=1e-3)
-    assert speed(small, Timed((1.6e-3,), 500)) == pytest.approx(plain * 1.0 / 1.5, rel=1e-3)
-    assert speed(large, Timed((1.1e-3,), 1e9)) == pytest.approx(plain * 1.0 / 0.45, rel=1e-3)  # no more than half
+    small = {1 << 20: (Timed.of((5e-4,), 2.0), Timed.of((1e-4,), 1.0))}
+    large = {**small, 1 << 26: (Timed.of((pages * 1e-6 + 1e-3,), pages), Timed.of((1e-3,), 0.0))}
+    plain = speed(large, Timed.of((1.1e-3,)))
+    assert speed(large, Timed.of((1.6e-3,), 500)) == pytest.approx(plain, rel=1e-3)
+    assert speed(small, Timed.of((1.6e-3,), 500)) == pytest.approx(plain * 1.0 / 1.5, rel=1e-3)
+    assert speed(large, Timed.of((1.1e-3,), 1e9)) == pytest.approx(plain * 1.0 / 0.45, rel=1e-3)  # no more than half
 
 
 def test_what_else_the_machine_does_is_not_taken_for_launches() -> None:
     """Most runs of the program of one launch were disturbed, those of many were not: the fastest runs tell."""
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     tasks = {
-        _Task("start of a program", "", probes.launches(1), 4): Timed((1e-4, 5e-3, 5e-3)),
-        _Task("launches", "", probes.launches(2), 4): Timed((1e-3, 1e-3, 1e-3)),
+        _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4, 5e-3, 5e-3)),
+        _Task("launches", "", probes.launches(2), 4): Timed.of((1e-3, 1e-3, 1e-3)),
     }
     kind, _ = _Machine(tasks, host, 4).fitted(None)
     assert kind.launch_overhead * calibrator._LAUNCHES == pytest.approx(1e-3 - 1e-4)
@@ -322,7 +360,8 @@ def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
         larger = dataclasses.replace(kind, temporaries={"convolutions": 4.0, "others": 2.0})
         with_larger = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=larger),))
         convolves = probe.name == "convolutions"
-        run = StepRun(probe, step, plan, 1.0, 4.0 if convolves else 2.0, convolves)
+        run = StepRun(probe, step, plan, 1.0, 0.5, 4.0 if convolves else 2.0, convolves)
+        assert (run.normalised(1.0).seconds, run.normalised(1.0).reference) == (2.0, 1.0)
         truth.append(3 * run.predicted(with_larger))
         runs.append(dataclasses.replace(run, seconds=truth[-1]))
     found, measurements = slowed(cluster, runs)

@@ -22,7 +22,8 @@ FILES = {
     "cost_model/data/v100.json": "{}",
     "benchmarks/__init__.py": "",
     "benchmarks/planner.py": "import autopar\nfrom autopar.cost_model import hardware\nFILE = 'plans.json'\n",
-    "benchmarks/solver.py": "SCRIPT = 'solved.py'\n",
+    "benchmarks/solver.py": "SCRIPT = 'solved.py'\nCOMMAND = ['python', '-m', 'benchmarks.command', 'run']\n",
+    "benchmarks/command.py": "",
     "benchmarks/solved.py": "from autopar.passes.numbers import root\n",  # run by the one above
     "benchmarks/data/plans.json": "[]",
     "benchmarks/data/README.md": "Plans.",
@@ -54,7 +55,9 @@ def test_modules_are_those_that_are_imported(checkout: pathlib.Path) -> None:
         "benchmarks.planner", "autopar", "autopar.api", "autopar.passes.cut", "autopar.passes.half",
         "autopar.cost_model.hardware",
     }  # fmt: skip
-    assert found.modules("benchmarks.solver") == ["benchmarks.solver", "benchmarks.solved", "autopar.passes.numbers"]
+    assert set(found.modules("benchmarks.solver")) == {
+        "benchmarks", "benchmarks.solver", "benchmarks.command", "benchmarks.solved", "autopar.passes.numbers",
+    }  # fmt: skip
     assert {path.name for path in found.data("benchmarks.planner")} == {"v100.json", "plans.json"}
     assert found.data("benchmarks.solver") == []
 
@@ -116,5 +119,6 @@ def test_the_solver_of_this_checkout_depends_on_no_costs() -> None:
     data = {path.name for path in found.data("benchmarks.accuracy")}
     assert {"p3.16xlarge.json", "alpa_osdi22_measured.json", "gpu.json"} <= data
     assert "best_costs.json" not in data
-    assert {"benchmarks.pipeline_processes", "autopar.runtime.executable"} <= set(found.modules("benchmarks.pipeline"))
+    pipeline = {"benchmarks.pipeline_processes", "autopar.runtime.executable", "autopar.__main__", "autopar.launcher"}
+    assert pipeline <= set(found.modules("benchmarks.pipeline"))
     assert "best_costs.json" in {path.name for path in found.data("benchmarks.intra_op_solver")}

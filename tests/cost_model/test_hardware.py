@@ -12,6 +12,7 @@ import pytest
 
 from autopar.cost_model.hardware import (
     cluster_from_devices,
+    devices_by_host,
     load_preset,
     make_cluster,
     preset_names,
@@ -116,10 +117,17 @@ def test_make_cluster() -> None:
 # The devices at hand
 
 
-def _device(device_kind: str, process_index: int = 0, limit: int | None = None) -> jax.Device:
+def _device(
+    device_kind: str, process_index: int = 0, limit: int | None = None, fast_domain: int | None = None
+) -> jax.Device:
     stats = None if limit is None else {"bytes_limit": limit}
-    device = types.SimpleNamespace(device_kind=device_kind, process_index=process_index, memory_stats=lambda: stats)
-    return cast(jax.Device, device)
+    domain = {} if fast_domain is None else {"slice_index": fast_domain}
+    return cast(
+        jax.Device,
+        types.SimpleNamespace(
+            platform="gpu", device_kind=device_kind, process_index=process_index, memory_stats=lambda: stats, **domain
+        ),
+    )
 
 
 def test_the_virtual_devices_of_this_machine_share_its_cores() -> None:
@@ -182,6 +190,18 @@ def test_the_memory_is_what_the_backend_says() -> None:
     assert (host.kind.memory, host.kind.memory_reserve) == (60 * gib, 0)
 
 
+def test_processes_of_one_host_are_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Slurm starts them: one for each GPU."""
+    devices = [_device("NVIDIA H100 80GB HBM3", i, fast_domain=i // 8) for i in range(16)]
+    expected = load_preset("dgx-h100", num_hosts=2)
+    assert cluster_from_devices(devices).hosts == expected.hosts
+    # Ranks that go round the hosts: the devices are put in order where nobody has chosen one.
+    dealt = [_device("NVIDIA H100 80GB HBM3", i, fast_domain=i % 2) for i in range(16)]
+    monkeypatch.setattr(jax, "devices", lambda: dealt)
+    assert [device.process_index for device in devices_by_host()] == [*range(0, 16, 2), *range(1, 16, 2)]
+    assert cluster_from_devices().hosts == expected.hosts
+
+
 def test_mixed_hosts_take_the_slowest_network() -> None:
     cluster = cluster_from_devices([_device("NVIDIA H200", 0), _device("Tesla V100-SXM2-16GB", 1)])
     assert [host.kind.name for host in cluster.hosts] == ["H200-SXM5-141GB", "V100-SXM2-16GB"]
@@ -192,9 +212,12 @@ def test_mixed_hosts_take_the_slowest_network() -> None:
 def test_devices_that_make_no_cluster() -> None:
     with pytest.raises(ClusterError, match="devices is empty"):
         cluster_from_devices([])
-    with pytest.raises(ClusterError, match=r"process order \[0, 1, 0\].*sort them by process_index"):
+    with pytest.raises(ClusterError, match=r"order \[0, 1, 0\] of process_index: .*sort them by process_index"):
         cluster_from_devices([_device("NVIDIA H200", i) for i in (0, 1, 0)])
-    with pytest.raises(ClusterError, match="process 0 has devices of the kinds NVIDIA H200, Tesla V100-SXM2-16GB"):
+    with pytest.raises(ClusterError, match=r"order \[0, 1, 0\] of slice_index: .*sort them by slice_index"):
+        cluster_from_devices([_device("NVIDIA H200", i, fast_domain=i % 2) for i in range(3)])
+    kinds = "the host of process_index 0 has devices of the kinds NVIDIA H200, Tesla V100-SXM2-16GB"
+    with pytest.raises(ClusterError, match=kinds):
         cluster_from_devices([_device("NVIDIA H200"), _device("Tesla V100-SXM2-16GB")])
 
 

@@ -48,6 +48,8 @@ method = autopar.recipes.gpipe(2 if WHAT != "stages" else 64, microbatches) if d
 step = autopar.parallelize(train_step, method=method)
 if WHAT == "devices":
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-h100"))
+if WHAT == "idle":
+    step = autopar.parallelize(train_step, cluster=autopar.load_preset("cpu", devices_per_host=1))
 numbers = np.random.default_rng(0)
 params: Any = {name: numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in "abc"}
 # A number that a step only reads, of a weak type, and one that is no number but small.
@@ -59,6 +61,12 @@ for _ in range(3):
 assert len(step._executables) == 1
 if WHAT == "exit" and IS_ODD:
     sys.exit("no more examples")
+if WHAT in ("steps", "gather", "other") and IS_ODD:
+    sys.exit()  # as a loop ends whose iterator has fewer batches
+if WHAT == "steps":
+    jax.block_until_ready(step(state, batch))
+if WHAT == "other":
+    autopar.parallelize(lambda p, x: jnp.mean((x @ p["a"]) ** 2), follow=step)(state["params"], batch["x"])
 if WHAT == "raise" and IS_ODD:
     raise ValueError("the disk is full")
 if WHAT == "save":

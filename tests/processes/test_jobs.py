@@ -75,6 +75,26 @@ def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int)
     assert not any("Traceback" in line or "Check failure" in line for line in other)
 
 
+@pytest.mark.parametrize(
+    ("what", "odd", "missed"),
+    [
+        ("steps", 0, "ended after 3 calls of train_step, which process 1 has called 4 times"),
+        ("steps", 1, "ended after 3 calls of train_step, which process 0 has called 4 times"),
+        (
+            "gather",
+            1,
+            "ended after 3 calls of autopar.gather, autopar.save or a callback, which process 0 has called 4 times",
+        ),
+        ("other", 0, "has ended, while process 1 waits for it to agree about <lambda>"),
+        ("other", 1, "has ended, while process 0 waits for it to agree about <lambda>"),
+    ],
+)
+def test_a_process_that_ends_before_the_others_do_is_said(what: str, odd: int, missed: str) -> None:
+    """Those that still wait for it would do so for ever."""
+    for said in _failure(what, odd):
+        assert any(re.search(f"process {odd} of this job {missed}", line) for line in said), said
+
+
 def test_a_save_that_fails_on_one_process_ends_all(tmp_path: pathlib.Path) -> None:
     """The other would wait for it as long as Orbax does."""
     done = run_job(SCRIPT, ["save", "1", str(tmp_path / "saved")], 2, 1, LIMIT)
@@ -85,18 +105,15 @@ def test_a_save_that_fails_on_one_process_ends_all(tmp_path: pathlib.Path) -> No
         autopar.restore(tmp_path / "saved", like={"count": 0})
 
 
-@pytest.mark.parametrize("what", ["shapes", "code"])
-def test_processes_that_run_different_steps_are_told(what: str) -> None:
-    for said in _failure(what, 1):
-        text = "\n".join(said)
-        assert "the processes of this job do not agree about train_step: the step is train_step of fingerprint" in text
-        assert "on process 0, but train_step of fingerprint" in text and "on process 1" in text
-
-
 @pytest.mark.parametrize(
     ("what", "differs"),
     [
         ("versions", r"the version of jax is \S+ on process 0, but jax of long ago on process 1"),
+        (
+            "shapes",
+            r"state\['params'\]\['a'\] is float32\[16, 16\] on process 0, but float32\[32, 32\] on process 1",
+        ),
+        ("code", r"the step is of (\d+) equations, fingerprint \w+ on process 0, but of (?!\1 )\d+ .* on process 1"),
         ("method", r"the method is .*'gpipe'.*num_microbatches=2.* on process 0, but .*num_microbatches=4"),
     ],
 )
@@ -115,6 +132,17 @@ def test_a_plan_that_cannot_be_made_is_said_once() -> None:
 def test_a_plan_for_other_devices_says_what_there_is() -> None:
     first, _ = _failure("devices", 0)
     assert any("the plan is for 8 devices, there are 2 (of 2 processes)" in line for line in first)
+
+
+def test_a_process_that_a_plan_leaves_out_is_named_and_runs_along() -> None:
+    done = run_job(SCRIPT, ["idle"], 2, 1, LIMIT)
+    assert done.returncode == 0, done.stderr
+    told = "autopar: train_step: the plan is for 1 of 2 devices; those of process 1 have no part in it"
+    assert _lines(done.stderr, 0).count(told) == 1 and told not in _lines(done.stderr, 1)
+    first, second = (
+        [line for line in _lines(done.stdout, process) if line.startswith(("step", "whole"))] for process in (0, 1)
+    )
+    assert first == second and len(first) == 5
 
 
 def test_what_is_not_a_number_is_found_wherever_it_is() -> None:
