@@ -252,6 +252,8 @@ class Processes:
         said = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+            if isinstance(error, RuntimeError) and "non-addressable" in str(error):  # JAX's advice would wait for ever
+                error.add_note("autopar.gather(tree), which all processes have to call, gives each the whole arrays.")
             if self._failed() is None and not is_of_peer(error):
                 said(kind, error, trace)
             self.fail(error)

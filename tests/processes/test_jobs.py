@@ -134,6 +134,12 @@ def test_a_plan_for_other_devices_says_what_there_is() -> None:
     assert any("the plan is for 8 devices, there are 2 (of 2 processes)" in line for line in first)
 
 
+def test_who_reads_what_lies_elsewhere_is_told_how() -> None:
+    first, second = _failure("read", 0)
+    for said in (first, second):
+        assert "autopar.gather(tree), which all processes have to call, gives each the whole arrays." in said
+
+
 def test_a_process_that_a_plan_leaves_out_is_named_and_runs_along() -> None:
     done = run_job(SCRIPT, ["idle"], 2, 1, LIMIT)
     assert done.returncode == 0, done.stderr
