@@ -18,7 +18,7 @@ from autopar.batches import Batches
 from autopar.calls import Call, StepFunction
 from autopar.compiler import build
 from autopar.cost_model.hardware import cluster_from_devices, devices_by_host
-from autopar.errors import InfeasiblePlanError, PlanError, TraceError
+from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError, TraceError
 from autopar.executable import Executable, Steady, steady_calls
 from autopar.finisher import Finisher, LeafHome
 from autopar.ir.graph import Graph, Value
@@ -411,7 +411,11 @@ class Parallelized:
         leaves = zip(graph.input_paths, graph.inputs, strict=True)
         arguments = {path: f"{value.dtype}{list(value.shape)}" for path, value in leaves}
         step = f"of {len(graph.equations)} equations, fingerprint {graph.fingerprint}"
-        job.agree(self._name, {**versions, **self._said(), **arguments, "the step": step})
+        try:
+            job.agree(self._name, {**versions, **self._said(), "the step": step})
+        except PlanMismatchError:
+            job.agree(self._name, arguments)  # of thousands of leaves only where that says more
+            raise
         found = mine
 
         def plan() -> str:

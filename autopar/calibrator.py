@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -105,13 +106,15 @@ def calibrate(
     if not LEAST_SECONDS <= seconds < math.inf:
         raise ClusterError(f"seconds is {seconds!r}: measuring takes at least {LEAST_SECONDS:g}; give it more.")
     devices = tuple(jax.local_devices() if devices is None else devices)
-    guess = cluster_from_devices(devices)
     processes = {device.process_index for device in devices}
     if len(processes) > 1:
         raise ClusterError(
             f"devices belong to {len(processes)} processes: a calibration measures one host, whose file says "
-            "num_hosts; pass the devices of one process (jax.local_devices())."
+            "num_hosts; pass the devices of one process (jax.local_devices()), which has all of its host."
         )
+    guess = cluster_from_devices(devices)
+    if len(guess.hosts) > 1:
+        raise ClusterError("devices belong to several domains of the fast interconnect; pass those of one.")
     return _Calibrator(devices, guess, seconds, show_progress).run()
 
 
@@ -130,6 +133,7 @@ class _Calibrator:
         self._clock = Clock(self._devices, _RUN, self._side())
         self._found: dict[_Task, list[Timed]] = {}
         self._ready: dict[_Task, Ready] = {}
+        self._kinds: set[tuple[str, str, int, Pooling | None, bool]] = set()  # of what was measured
 
     def _side(self) -> int | None:
         """Of the matrices of the reference kernel."""
@@ -139,35 +143,35 @@ class _Calibrator:
         return int(2 ** round(math.log2((_REFERENCE * peak / 2) ** (1 / 3))))
 
     def run(self) -> Calibration:
-        left_out = self._measure()
-        first, _ = self._fitted(statistics.median(self._clock.references))
         ends = self._ends + self._for_steps
+        left_out = self._measure(_in_turn(self._tasks()), self._ends)
+        first, _ = self._fitted()
         runs, late = run_steps(first, self._devices, self._clock, ends, self._show_progress)
+        left_out = self._measure(left_out, ends)
         self._measure_again(ends)
-        reference = statistics.median(self._clock.references)
-        fitted, measurements = self._fitted(reference)
+        reference = self._clock.reference
+        fitted, machines = self._fitted()
+        measurements = [each for machine, busy in machines for each in machine.measurements(busy.kind, busy.link)]
         cluster, steps = slowed(fitted, [run.normalised(reference) for run in runs])
         sources = {"memory of a device": "what the system or the preset says", "the network": "the preset's"}
         if len(self._devices) == 1:
             sources["the link between devices"] = "the preset's"
         took = time.monotonic() - self._started
-        return Calibration(cluster, (*measurements, *steps), took, left_out + late, sources)
+        return Calibration(cluster, (*measurements, *steps), took, len(left_out) + late, sources)
 
-    def _measure(self) -> int:
-        """Every probe once, or fewer where there is no time for more; how many were left out."""
-        tasks = _in_turn(self._tasks())
-        left_out = 0
-        kinds: set[tuple[str, str, int, Pooling | None, bool]] = set()
+    def _measure(self, tasks: Sequence[_Task], ends: float) -> list[_Task]:
+        """Every probe once, or fewer where there is no time for more until `ends`; which were left out."""
+        left_out = []
         with ProgramBar("measuring", self._show_progress) as bar:
             for first in range(0, len(tasks), _AT_ONCE):
                 bar(first, len(tasks))
-                is_late, chosen = time.monotonic() > self._ends, []
+                is_late, chosen = time.monotonic() > ends, []
                 for task in tasks[first : first + _AT_ONCE]:
                     # One of each kind is measured however slow the machine is: a cluster that lacks one is none.
-                    if is_late and task.kind in kinds and task.group not in _FIRST:
-                        left_out += 1
+                    if is_late and task.kind in self._kinds and task.group not in _FIRST:
+                        left_out.append(task)
                         continue
-                    kinds.add(task.kind)
+                    self._kinds.add(task.kind)
                     chosen.append(task)
                 ready = self._clock.compile([(task.probe, task.busy, task.size) for task in chosen])
                 self._ready |= zip(chosen, ready, strict=True)
@@ -293,22 +297,18 @@ class _Calibrator:
 
     # What it says
 
-    def _fitted(self, reference: float) -> tuple[Cluster, list[Measurement]]:
-        """The cluster, and how well it is said, normalised to so many seconds of the reference kernel."""
-        every_found = {task: typical(timings, reference) for task, timings in self._found.items()}
-        found: list[Busy] = []
-        measurements: list[Measurement] = []
-        every: DeviceKind | None = None
-        for busy in self._counts:
-            machine = _Machine({t: s for t, s in every_found.items() if t.busy == busy}, self._host, busy)
-            kind, link = machine.fitted(every)
-            every = every or kind
-            found.append(Busy(busy, kind, link))
-            measurements += machine.measurements(kind, link)
-        whole, *fewer = found
+    def _fitted(self) -> tuple[Cluster, list[tuple[_Machine, Busy]]]:
+        """The cluster, and for each number of busy devices what was measured and what it says."""
+        reference = self._clock.reference
+        every = {task: typical(timings, reference) for task, timings in self._found.items()}
+        found: list[tuple[_Machine, Busy]] = []
+        for count in self._counts:
+            machine = _Machine({t: s for t, s in every.items() if t.busy == count}, self._host, count)
+            found.append((machine, Busy(count, *machine.fitted(found[0][1].kind if found else None))))
+        whole, *fewer = (busy for _, busy in found)
         host = Host(whole.kind, len(self._devices), whole.link, tuple(reversed(fewer)))
         name = f"{len(self._devices)} x {whole.kind.name}, calibrated"
-        return Cluster(name, (host,), self._guess.network), measurements
+        return Cluster(name, (host,), self._guess.network), found
 
 
 _SIDES = (64, 256, 1024, 4096)
@@ -382,6 +382,7 @@ def _in_turn(tasks: Sequence[_Task]) -> list[_Task]:
     return [task for each in rounds for task in each if task is not None]
 
 
+@functools.cache
 def products_of(probe: Probe) -> Products:
     """The products that a probe computes, as the rules see them."""
     found = []
@@ -403,6 +404,7 @@ def _traffic_of(probe: Probe, kind: DeviceKind) -> tuple[int, int]:
     return moved, sum(each.launches for each in traffic.values())
 
 
+@functools.cache
 def pooled_by(probe: Probe, of: Pooling) -> float:
     """Elements of windows that a probe goes through."""
     rules = map(rule_of, _traced(probe).equations)

@@ -71,7 +71,7 @@ def main(folder: pathlib.Path, rounds: int, way: str, ports: list[int]) -> None:
     if way == "device_put":
         # Of CPUs, which have no other way; with port 0 each would look for the other at port 0.
         jax.config.update("jax_cross_host_transfer_socket_address", f"127.0.0.1:{ports[job.index]}")
-    meeting, channel = Meeting(folder / "meeting", job.index), job.channel("a benchmark", range(job.count))
+    meeting, channel = Meeting(folder / "meeting", job.index), job.channel("a benchmark", ())
     job.connect()
     half = jax.device_count() // 2
     source, target = (Mesh(tuple(range(at, at + half)), (half,), ("x",)) for at in (0, half))

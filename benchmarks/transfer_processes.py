@@ -279,7 +279,7 @@ def main(folder: pathlib.Path, rounds: int, every: int) -> None:
     if job is None:
         (folder / "alone.json").write_text(json.dumps([through_host(pair) for pair in chosen]))
         return
-    channel = job.channel("a benchmark", range(job.count))
+    channel = job.channel("a benchmark", ())
     job.connect()
     meeting = Meeting(folder / "meeting", job.index)
     rows = [measured(pair, rounds, job, channel, meeting) for pair in chosen]

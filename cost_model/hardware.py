@@ -37,6 +37,8 @@ _DEVICE_KINDS = (
     ("cpu", r"cpu", "cpu"),
 )
 _FALLBACK = "dgx-a100"
+# What JAX calls, of a GPU, the domain of the fast interconnect that it is in; the second is of older versions.
+_FAST_DOMAIN = ("partition_index", "slice_index")
 
 
 def preset_names() -> tuple[str, ...]:
@@ -110,14 +112,15 @@ def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster
     if not devices:
         raise ClusterError("devices is empty; pass at least one device, or None for all of jax.devices()")
     domains = [_fast_domain(device) for device in devices]
-    what = "process_index" if None in domains else "slice_index"
+    what = "process_index" if None in domains else _FAST_DOMAIN[0]
     keys = [device.process_index for device in devices] if None in domains else domains
     groups = itertools.groupby(zip(keys, devices, strict=True), key=lambda pair: pair[0])
     runs = [(key, tuple(device for _, device in run)) for key, run in groups]
     order = [key for key, _ in runs]
     if len(set(order)) < len(order):
         raise ClusterError(
-            f"devices come in the order {order} of {what}: those of a host must be neighbours; sort them by {what}"
+            f"devices come in the order {order} of {what}: those of a host must be neighbours; leave devices out, or "
+            f"sort them by {what}"
         )
     limits = _memory_limits(devices, jax.process_index())
     presets: dict[str, str] = {}
@@ -151,7 +154,7 @@ def _fast_domain(device: jax.Device) -> int | None:
     """
     if device.platform != "gpu":
         return None
-    return getattr(device, "partition_index", getattr(device, "slice_index", None))
+    return next((getattr(device, name) for name in _FAST_DOMAIN if hasattr(device, name)), None)
 
 
 def _local_host(preset: str, num_devices: int, limit: int | None) -> tuple[Host, Link]:

@@ -165,7 +165,8 @@ class Executable:
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
         self._mail = None
         if job is not None:
-            channel = job.channel(wiring.function, frozenset().union(*wiring.processes))
+            together = frozenset().union(*(there for there in wiring.processes if job.index in there))
+            channel = job.channel(wiring.function, together)
             self._mail = Mail(job, channel, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
         self._expect_at([])
 

@@ -20,8 +20,9 @@ def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes, receivers: Col
     (arrays of no dimension) are known to all processes already: see `Mail`.
     """
     channel = job.gatherings
-    channel.next_step()
     tiles = {number: holders(array) for number, array in arrays.items()}
+    if any(tiles.values()):  # else nothing is sent, and one process may do so alone
+        channel.next_step()
     for number, array in arrays.items():
         mine = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         for receiver in receivers or range(job.count):
@@ -44,6 +45,7 @@ def _whole(array: jax.Array, tiles: dict[Box, list[int]], number: int, job: Proc
             by_sender.setdefault(sender, []).append(key)
     for sender, keys in by_sender.items():
         shapes = [tuple(stop - start for start, stop in key) for key in keys]
+        channel.awaits(sender)
         structs = [jax.ShapeDtypeStruct(shape, array.dtype, sharding=here) for shape in shapes]
         found.update(zip(keys, job.pull(channel.uuid(number, job.index), sender, structs), strict=True))
     numbers = {key: np.asarray(plain(piece)) for key, piece in found.items()}

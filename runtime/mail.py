@@ -32,6 +32,7 @@ class Message:
 
     def pull(self, sender: int, arrays: Sequence[jax.ShapeDtypeStruct]) -> list[jax.Array]:
         """What another process offers as this message."""
+        self.channel.awaits(sender)
         return self.job.pull(self.channel.uuid(self.number, self.job.index), sender, arrays)
 
 
@@ -61,6 +62,7 @@ class Mail:
             elif here == min(there):
                 for other in set(everybody) - there:
                     self._sent.setdefault(other, []).append(register)
+        self._copied = frozenset(itertools.chain(*self._sent.values()))
         self._device = jax.local_devices()[0]
         job.connect()
 
@@ -75,7 +77,7 @@ class Mail:
     def make_known(self, registers: list[jax.Array]) -> None:
         """Bring results to the processes that have no device of their stage: onto their first device."""
         message = self.message(self._number)
-        sent = {r: registers[r].addressable_data(0).copy() for r in {*itertools.chain(*self._sent.values())}}
+        sent = {r: registers[r].addressable_data(0).copy() for r in self._copied}
         for receiver, numbers in self._sent.items():
             message.offer(receiver, [sent[r] for r in numbers])
         for register in self._own:

@@ -307,6 +307,11 @@ class Clock:
         donated = tuple(range(len(shapes))) if probe.in_place else ()
         return operands.lower(), jax.jit(mapped, donate_argnums=donated).lower(*shapes)
 
+    @property
+    def reference(self) -> float:
+        """Seconds of the reference kernel: the median of all that were taken."""
+        return statistics.median(self.references)
+
     def _take_reference(self) -> float:
         """Seconds of the reference kernel, now; 1 where there is none."""
         if self._reference is None:

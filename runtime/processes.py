@@ -59,14 +59,23 @@ class Channel:
     """Numbers of the messages of one executable: equal on all processes, and different for all messages under way."""
 
     def __init__(self, number: int, name: str, members: Collection[int]) -> None:
-        """`name`: what is called; `members`: the processes that each call needs."""
-        self._number = number % _CHANNELS
-        self.name, self.members = name, frozenset(members)
+        """`name`: what is called; `members`: the processes that run programs of it together with this one."""
+        self._number = number and 1 + (number - 1) % (_CHANNELS - 1)
+        self.name, self._members = name, frozenset(members)
         self.steps = 0  # that this process has begun
+        self._awaited: dict[int, int] = {}  # by sender, the last step of which something is awaited
 
     def next_step(self) -> None:
         """The numbers that follow are those of the next step."""
         self.steps += 1
+
+    def awaits(self, sender: int) -> None:
+        """This step needs what the sender sends in it."""
+        self._awaited[sender] = self.steps
+
+    def needs(self, process: int) -> int:
+        """How many steps another process has to begin for those of this one to end."""
+        return max(self.steps if process in self._members else 0, self._awaited.get(process, 0))
 
     def uuid(self, message: int, receiver: int) -> int:
         """63 bits for message `message`, below 2^20, of this step to a process below 2^12."""
@@ -82,10 +91,11 @@ class Processes:
         self._client, self._coordinator = state.client, str(state.coordinator_address)
         self._agreements = itertools.count()
         self._channels: list[Channel] = []
-        self._channels.append(Channel(0, "autopar.gather, autopar.save or a callback", range(self.count)))
+        self._channels.append(Channel(0, "autopar.gather or a callback", ()))
         self._connections: dict[int, Any] = {}
         self._meshes: set[Any] = set()
         self._stopping = threading.Lock()
+        self._needs_nobody = False  # at the end of the script
         self._watch()
 
     # Texts.
@@ -94,7 +104,7 @@ class Processes:
         """All processes come here, and go on if they all say the same.
 
         Raises:
-          PlanMismatchError: they do not; names the processes that differ from process 0, and in what.
+          PlanMismatchError: they do not; names the processes that differ from process 0, and in what. Or one has ended.
           PeerError: a process failed before it came here.
         """
         verdict = self.combined(json.dumps(dict(mine)), _differences, f"to agree about {what}")
@@ -123,7 +133,7 @@ class Processes:
         """What process 0 makes, on all of them.
 
         Raises:
-          UserError: what `make` raised on process 0, on all of them.
+          UserError: what `make` raised on process 0, on all of them; or process 0 has ended.
           PeerError: process 0 failed otherwise.
         """
         key = f"{_PREFIX}/made/{next(self._agreements)}"
@@ -157,11 +167,13 @@ class Processes:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
             self._check_others()
-            gone = self._done().keys() & {*needs} - {self.index}
+            gone = self._done().keys() & {*needs} - {self.index} if needs else ()
             if gone:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):  # it may have put it there since
+                    return str(self._client.key_value_try_get(key))
                 raise PlanMismatchError(
                     f"process {min(gone)} of this job has ended, while process {self.index} waits for it "
-                    f"{subject or 'to plan'}. {_ALIKE}"
+                    f"{subject or 'to plan or to look for a checkpoint'}. {_ALIKE}"
                 )
             if not said and time.monotonic() - started > _SOON:
                 said = True
@@ -186,14 +198,13 @@ class Processes:
 
     def _missed(self) -> str:
         """What a call of this process waits for that will never come, since a process that it needs has ended."""
-        done = self._done()
-        for process, calls in done.items() if self.index not in done else ():
+        for process, calls in self._done().items():
             for number, channel in reversed([*enumerate(self._channels)]):  # steps first, then what gathers
-                there = calls.get(number, 0)
-                if process in channel.members and channel.steps > there:
+                there, needed = calls.get(number, 0), channel.needs(process)
+                if needed > there:
                     return (
-                        f"process {process} of this job ended after {there} calls of {channel.name}, which process "
-                        f"{self.index} has called {channel.steps} times. {_ALIKE}"
+                        f"process {process} of this job ended after {there} calls of {channel.name}, of which process "
+                        f"{self.index} has begun number {needed}. {_ALIKE}"
                     )
         return ""
 
@@ -271,6 +282,7 @@ class Processes:
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 try:
                     self._settle()
+                    self._needs_nobody = True
                     self._meet(_DONE, json.dumps({n: channel.steps for n, channel in enumerate(self._channels)}))
                     self._disconnect()
                     self._meet(_PARTED)
@@ -294,7 +306,7 @@ class Processes:
             failed = self._failed()
             if failed is not None and failed["process"] != self.index:
                 self._stop(_of_peer(failed), 1)
-            if missed := self._missed():
+            if not self._needs_nobody and (missed := self._missed()):
                 self._tell(missed)
                 self._stop(missed, 1)
 

@@ -225,19 +225,28 @@ def test_several_timings_are_their_medians() -> None:
 
 
 def test_the_time_that_is_left_goes_to_measuring_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First what was left out, then all in turn."""
+    ticks = itertools.count()
+    monkeypatch.setattr(calibrator, "time", types.SimpleNamespace(monotonic=lambda: 0.5 * next(ticks)))
     monkeypatch.setattr(calibrator, "run_steps", lambda *_: ([], 0))
-    monkeypatch.setattr(_Calibrator, "_tasks", lambda _: [
+    monkeypatch.setattr(calibrator, "_AT_ONCE", 1)
+    tasks = [
         _Task("start of a program", "start", probes.launches(1), 1),
         _Task("launches", "launches", probes.launches(3), 1, times=2),
-    ])  # fmt: skip
+        *(_Task("buffers", str(number), probes.buffer(1 << 12, False), 1, moved=1 << 12) for number in range(12)),
+    ]
+    monkeypatch.setattr(_Calibrator, "_tasks", lambda _: tasks)
     devices = tuple(jax.devices()[:1])
-    calibration = _Calibrator(devices, autopar.cluster_from_devices(devices), 3.0, show_progress=False)
-    found = calibration.run()
-    assert found.seconds >= 3.0 and found.left_out == 0
-    assert calibration._ready.keys() == calibration._found.keys()
-    few, *_, many = sorted(len(timings) for timings in calibration._found.values())
-    assert many - 1 <= few and many >= 2
-    assert len(calibration._clock.references) == few + many
+    found = {}
+    for seconds in (4.0, 40.0):
+        calibration = _Calibrator(devices, autopar.cluster_from_devices(devices), seconds, show_progress=False)
+        left_out = calibration.run().left_out
+        assert calibration._ready.keys() == calibration._found.keys()
+        found[seconds] = left_out, [len(timings) for timings in calibration._found.values()]
+        assert len(calibration._clock.references) == sum(found[seconds][1])
+    (few, once), (none, again) = found.values()
+    assert 0 < few < len(tasks) and max(once) == 1 and few + len(once) == len(tasks)
+    assert none == 0 and len(again) == len(tasks) and max(again) >= 2 and max(again) - min(again) <= 1
 
 
 def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> None:

@@ -118,10 +118,11 @@ def test_make_cluster() -> None:
 
 
 def _device(
-    device_kind: str, process_index: int = 0, limit: int | None = None, fast_domain: int | None = None
-) -> jax.Device:
+    device_kind: str, process_index: int = 0, limit: int | None = None, fast_domain: int | None = None,
+    attribute: str = "partition_index",
+) -> jax.Device:  # fmt: skip
     stats = None if limit is None else {"bytes_limit": limit}
-    domain = {} if fast_domain is None else {"slice_index": fast_domain}
+    domain = {} if fast_domain is None else {attribute: fast_domain}
     return cast(
         jax.Device,
         types.SimpleNamespace(
@@ -195,6 +196,8 @@ def test_processes_of_one_host_are_one_host(monkeypatch: pytest.MonkeyPatch) -> 
     devices = [_device("NVIDIA H100 80GB HBM3", i, fast_domain=i // 8) for i in range(16)]
     expected = load_preset("dgx-h100", num_hosts=2)
     assert cluster_from_devices(devices).hosts == expected.hosts
+    older = [_device("NVIDIA H100 80GB HBM3", i, fast_domain=i // 8, attribute="slice_index") for i in range(16)]
+    assert cluster_from_devices(older).hosts == expected.hosts
     # Ranks that go round the hosts: the devices are put in order where nobody has chosen one.
     dealt = [_device("NVIDIA H100 80GB HBM3", i, fast_domain=i % 2) for i in range(16)]
     monkeypatch.setattr(jax, "devices", lambda: dealt)
@@ -214,7 +217,7 @@ def test_devices_that_make_no_cluster() -> None:
         cluster_from_devices([])
     with pytest.raises(ClusterError, match=r"order \[0, 1, 0\] of process_index: .*sort them by process_index"):
         cluster_from_devices([_device("NVIDIA H200", i) for i in (0, 1, 0)])
-    with pytest.raises(ClusterError, match=r"order \[0, 1, 0\] of slice_index: .*sort them by slice_index"):
+    with pytest.raises(ClusterError, match=r"order \[0, 1, 0\] of partition_index: .*sort them by partition_index"):
         cluster_from_devices([_device("NVIDIA H200", i, fast_domain=i % 2) for i in range(3)])
     kinds = "the host of process_index 0 has devices of the kinds NVIDIA H200, Tesla V100-SXM2-16GB"
     with pytest.raises(ClusterError, match=kinds):

@@ -48,13 +48,16 @@ method = autopar.recipes.gpipe(2 if WHAT != "stages" else 64, microbatches) if d
 step = autopar.parallelize(train_step, method=method)
 if WHAT == "devices":
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("dgx-h100"))
-if WHAT == "idle":
+if WHAT in ("idle", "leave"):
     step = autopar.parallelize(train_step, cluster=autopar.load_preset("cpu", devices_per_host=1))
 numbers = np.random.default_rng(0)
 params: Any = {name: numbers.normal(size=(WIDTH, WIDTH)).astype(np.float32) * 0.2 for name in "abc"}
 # A number that a step only reads, of a weak type, and one that is no number but small.
 state: Any = {"params": params, "count": 0, "key": jax.random.key(3), "rate": 0.1, "one": np.ones(1, np.float32)}
 batch = {name: numbers.normal(size=(8, WIDTH)).astype(np.float32) for name in "xy"}
+if WHAT == "leave" and jax.process_index():
+    step.compile(state, batch)
+    sys.exit()
 for _ in range(3):
     state, (loss, noise) = step(state, batch)
     print(f"step {int(state['count'])}: {float(loss):.6f} {float(noise):.6f} {float(state['rate'])}", flush=True)
@@ -77,6 +80,11 @@ if WHAT == "save":
 if WHAT == "nan":
     with jax.debug_nans(True):
         step(state, {**batch, "y": batch["y"] * np.nan})
+if WHAT == "alone" and IS_ODD:
+    autopar.gather({"loss": loss})  # of what all know, for which nobody waits
+    time.sleep(5)
+if WHAT == "leave":
+    sys.exit()
 if WHAT == "read" and jax.process_index() == 0:
     print(np.asarray(state["params"]["c"]))
 whole = autopar.gather(state)

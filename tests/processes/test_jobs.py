@@ -78,12 +78,12 @@ def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int)
 @pytest.mark.parametrize(
     ("what", "odd", "missed"),
     [
-        ("steps", 0, "ended after 3 calls of train_step, which process 1 has called 4 times"),
-        ("steps", 1, "ended after 3 calls of train_step, which process 0 has called 4 times"),
+        ("steps", 0, "ended after 3 calls of train_step, of which process 1 has begun number 4"),
+        ("steps", 1, "ended after 3 calls of train_step, of which process 0 has begun number 4"),
         (
             "gather",
             1,
-            "ended after 3 calls of autopar.gather, autopar.save or a callback, which process 0 has called 4 times",
+            "ended after 0 calls of autopar.gather or a callback, of which process 0 has begun number 1",
         ),
         ("other", 0, "has ended, while process 1 waits for it to agree about <lambda>"),
         ("other", 1, "has ended, while process 0 waits for it to agree about <lambda>"),
@@ -132,6 +132,13 @@ def test_a_plan_that_cannot_be_made_is_said_once() -> None:
 def test_a_plan_for_other_devices_says_what_there_is() -> None:
     first, _ = _failure("devices", 0)
     assert any("the plan is for 8 devices, there are 2 (of 2 processes)" in line for line in first)
+
+
+@pytest.mark.parametrize("what", ["alone", "leave"])
+def test_a_process_that_ends_before_the_others_do_and_that_nobody_waits_for_ends_nobody(what: str) -> None:
+    done = run_job(SCRIPT, [what, "1"], 2, 1, LIMIT)
+    assert done.returncode == 0, done.stderr
+    assert "step 3" in "\n".join(_lines(done.stdout, 0))
 
 
 def test_who_reads_what_lies_elsewhere_is_told_how() -> None:
