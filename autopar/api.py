@@ -408,13 +408,13 @@ class Parallelized:
         """Process 0 plans, and the others take its plan."""
         versions = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib", "autopar")}
         graph = traced.graph
-        leaves = zip(graph.input_paths, graph.inputs, strict=True)
-        arguments = {path: f"{value.dtype}{list(value.shape)}" for path, value in leaves}
         step = f"of {len(graph.equations)} equations, fingerprint {graph.fingerprint}"
         try:
             job.agree(self._name, {**versions, **self._said(), "the step": step})
         except PlanMismatchError:
-            job.agree(self._name, arguments)  # of thousands of leaves only where that says more
+            # Of thousands of leaves only where that says more.
+            leaves = zip(graph.input_paths, graph.inputs, strict=True)
+            job.agree(self._name, {path: f"{value.dtype}{list(value.shape)}" for path, value in leaves})
             raise
         found = mine
 

@@ -126,8 +126,8 @@ class _Calibrator:
         self._host = guess.hosts[0]
         self._backend = _CPU if self._host.kind.xla.single_output else _GPU
         self._started = time.monotonic()
-        self._for_steps = seconds * _STEPS_SHARE
-        self._ends = self._started + seconds - self._for_steps
+        self._ends = self._started + seconds
+        self._steps_start = self._ends - _STEPS_SHARE * seconds
         counts = [*busy_counts(len(devices))][::-1] if self._host.busy else []
         self._counts = (len(devices), *counts)
         self._clock = Clock(self._devices, _RUN, self._side())
@@ -143,12 +143,11 @@ class _Calibrator:
         return int(2 ** round(math.log2((_REFERENCE * peak / 2) ** (1 / 3))))
 
     def run(self) -> Calibration:
-        ends = self._ends + self._for_steps
-        left_out = self._measure(_in_turn(self._tasks()), self._ends)
+        left_out = self._measure(_in_turn(self._tasks()), self._steps_start)
         first, _ = self._fitted()
-        runs, late = run_steps(first, self._devices, self._clock, ends, self._show_progress)
-        left_out = self._measure(left_out, ends)
-        self._measure_again(ends)
+        runs, late = run_steps(first, self._devices, self._clock, self._ends, self._show_progress)
+        left_out = self._measure(left_out, self._ends)
+        self._measure_again()
         reference = self._clock.reference
         fitted, machines = self._fitted()
         measurements = [each for machine, busy in machines for each in machine.measurements(busy.kind, busy.link)]
@@ -178,11 +177,11 @@ class _Calibrator:
                 self._found |= {task: [self._clock.time(self._ready[task])] for task in chosen}
         return left_out
 
-    def _measure_again(self, ends: float) -> None:
-        """What was measured, one probe after the other, until `ends`."""
+    def _measure_again(self) -> None:
+        """What was measured, one probe after the other, while there is time."""
         with ProgramBar("measuring again", self._show_progress):
             for task, ready in itertools.cycle(self._ready.items()):
-                if time.monotonic() > ends:
+                if time.monotonic() > self._ends:
                     return
                 self._found[task].append(self._clock.time(ready))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 import itertools
+import operator
 import os
 import re
 import warnings
@@ -92,7 +93,8 @@ def devices_by_host() -> list[jax.Device]:
     """`jax.devices()`, those of a host next to one another, whichever of its processes they are of."""
     import jax
 
-    return sorted(jax.devices(), key=lambda device: _fast_domain(device) or 0)
+    devices = jax.devices()
+    return sorted(devices, key=operator.attrgetter(_attribute_of_hosts(devices)))
 
 
 def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster:
@@ -111,11 +113,8 @@ def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster
     devices = devices_by_host() if devices is None else devices
     if not devices:
         raise ClusterError("devices is empty; pass at least one device, or None for all of jax.devices()")
-    domains = [_fast_domain(device) for device in devices]
-    what = "process_index" if None in domains else _FAST_DOMAIN[0]
-    keys = [device.process_index for device in devices] if None in domains else domains
-    groups = itertools.groupby(zip(keys, devices, strict=True), key=lambda pair: pair[0])
-    runs = [(key, tuple(device for _, device in run)) for key, run in groups]
+    what = _attribute_of_hosts(devices)
+    runs = [(key, tuple(run)) for key, run in itertools.groupby(devices, key=operator.attrgetter(what))]
     order = [key for key, _ in runs]
     if len(set(order)) < len(order):
         raise ClusterError(
@@ -146,15 +145,15 @@ def cluster_from_devices(devices: Sequence[jax.Device] | None = None) -> Cluster
     return Cluster(f"{len(devices)} x {names}", tuple(hosts), slowest)
 
 
-def _fast_domain(device: jax.Device) -> int | None:
-    """Of GPUs a number that those share between which the fast interconnect is; None where JAX does not say.
+def _attribute_of_hosts(devices: Sequence[jax.Device]) -> str:
+    """The attribute that devices of a host have in common.
 
-    XLA gives one to those of a machine, by its boot's id, or of a domain of NVLink that spans machines
-    (https://github.com/openxla/xla/pull/24473).
+    Of GPUs the domain of the fast interconnect, where JAX says it: XLA gives a number to those of a machine, by its
+    boot's id, or of a domain of NVLink that spans machines (https://github.com/openxla/xla/pull/24473).
     """
-    if device.platform != "gpu":
-        return None
-    return next((getattr(device, name) for name in _FAST_DOMAIN if hasattr(device, name)), None)
+    names = _FAST_DOMAIN if all(device.platform == "gpu" for device in devices) else ()
+    found = (name for name in names if all(getattr(device, name, None) is not None for device in devices))
+    return next(found, "process_index")
 
 
 def _local_host(preset: str, num_devices: int, limit: int | None) -> tuple[Host, Link]:

@@ -58,9 +58,18 @@ class _HowToCopy(NamedTuple):
     is_fragile: bool
 
 
+class _Put(NamedTuple):
+    """A copy within this process that is one call of `jax.device_put`."""
+
+    source: Register
+    target: Register
+    destination: jax.Device | jax.sharding.NamedSharding
+    may_alias: bool  # as in `Sending`
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Together:
-    """Copies that are one message."""
+    """Copies that are one message, or cut and join tiles."""
 
     number: int
     copies: list[_HowToCopy] = dataclasses.field(default_factory=list)
@@ -234,21 +243,24 @@ class Executable:
 
     def _with_copies_together(
         self, instructions: InstructionList, state: Set[Register]
-    ) -> list[Run | Free | _Together]:
+    ) -> list[Run | Free | _Put | _Together]:
         """This process's list; copies that go together are where the first of them is."""
         first_of = instructions.together()
         groups: dict[int, _Together] = {}
-        found: list[Run | Free | _Together] = []
+        found: list[Run | Free | _Put | _Together] = []
         for instruction in self._instructions:
             if not isinstance(instruction, Copy):
                 found.append(instruction)
+                continue
+            tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
+            source, target = instruction.source, instruction.target
+            if tiles.is_put:
+                found.append(_Put(source, target, tiles.destination, may_alias))
                 continue
             first = first_of[instruction.number]
             if first not in groups:
                 groups[first] = _Together(first)
                 found.append(groups[first])
-            tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
-            source, target = instruction.source, instruction.target
             groups[first].copies.append(_HowToCopy(source, target, tiles, may_alias, source in state))
         return found
 
@@ -299,6 +311,9 @@ class Executable:
                     outputs = self._launch(instruction.program, arguments_of(registers))
                     for there, found in spans:
                         registers[there] = outputs[found]
+                elif isinstance(instruction, _Put):
+                    source, to, destination, may_alias = instruction
+                    registers[to] = jax.device_put(registers[source], destination, may_alias=may_alias)
                 elif isinstance(instruction, _Together):
                     message = None if self._mail is None else self._mail.message(instruction.number)
                     sent = [
@@ -522,7 +537,7 @@ def _getter(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]
     return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
 
 
-def _changed(instruction: Run | Free | _Together) -> Sequence[Register]:
+def _changed(instruction: Run | Free | _Put | _Together) -> Sequence[Register]:
     """The registers that a program's results go to, in their order, or that are freed."""
     if isinstance(instruction, Run):
         return instruction.outputs

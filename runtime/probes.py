@@ -266,17 +266,17 @@ class Ready:
 class Clock:
     """Times probes on the devices of a host, and beside each a reference kernel: a product on all devices.
 
-    The speed of a machine that others share changes by a quarter for some seconds at a time, that of arithmetic and of
-    memory traffic alike. What was timed at different speeds is compared by what the reference kernel took then.
+    The speed of a machine that others share changes for some seconds at a time, that of arithmetic and that of memory
+    traffic alike. What was timed at different speeds is compared by what the reference kernel took then.
     """
 
-    def __init__(self, devices: Sequence[jax.Device], seconds: float, reference: int | None) -> None:
-        """`seconds`: how long each probe is run; `reference`: the side of the product's matrices, or no such kernel."""
+    def __init__(self, devices: Sequence[jax.Device], seconds: float, side: int | None) -> None:
+        """`seconds`: how long each probe is run; `side`: of the product's matrices; None: there is no such kernel."""
         self._devices, self._seconds = tuple(devices), seconds
         self.references: list[float] = []  # all that were taken
         self._reference: Callable[[], Any] | None = None
-        if reference is not None:
-            (ready,) = self.compile([(product(reference), len(self._devices), 1)])
+        if side is not None:
+            (ready,) = self.compile([(product(side), len(self._devices), 1)])
             matrices = jax.block_until_ready(ready.operands())
             self._reference = lambda: ready.program(*matrices)
             self._take_reference()  # the first run warms up

@@ -91,7 +91,7 @@ class Processes:
         self._client, self._coordinator = state.client, str(state.coordinator_address)
         self._agreements = itertools.count()
         self._channels: list[Channel] = []
-        self._channels.append(Channel(0, "autopar.gather or a callback", ()))
+        self.gatherings = self.channel("autopar.gather or a callback", ())
         self._connections: dict[int, Any] = {}
         self._meshes: set[Any] = set()
         self._stopping = threading.Lock()
@@ -317,11 +317,6 @@ class Processes:
         made = Channel(len(self._channels), name, members)
         self._channels.append(made)
         return made
-
-    @functools.cached_property
-    def gatherings(self) -> Channel:
-        """Of arrays that are gathered."""
-        return self._channels[0]
 
     def offer(self, uuid: int, arrays: Sequence[jax.Array]) -> None:
         """Let another process pull these arrays, each of one device. Never waits; the arrays may not be given away."""

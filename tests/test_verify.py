@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import os
 import pathlib
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -208,6 +211,18 @@ def test_where_jax_did_not_take_the_compiler_the_error_says_what_to_do(
     finally:
         jax.config.update("jax_platforms", before)
     assert ("say jax.config.update('jax_platforms', 'cpu')" in str(caught.value)) is is_told
+
+
+@needs_cuda_compiler
+def test_without_a_word_about_platforms_the_compiler_is_there_or_it_is_said_what_to_do() -> None:
+    """As a user's script has it: whether JAX takes the plugin depends on the CUDA libraries of this machine."""
+    script = (
+        "from autopar.cost_model.targets import load_target\nfrom autopar.runtime.ahead import absent_gpus\n"
+        "assert len(absent_gpus(load_target('h100'), 1, 1)) == 1"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_PLATFORMS"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 or "say jax.config.update('jax_platforms', 'cpu')" in done.stderr, done.stderr
 
 
 @needs_cuda_compiler
