@@ -166,7 +166,8 @@ SUITES = (
         "dispatch", "benchmarks.dispatch", "What the worker itself takes",
         "Steps of tiny programs: host time of an instruction beyond the call of its compiled program, in microseconds; "
         "a step of 1,000 leaves over `jax.jit` of the same step, on one device and on 8 virtual ones; a pipeline of 8 "
-        "stages and 64 microbatches over a loop written by hand. Ratios are medians over interleaved rounds.",
+        "stages and 64 microbatches over a loop written by hand. Ratios are medians over interleaved rounds, of leaves "
+        "medians over five processes.",
         quick=("--rounds", "4"),
     ),
     Suite(

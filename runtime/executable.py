@@ -31,6 +31,7 @@ from autopar.runtime.source import Source, compile_options
 from autopar.runtime.transfer import Sending, TileTransfer, needs_waits, send
 
 _IS_DELETED = operator.methodcaller("is_deleted")
+_DELETE = operator.methodcaller("delete")
 _UNGUARDED = contextlib.nullcontext()
 
 
@@ -48,6 +49,7 @@ class _Direct:
     moved: Sequence[tuple[Register, int]]
     results: Callable[[Sequence[Any]], Sequence[Any]] | None  # of what it returns, and None after it; None: as they are
     passes: Sequence[tuple[int, int]]  # results that are arguments
+    given: Callable[[Sequence[Any]], Sequence[Any]]  # leaves of the state that the program takes over
 
 
 class _HowToCopy(NamedTuple):
@@ -239,6 +241,7 @@ class Executable:
             [(register, at[register]) for register in moved],
             None if results == list(range(len(made))) else _getter(results),
             [(k, at[register]) for k, register in self._passes],
+            _getter(sorted(at[r] for k in run.donated if (r := run.inputs[k]) not in moved)),
         )  # fmt: skip
 
     def _with_copies_together(
@@ -363,7 +366,10 @@ class Executable:
                     returned[k] = x
             # While the program runs. If it fails, nobody has these, and the next call is looked at in full.
             self._expected = self._remember_left(returned, leaves)
-            self._wait(direct.program, outputs)
+            if self._waits[direct.program]:
+                # What it took over is let go of meanwhile: the caller still has it, and that takes as long as the wait.
+                collections.deque(map(_DELETE, direct.given(given)), maxlen=0)
+                self._wait(direct.program, outputs)
         except Exception as error:
             self._explain(error, leaves, known=True)
             raise

@@ -32,6 +32,14 @@ def test_many_leaves(devices: int) -> None:
     assert row["ratio"] > 0 and row["devices"] == devices
 
 
+def test_the_middle_of_several_processes() -> None:
+    times = [(1.0, 1.0), (2.0, 1.0), (9.0, 3.0)]
+    rows = [{"leaves": 7, "seconds": a, "seconds_by_hand": b, "ratio": a / b, "rounds": 4} for a, b in times]
+    middle = dispatch._over_processes(rows)
+    assert (middle["seconds"], middle["seconds_by_hand"], middle["ratio"]) == (2.0, 1.0, 2.0)
+    assert middle["leaves"] == 7 and middle["rounds"] == 12 and middle["ratios"] == [1.0, 2.0, 3.0]
+
+
 def test_the_pipeline_is_the_one_by_hand() -> None:
     row = dispatch.pipeline(3, 4, 2)  # it compares their results
     assert row["rounds"] == 2 and row["seconds_by_hand"] > 0
