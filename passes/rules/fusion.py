@@ -160,7 +160,7 @@ def memory_traffic(
     `single_output`: for a compiler whose kernels have one result each (`XlaBackend.single_output`).
     """
     memory = _memory(equations, rules, inputs, outputs, single_output)
-    layouts = Layouts()
+    layouts = Layouts(equations, rules, outputs)
     against: dict[_Place, int] = defaultdict(int)
     copied: dict[_Place, int] = defaultdict(int)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from

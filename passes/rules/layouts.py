@@ -1,13 +1,16 @@
 """In which order arrays lie in memory, where a compiler goes through them element by element, as XLA does for CPUs.
 
 What a kernel makes lies row-major, a view of it as it does itself. A kernel whose result is row-major reads a
-transposed view against its order. Products and reductions want their operands in an order, and get a copy where these
-lie in another one. Orders are those of whole arrays: that a piece may be one long in a dimension is not considered.
+transposed view against its order. Where nothing reads a product of matrices but its transposition, XLA makes the
+transposed product instead (`AlgebraicSimplifier`), which so lies row-major: the gradients of layers are such. Products
+and reductions want their operands in an order, and get a copy where these lie in another one. Orders are those of whole
+arrays: that a piece may be one long in a dimension is not considered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.ir.graph import Equation, Value
@@ -28,7 +31,8 @@ class Reading(NamedTuple):
 class Layouts:
     """Of the values of a program, in the order of its equations."""
 
-    def __init__(self) -> None:
+    def __init__(self, equations: Sequence[Equation], rules: Mapping[int, Rule], outputs: Collection[Value]) -> None:
+        self._instead = _made_transposed(equations, rules, outputs)
         self._views: dict[Value, Order] = {}
         self._fused: dict[Value, list[Read]] = {}
 
@@ -36,7 +40,8 @@ class Layouts:
         """Each result is the operand at its position, perhaps in another order or shape."""
         for k, (before, after) in enumerate(zip(eqn.inputs, eqn.outputs, strict=True)):
             if isinstance(before, Value):
-                self._views[after] = _through(rule, k, k, self._of(before))
+                made = after in self._instead
+                self._views[after] = _row_major(after) if made else _through(rule, k, k, self._of(before))
 
     def fuse(self, eqn: Equation, rule: Rule) -> None:
         """The results are computed inside the kernels that read them."""
@@ -77,6 +82,41 @@ class Layouts:
             for source, order in self._read_for(v)
         }
         return [*found]
+
+
+def _made_transposed(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], outputs: Collection[Value]
+) -> set[Value]:
+    """Transposed products of which nothing else is read: XLA makes these."""
+    read = Counter(v for eqn in equations for v in eqn.values)
+    read.update(outputs)
+    products: set[Value] = set()
+    found: set[Value] = set()
+    for eqn in equations:
+        rule = rules[eqn.id]
+        if _is_of_matrices(eqn, rule):
+            products.update(eqn.outputs)
+        elif products.intersection(eqn.values) and read[eqn.values[0]] == 1 and _swaps_the_last_two(eqn, rule):
+            found.update(eqn.outputs)
+    return found
+
+
+def _is_of_matrices(eqn: Equation, rule: Rule) -> bool:
+    """Whether a product has rows and columns of one dimension each, in types that XLA for CPUs does not convert."""
+    if rule.sides is None or rule.patches is not None or len(rule.outputs[0]) < 2:
+        return False
+    if len({v.dtype for v in (*eqn.inputs, *eqn.outputs)}) > 1 or eqn.outputs[0].dtype.itemsize < 4:
+        return False
+    (_, batch), (_, rows), (_, columns), _ = rule.sides.each
+    *before, row, column = rule.outputs[0]
+    return all(batch.issuperset(dim) for dim in before) and rows.issuperset(row) and columns.issuperset(column)
+
+
+def _swaps_the_last_two(eqn: Equation, rule: Rule) -> bool:
+    if len(eqn.inputs) != 1 or len(eqn.outputs) != 1 or not is_fusible(rule) or len(rule.inputs[0]) < 2:
+        return False
+    *before, row, column = rule.inputs[0]
+    return row != column and tuple(rule.outputs[0]) == (*before, column, row)
 
 
 def _row_major(value: Value) -> tuple[int, ...]:

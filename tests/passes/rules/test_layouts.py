@@ -68,7 +68,18 @@ ELEMENTWISE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
     "a column, over rows": (lambda x, y: x + y[:, None], (SQUARE, shape(64)), 0),
     "another shape": (lambda x, y: x.reshape(32, 128) + y, (SQUARE, shape(32, 128)), 0),
     "another shape of a transposed array": (lambda x, y: x.T.reshape(32, 128) + y, (SQUARE, shape(32, 128)), 1),
-    "a transposed result": (lambda x, y: (x @ x).T + y, (SQUARE, SQUARE), 1),
+    "a transposed product": (lambda x, y: (x @ x).T + y, (SQUARE, SQUARE), 0),
+    "a transposed product that two kernels read": (lambda x, y: ((t := (x @ x).T) + y, y - t), (SQUARE, SQUARE), 0),
+    "a product in both orders": (lambda x, y: ((p := x @ x).T + y, p * y), (SQUARE, SQUARE), 1),
+    "a product that leaves, too": (lambda x, y: ((p := x @ x).T + y, p), (SQUARE, SQUARE), 1),
+    "a function of a product": (lambda x, y: jnp.tanh(x @ x).T + y, (SQUARE, SQUARE), 1),
+    "many transposed products": (lambda x, y: jnp.swapaxes(x @ x, 1, 2) + y, (shape(4, 8, 8), shape(4, 8, 8)), 0),
+    "neighbours of what is batched": (lambda x, y: jnp.swapaxes(x @ x, 0, 1) + y, (shape(8, 8, 8),) * 2, 0),
+    "the gradient of a layer": (
+        lambda w, x: w - jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w),
+        (shape(64, 32), shape(16, 64)),
+        0,
+    ),
     "in both orders": (lambda x, y: jnp.exp(x).T + jnp.exp(x) + y, (SQUARE, SQUARE), 1),
     "behind a fence": (lambda x, y: jax.lax.optimization_barrier(x.T) + y, (SQUARE, SQUARE), 1),
 }
@@ -80,6 +91,15 @@ def test_operands_of_elementwise_kernels(name: str) -> None:
     found = traffic_of(function, *args)
     assert sum(sum(each.against) for each in found) == against
     assert not any(sum(each.copied) for each in found)
+
+
+@pytest.mark.parametrize("name", [name for name in ELEMENTWISE if "product" in name or "gradient" in name])
+def test_transposed_products(name: str) -> None:
+    function, args, against = ELEMENTWISE[name]
+    dots = [line for line in compiled(function, *args).splitlines() if " dot(" in line]
+    assert len(dots) == (2 if "gradient" in name else 1)
+    turned = [line for line in compiled(function, *args).splitlines() if re.search(r" (copy|transpose)\(", line)]
+    assert bool(turned) == bool(against), turned
 
 
 COLUMN, WIDE = shape(64, 1), shape(64, 10)
