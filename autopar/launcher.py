@@ -26,9 +26,6 @@ _DEVICES, _LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
 # What launchers that JAX does not know say of a process: its number, and how many there are (Open MPI, also where its
 # runtime is PRRTE; MPICH, Intel MPI).
 _LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-# glibc's malloc hands what is freed back to the system above some size, and every page of what is set aside anew is
-# then waited for, step after step. On CPUs XLA sets its buffers aside so, and processes keep what they had instead.
-KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 62), "MALLOC_MMAP_THRESHOLD_": str(1 << 62)}
 _GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
 
 
@@ -231,20 +228,18 @@ def launch(command: Sequence[str], processes: int, devices_per_process: int | No
     """Run a command as so many processes of one job on this machine; its exit code.
 
     What they print comes line by line, with the number of the process before it (but for `bare` not what the first
-    prints on stdout). Once one has failed, the others have ten seconds to end by themselves. Where JAX_PLATFORMS says
-    that they run on CPUs, they keep the memory that they had (`KEEPING_MEMORY`), unless the environment says otherwise.
+    prints on stdout). Once one has failed, the others have ten seconds to end by themselves.
     """
     here = f"127.0.0.1:{_free_port('127.0.0.1')}"
     job = {_COORDINATOR: here, _COUNT: str(processes), _LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
     if devices_per_process is not None:
         job[_DEVICES] = str(devices_per_process)
-    kept = KEEPING_MEMORY if os.environ.get("JAX_PLATFORMS", "").startswith("cpu") else {}
     lock = threading.Lock()
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     with _forwarding(children):
         for index in range(processes):
-            environment = {**kept, **os.environ, **job, _INDEX: str(index)}
+            environment = {**os.environ, **job, _INDEX: str(index)}
             child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             children.append(child)
             for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):

@@ -1,7 +1,7 @@
 """Pipelines over two processes, a core each, beside what they could be at best: `python -m benchmarks.pipeline`.
 
 Each core is calibrated first, both at the same time, and what is between the processes is measured: so the step times
-are predicted. All processes keep the memory that they had, as those of `autopar run` do.
+are predicted.
 
 The step is a chain of layers, half of them on each process's one device; a program takes 50 ms or more. Each round
 runs, one after the other:
@@ -29,7 +29,6 @@ import sys
 import tempfile
 from typing import Any
 
-from autopar.launcher import KEEPING_MEMORY
 from benchmarks import common
 
 SCHEDULES = ("gpipe", "1f1b")
@@ -39,9 +38,7 @@ ROUNDS = 10
 LEAST = 0.85  # of what is possible
 SCRIPT = pathlib.Path(__file__).with_name("pipeline_processes.py")
 # One thread for XLA's own parallelism: a process has one core.
-ENVIRONMENT = {
-    **KEEPING_MEMORY, **os.environ, "PYTHONPATH": os.fspath(SCRIPT.parents[1]), "JAX_PLATFORMS": "cpu", "NPROC": "1",
-}  # fmt: skip
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.fspath(SCRIPT.parents[1]), "JAX_PLATFORMS": "cpu", "NPROC": "1"}
 MOST_ERROR = 0.1  # of the predicted step time
 SECONDS = 300.0  # of the calibration
 

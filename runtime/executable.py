@@ -24,6 +24,7 @@ from autopar.ir.instructions import Copy, Free, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
+from autopar.runtime.host_memory import keep_memory
 from autopar.runtime.mail import Mail, state_of
 from autopar.runtime.placement import Array, absent, is_here, place, private
 from autopar.runtime.processes import Processes, compiler_options
@@ -118,6 +119,7 @@ class Executable:
         self.buffers = Buffers()  # one for all executables that hand one another state, where they are told so
         here = [i for i, source in enumerate(sources) if is_here(source.mesh)]
         self.sources = tuple(sources[i] for i in here)  # of this process
+        keep_memory(device for source in self.sources for device in source.mesh.local_devices)
         self.programs = _compile(self.sources)
         for transfer in wiring.transfers:
             transfer.compile()

@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from autopar.ir.sharding import StepKind
+from autopar.runtime.host_memory import keep_memory
 
 T = TypeVar("T")
 
@@ -273,6 +274,7 @@ class Clock:
     def __init__(self, devices: Sequence[jax.Device], seconds: float, side: int | None) -> None:
         """`seconds`: how long each probe is run; `side`: of the product's matrices; None: there is no such kernel."""
         self._devices, self._seconds = tuple(devices), seconds
+        keep_memory(devices)  # as where steps run
         self.references: list[float] = []  # all that were taken
         self._reference: Callable[[], Any] | None = None
         if side is not None:

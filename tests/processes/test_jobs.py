@@ -277,17 +277,3 @@ def test_a_thousand_steps_hold_no_more_than_two_hundred() -> None:
         early, late = json.loads(line)
         assert late[0] <= 1.02 * early[0]
         assert late[1:] <= early[1:]
-
-
-@pytest.mark.parametrize(("platforms", "said"), [("cpu", None), ("cpu", "4096"), ("cuda,cpu", None)])
-def test_processes_on_cpus_keep_their_memory(
-    platforms: str, said: str | None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    name = "MALLOC_TRIM_THRESHOLD_"
-    monkeypatch.setenv("JAX_PLATFORMS", platforms)
-    monkeypatch.delenv(name, raising=False)
-    if said is not None:
-        monkeypatch.setenv(name, said)
-    assert launcher.launch([sys.executable, "-c", f"import os; print(os.environ.get({name!r}))"], 2, None) == 0
-    wanted = said or (launcher.KEEPING_MEMORY[name] if platforms == "cpu" else None)
-    assert sorted(capfd.readouterr().out.split("\n")[:2]) == [f"[0] {wanted}", f"[1] {wanted}"]
