@@ -199,7 +199,8 @@ SUITES = (
             f"weak_scaling_{family}", "benchmarks.weak_scaling", f"Weak scaling of {title}, executed",
             "1, 2 and 4 processes of one CPU device each train a model that grows with them: throughput of a device "
             "over that of one alone, measured and predicted (by the presets, uncalibrated). Where there are fewer "
-            "cores than processes, they share them.",
+            "cores than processes, they share them; and what they send to one another goes over the loopback, where "
+            "a message may wait (see docs/launch.md).",
             ("--family", family), ("--processes", "1", "--steps", "2"),
         )
         for family, title in (("gpt", "GPT"), ("moe", "a mixture of experts"), ("wresnet", "Wide-ResNet"))
