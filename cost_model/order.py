@@ -17,6 +17,7 @@ import dataclasses
 import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
+from autopar.cost_model.dependencies import Dependencies
 from autopar.cost_model.latency_hiding import hide_latency
 
 _MOST_COMBINED = 256  # collectives that become one
@@ -58,9 +59,10 @@ class Kernels:
         self.sizes: list[int] = []  # bytes of each buffer
         self.values: list[Hashable] = []  # what it is for
         self.leaving: list[int] = []  # buffers that are there to the end
+        self.elsewhere: set[int] = set()  # buffers for which no memory is set aside
         self._at: dict[Hashable, tuple[int, ...]] = {}
         self._maker: dict[int, int] = {}  # buffer -> the number of its kernel
-        self._levels: list[int] = []  # of each kernel, above those of all that it needs something of
+        self._dependencies = Dependencies()  # of kernels, by their numbers
         self._parts: dict[Hashable, int] = {}
 
     def buffers(self, values: Iterable[Hashable]) -> tuple[int, ...]:
@@ -100,8 +102,8 @@ class Kernels:
         self.sizes += [nbytes for _, nbytes in makes]
         self.values += [value for value, _ in makes]
         taken = tuple(b for b in self.buffers(reads) if whole is None or self._maker.get(b) != whole)
-        level = self._level_above(taken)
-        if whole is not None and level <= self._levels[whole]:  # it needs nothing that needs the rest of the kernel
+        if whole is not None and self._dependencies.can_extend(whole, self._makers(taken)):
+            self._dependencies.extend(whole, self._makers(taken))
             begun = self.kernels[whole]
             self.kernels[whole] = dataclasses.replace(
                 begun, reads=tuple(dict.fromkeys((*begun.reads, *taken))), makes=(*begun.makes, *made),
@@ -109,16 +111,15 @@ class Kernels:
             )  # fmt: skip
         else:
             taken = self.buffers(reads)
-            whole = len(self.kernels)
-            self._levels.append(self._level_above(taken))
+            whole = self._dependencies.add(self._makers(taken))
             self.kernels.append(Kernel(taken, tuple(made), held, tuple(lie), combining, last, is_collective, seconds))
             if part_of is not None:
                 self._parts[part_of] = whole
         self._maker.update(dict.fromkeys(made, whole))
         self._at.update({value: (buffer,) for (value, _), buffer in zip(makes, made, strict=True)})
 
-    def _level_above(self, buffers: Iterable[int]) -> int:
-        return 1 + max((self._levels[self._maker[b]] for b in buffers if b in self._maker), default=0)
+    def _makers(self, buffers: Iterable[int]) -> list[int]:
+        return [self._maker[b] for b in buffers if b in self._maker]
 
     def fence(self, pairs: Iterable[tuple[Hashable, Hashable]], after: Iterable[Hashable] = ()) -> None:
         """Pairs of names of one buffer, the first for readers that wait until all of them are there."""
@@ -128,8 +129,7 @@ class Kernels:
         self.sizes.append(0)
         self.values.append(None)
         taken = self.buffers([*(value for _, value in pairs), *after])
-        self._levels.append(self._level_above(taken))
-        self._maker[token] = len(self.kernels)
+        self._maker[token] = self._dependencies.add(self._makers(taken))
         self.kernels.append(Kernel(taken, (token,)))
         self._at.update({name: (*taken, token) for (name, _), taken in zip(pairs, here, strict=True)})
 
@@ -149,7 +149,8 @@ class Kernels:
         self.run([*reads, *begun.values()], makes, held=held, places=begun, seconds=seconds)
 
     def lie_elsewhere(self, results: Collection[int]) -> None:
-        """These buffers lie where arguments do, and so in no operand's place."""
+        """These buffers lie where arguments do, and so in no operand's place; no memory is set aside for them."""
+        self.elsewhere.update(results)
         self.kernels = [
             dataclasses.replace(kernel, places=tuple(pair for pair in kernel.places if pair[0] not in results))
             if any(result in results for result, _ in kernel.places) else kernel
@@ -379,7 +380,8 @@ def _ranges(order: Sequence[Kernel], leaving: Sequence[int]) -> dict[int, tuple[
 
 
 def _most(order: Sequence[Kernel], told: Kernels) -> int:
-    return max(held_by(_ranges(order, told.leaving), told.sizes, order), default=0)
+    ranges = {b: at for b, at in _ranges(order, told.leaving).items() if b not in told.elsewhere}
+    return max(held_by(ranges, told.sizes, order), default=0)
 
 
 def held_by(ranges: dict[int, tuple[int, int]], sizes: Sequence[int], order: Sequence[Kernel]) -> list[int]:

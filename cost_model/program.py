@@ -377,7 +377,7 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels, price: StepPrice) -> None:
             combines = sums or step.kind == "all_gather"
             payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.narrow)
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
-            key = Combining((step.kind, axes, dtype, step.dim), sums, latency) if combines else None
+            key = Combining((step.kind, axes, dtype), sums, latency) if combines else None
             places = {there: here} if step.kind == "all_reduce" else {}
             found.run([here], [(there, nbytes)], places=places, combining=key, is_collective=True, seconds=seconds)
         here, at = there, after

@@ -145,7 +145,9 @@ def assemble(
     programs: list[LocalProgram] = []
     for program in placed.programs:
         stage = program.stage
-        writer = _Writer(program, shardings[stage], rules, resharders[stage], step.batched, single_output)
+        writer = _Writer(
+            program, shardings[stage], rules, resharders[stage], step.batched, layouts[stage], single_output
+        )
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
@@ -231,14 +233,15 @@ class _Writer:
 
     def __init__(
         self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
-        batched: Collection[Value], single_output: bool,
+        batched: Collection[Value], layouts: Mapping[Value, Sharding], single_output: bool,
     ) -> None:  # fmt: skip
-        """`batched`: the values that depend on examples."""
+        """`batched`: the values that depend on examples; `layouts`: how values lie."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
         self.batched = batched
         self.traffic = memory_traffic(
-            program.equations, rules, program.inputs, program.outputs, single_output=single_output
-        )
+            program.equations, rules, program.inputs, program.outputs, single_output=single_output,
+            shapes={v: s.local_shape(v.shape, sharding.mesh) for v, s in layouts.items()},
+        )  # fmt: skip
         self.ops: list[LocalOp] = []
         self.inputs: list[Port] = []
         self.outputs: dict[Port, None] = {}
@@ -456,7 +459,7 @@ def _bridge(
 ) -> LocalProgram:  # fmt: skip
     inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
     program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
-    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, (), False)
+    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, (), {}, False)
     for port, _ in pairs:
         if port.value not in writer.have:
             writer.arrive(port.value, port.sharding)

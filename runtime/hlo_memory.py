@@ -46,9 +46,10 @@ def _peak(module: Module, name: str, known: dict[str, list[Held]]) -> list[Held]
     lies = _places(module, body)
     ends: dict[_Buffer, int] = {}
     for k, instruction in enumerate(body.values()):
-        for operand in instruction.operands:
-            for buffer in _all(lies.get(operand, ())):
-                ends[buffer] = k
+        # What picks one of several results needs only that one.
+        picks = instruction.opcode == "get-tuple-element"
+        for place in [lies[instruction.name]] if picks else [lies.get(operand, ()) for operand in instruction.operands]:
+            ends.update(dict.fromkeys(_all(place), k))
     (root,) = (i for i in body.values() if i.root)
     given = {buffer for i in body.values() if i.opcode in ("parameter", "constant") for buffer in _all(lies[i.name])}
     given.update(_all(lies[root.name]))  # results, and what is handed to the next round of a loop

@@ -2,7 +2,8 @@
 
 An elementwise equation is computed inside every kernel that needs its result, or once, in a kernel of its own: see
 `materialize.py`. Kernels that go through the same elements, and read the same or one another, become one with several
-results in memory, of which one kind at most is reduced: XLA's multi-output fusion. Products of matrices, sorts and
+results in memory, of which one kind at most is reduced: XLA's multi-output fusion. A kernel waits for what others that
+become one with it need, unless that needs the kernel itself. Products of matrices, sorts and
 bodies are kernels of their own, whose operands are in memory. Reshapes of what is in memory are views, and so are
 transposes, which layouts absorb; but where a product needs what was not computed element by element in another order,
 a kernel copies it. So it is with the filters of convolutions; and what is computed from their gradients lies in the
@@ -20,16 +21,17 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.cost_model.compute import INDEX_BYTES
+from autopar.cost_model.dependencies import Dependencies
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
 from autopar.passes.rules.base import Rule, is_fusible, is_reduction
 from autopar.passes.rules.layouts import Layouts, Order, comes_turned, filters_to_turn, is_apart
-from autopar.passes.rules.materialize import MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
+from autopar.passes.rules.materialize import MOST_IN_A_COLUMN, MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
 
-_MOST_IN_A_COLUMN = 4096  # that one kernel reduces at once; see XLA's tree reductions
 _FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
 _Place = tuple[int, int]  # an equation and the position of its operand
@@ -38,7 +40,7 @@ _Place = tuple[int, int]  # an equation and the position of its operand
 @dataclasses.dataclass(eq=False)
 class _Kernel:
     first: int  # the equation with which it begins
-    level: int  # above that of all kernels that it needs something of
+    number: int
     loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
     reduced: tuple[int, ...] | None  # the dimensions of it that are reduced, if any
     reads: set[Value] = dataclasses.field(default_factory=set)
@@ -78,7 +80,7 @@ def stored(
 
 def _memory(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
-    single_output: bool = False,
+    single_output: bool = False, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
 ) -> _Memory:  # fmt: skip
     viewed: dict[Value, Value] = {}  # view -> what it is a view of
     read = Counter(v for eqn in equations for v in eqn.values)
@@ -134,7 +136,7 @@ def _memory(
             needed.update(v for v in (made.values if made and multiplied else [summed]) if v not in uniform)
     needed = {viewed.get(v, v) for v in needed}
     if not single_output:
-        anew = computed_anew(equations, rules, needed, viewed)
+        anew = computed_anew(equations, rules, needed, viewed, shapes)
         for k, eqn in enumerate(equations):
             if k in anew:
                 needed.difference_update(eqn.outputs)
@@ -153,18 +155,20 @@ def _is_product(rule: Rule) -> bool:
 
 def memory_traffic(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
-    *, single_output: bool = False,
+    *, single_output: bool = False, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[int, Traffic]:  # fmt: skip
     """The traffic of each equation, by its id, in a program with these inputs and outputs.
 
-    `single_output`: for a compiler whose kernels have one result each (`XlaBackend.single_output`).
+    `single_output`: for a compiler whose kernels have one result each (`XlaBackend.single_output`). `shapes`: of values
+    that are in pieces, those of a device's piece.
     """
-    memory = _memory(equations, rules, inputs, outputs, single_output)
+    memory = _memory(equations, rules, inputs, outputs, single_output, shapes)
     layouts = Layouts(equations, rules, outputs)
     against: dict[_Place, int] = defaultdict(int)
     copied: dict[_Place, int] = defaultdict(int)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
     maker: dict[Value, _Kernel] = {}
+    dependencies = Dependencies()  # of kernels
     readers: dict[Value, dict[tuple[int, ...], list[_Kernel]]] = defaultdict(lambda: defaultdict(list))
     reads: dict[_Place, int] = defaultdict(int)
     bases: dict[Value, Value] = {}  # view -> what it is a view of
@@ -224,13 +228,16 @@ def memory_traffic(
                 and apart.isdisjoint(bases.get(u, u) for u in sources.get(v, [v]) if u.nbytes == nbytes)
                 for k, v in enumerate(eqn.inputs)
             ]  # fmt: skip
-        loop, reduced = _loop(eqn, rule)
-        kernel = None if single_output else _partner(loop, reduced, needs, maker, readers)
+        loop, reduced = _loop(eqn, rule, shapes)
+        made_by = [maker[v].number for v in needs if v in maker]
+        kernel = None if single_output else _partner(loop, reduced, needs, maker, readers, dependencies)
         if kernel is None:
-            kernel = _Kernel(eqn.id, 1 + max((maker[v].level for v in needs if v in maker), default=0), loop, reduced)
+            kernel = _Kernel(eqn.id, dependencies.add(made_by), loop, reduced)
             launches[eqn.id] = 1 + (eqn.id in memory.filled)
-        elif reduced is not None:
-            kernel.reduced = reduced
+        else:
+            dependencies.extend(kernel.number, made_by)
+            if reduced is not None:
+                kernel.reduced = reduced
         begins[eqn.id] = kernel.first
         if reduced is not None:
             kernel.at_end.update(eqn.outputs)
@@ -332,23 +339,26 @@ def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:
     return tuple([counts.get((eqn.id, position), 0) for position in range(number)]) if counts else (0,) * number
 
 
-def _loop(eqn: Equation, rule: Rule) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def _loop(
+    eqn: Equation, rule: Rule, shapes: Mapping[Value, tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """What a kernel goes through, and which dimensions of it are reduced; kernels of a kind of their own share none."""
     if is_fusible(rule):
-        return _long(eqn.outputs[0].shape), None
+        return _long(shapes.get(eqn.outputs[0], eqn.outputs[0].shape)), None
     if is_reduction(eqn, rule):
         ((summed,), (dims,)) = eqn.values, rule.inputs[:1]
         reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
-        numbers = itertools.accumulate(size > 1 for size in summed.shape)
-        sizes = zip(numbers, summed.shape, reduced, strict=True)
-        return _long(summed.shape), tuple(d - 1 for d, size, is_reduced in sizes if is_reduced and size > 1)
+        shape = shapes.get(summed, summed.shape)
+        numbers = itertools.accumulate(size > 1 for size in shape)
+        sizes = zip(numbers, shape, reduced, strict=True)
+        return _long(shape), tuple(d - 1 for d, size, is_reduced in sizes if is_reduced and size > 1)
     return (-1, eqn.id), None
 
 
 def _in_two_steps(loop: Sequence[int], reduced: Sequence[int]) -> bool:
     """Whether so much is reduced that parts of it are first, and another kernel reduces what comes of these."""
     of_rows = reduced[-1:] == (len(loop) - 1,)
-    return math.prod(loop[d] for d in reduced) > (MOST_IN_A_ROW if of_rows else _MOST_IN_A_COLUMN)
+    return math.prod(loop[d] for d in reduced) > (MOST_IN_A_ROW if of_rows else MOST_IN_A_COLUMN)
 
 
 def _long(shape: Sequence[int]) -> tuple[int, ...]:
@@ -358,6 +368,7 @@ def _long(shape: Sequence[int]) -> tuple[int, ...]:
 def _partner(
     loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place],
     maker: Mapping[Value, _Kernel], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
+    dependencies: Dependencies,
 ) -> _Kernel | None:  # fmt: skip
     """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
     candidates = [k for v in needs if (k := maker.get(v)) is not None]
@@ -369,8 +380,9 @@ def _partner(
             continue
         if kernel.at_end and reduced and reduced[-1] < len(loop) - 1 and kernel.reads != needs.keys():
             continue  # columns are reduced together only where they are of the same
-        waits = any(v in k.at_end if k is kernel else k.level >= kernel.level for v, k in made)
-        if not waits and len(kernel.reads.union(needs)) <= MOST_OPERANDS:
+        if any(v in k.at_end for v, k in made if k is kernel) or len(kernel.reads.union(needs)) > MOST_OPERANDS:
+            continue
+        if dependencies.can_extend(kernel.number, [k.number for _, k in made]):
             return kernel
     return None
 

@@ -5,6 +5,9 @@ computed inside all of its readers is: that which saves most seconds, by bytes t
 as XLA's performance model counts them. A kernel that would not save any stays, and its result goes through memory. So
 a chain is one kernel, what is cheap is made again, and a sum that many read is not.
 
+What reduces columns at once has a block of threads for a few of them each. Where that makes few blocks, it computes
+and reads at their speed, what is broadcast again and again.
+
 Rows that are reduced and then combined with what they were reduced of, as a softmax does, are one kernel, which goes
 through them once (XLA's normalization fusions) unless they are too long: what it makes can be made again in kernels of
 the same kind.
@@ -23,17 +26,28 @@ from autopar.passes.rules.base import Rule, is_fusible, is_reduction
 from autopar.passes.rules.elementwise import FUNCTION
 
 MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
-MOST_IN_A_ROW = 16384  # elements that one kernel reduces at once; see XLA's tree reductions
+# Elements that one kernel reduces at once; see XLA's tree reductions.
+MOST_IN_A_ROW = 16384
+MOST_IN_A_COLUMN = 4096
 # What XLA's performance model takes for an H100, in bytes that memory moves in the same time.
 _LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
 _OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
 _CYCLES = 7.0  # of a sum or a product; comparisons, choices and conversions take one
 _CYCLES_OF_A_FUNCTION = 20.0  # by operation of a transcendental function
 _OVERLAP = 0.95  # of the shorter one of computing and moving
+_MULTIPROCESSORS = 132  # each computes for one block of a kernel
+_BLOCKS = 52.9  # of a kernel that together read as fast as memory is, 32 bytes a cycle each
+# How much faster what was read before is read again, by the most bytes of an array for it: from the caches.
+_CACHES = ((33.8e6, 20.0), (50e6, 2.5), (math.inf, 1.0))
+_WARP = 32  # threads, which read vectors of neighbouring columns
 
 
 def computed_anew(
-    equations: Sequence[Equation], rules: Mapping[int, Rule], stored: Collection[Value], views: Mapping[Value, Value]
+    equations: Sequence[Equation],
+    rules: Mapping[int, Rule],
+    stored: Collection[Value],
+    views: Mapping[Value, Value],
+    shapes: Mapping[Value, tuple[int, ...]],
 ) -> set[int]:
     """The numbers of the equations whose results are computed in their readers.
 
@@ -42,8 +56,9 @@ def computed_anew(
       rules: theirs.
       stored: what is in memory in any case.
       views: of values that are others in another order or shape, what they are views of.
+      shapes: of values that are in pieces, those of a device's piece.
     """
-    queue = _Queue(equations, rules, stored, views)
+    queue = _Queue(equations, rules, stored, views, shapes)
     queue.run()
     return queue.gone
 
@@ -53,8 +68,9 @@ class _Queue:
 
     def __init__(
         self, equations: Sequence[Equation], rules: Mapping[int, Rule], stored: Collection[Value],
-        views: Mapping[Value, Value],
+        views: Mapping[Value, Value], shapes: Mapping[Value, tuple[int, ...]],
     ) -> None:  # fmt: skip
+        self._shapes = shapes
         self.gone: set[int] = set()
         number: dict[Value, int] = {}
         self.reads: dict[int, dict[int, None]] = {}
@@ -69,6 +85,7 @@ class _Queue:
         self.rows: set[int] = set()  # kernels that go through rows, and reduce them in between
         self.plain: set[int] = set()  # kernels that could: these go through rows in order
         self.sums: set[int] = set()  # kernels whose result is one number a row
+        self.columns: dict[int, tuple[int, int]] = {}  # of kernels that reduce columns: outer and inner ones
         inputs = 0
         for k, eqn in enumerate(equations):
             rule = rules[eqn.id]
@@ -88,7 +105,7 @@ class _Queue:
             self.reads[k] = found
             self._result(k, eqn.outputs)
             loop = eqn.values if is_reduction(eqn, rule) else eqn.outputs
-            self.points[k] = max((math.prod(v.shape) for v in loop), default=0.0)
+            self.points[k] = max((math.prod(self._shape(v)) for v in loop), default=0.0)
             self.work[k] = _cycles(eqn, rule) * self.points[k] if found or self.elements[k] > 1 else 0.0
             if is_fusible(rule):
                 self.takes.add(k)
@@ -101,15 +118,20 @@ class _Queue:
                 if _reduces_rows(rule) and self.points[k] <= MOST_IN_A_ROW * self.elements[k]:
                     self.plain.add(k)
                     self.sums.add(k)
+                elif (columns := _columns(rule, self._shape(eqn.values[0]))) is not None:
+                    self.columns[k] = columns
             elif rule.places:
                 self.takes.add(k)
         self.moved = {k: sum(self._read(n, k) for n in reads) + self.nbytes[k] for k, reads in self.reads.items()}
-        self.seconds = {k: _seconds(self.work[k], self.moved[k]) for k in self.reads}
+        self.seconds = {k: self._seconds(k, reads, self.work[k], self.moved[k]) for k, reads in self.reads.items()}
+
+    def _shape(self, value: Value) -> tuple[int, ...]:
+        return self._shapes.get(value, value.shape)
 
     def _result(self, k: int, values: Sequence[Value]) -> None:
         self.users[k] = {}
-        self.nbytes[k] = float(sum(v.nbytes for v in values))
-        self.elements[k] = float(max((math.prod(v.shape) for v in values), default=0))
+        self.nbytes[k] = float(sum(v.itemsize * math.prod(self._shape(v)) for v in values))
+        self.elements[k] = float(max((math.prod(self._shape(v)) for v in values), default=0))
         self.itemsize[k] = self.nbytes[k] / max(1.0, self.elements[k])
 
     def _read(self, n: int, k: int) -> float:
@@ -128,7 +150,22 @@ class _Queue:
         for n in new:
             moved += self._read(n, c)
         work = self.work[c] + self.work[p] / max(1.0, self.elements[p]) * self.points[c]
-        return self.seconds[c] - _seconds(work, moved)
+        after = [n for n in reads if n != p] + new if c in self.columns else ()
+        return self.seconds[c] - self._seconds(c, after, work, moved)
+
+    def _seconds(self, k: int, reads: Collection[int], work: float, moved: float) -> float:
+        """Of a kernel, in bytes; one that reduces few columns has few blocks, which compute and read slower."""
+        if k not in self.columns:
+            return _seconds(work, moved)
+        outer, inner = self.columns[k]
+        vector = _vector(inner, min((self.itemsize[n] for n in reads), default=4.0))
+        blocks = outer * math.ceil(inner / (_WARP * vector))
+        fastest, moved = blocks / _BLOCKS, self.nbytes[k]
+        for n in reads:
+            read, whole = self._read(n, k), self.itemsize[n] * self.points[k]
+            again = next(times for most, times in _CACHES if read < most)
+            moved += read / min(1.0, fastest) + (whole - read) / min(again, fastest)
+        return _seconds(work * max(1.0, _MULTIPROCESSORS / blocks), moved)
 
     def _takes_rows(self, c: int, p: int) -> bool:
         return c in self.plain and self.points[c] == self.points[p]
@@ -174,7 +211,7 @@ class _Queue:
                     self.users[n][c] = None
                     self.moved[c] += self._read(n, c)
             self.work[c] += work * self.points[c] if times is None else times * self.work[p]
-            self.seconds[c] = _seconds(self.work[c], self.moved[c])
+            self.seconds[c] = self._seconds(c, reads, self.work[c], self.moved[c])
             if p not in self.plain:
                 self.plain.discard(c)
             if p in self.rows:
@@ -251,6 +288,28 @@ def _reduces_rows(rule: Rule) -> bool:
     (dims,) = rule.inputs
     reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
     return reduced[-1:] == [True] and reduced == sorted(reduced)
+
+
+def _columns(rule: Rule, shape: Sequence[int]) -> tuple[int, int] | None:
+    """Of what one kernel reduces along neighbouring dimensions: how many elements there are before, and after.
+
+    Fewer than a warp of columns are reduced otherwise.
+    """
+    reduced = [k for k, dim in enumerate(rule.inputs[0]) if dim and all(f in rule.reduced for f in dim)]
+    long = [k for k in reduced if shape[k] > 1]
+    if not long or math.prod(shape[k] for k in long) > MOST_IN_A_COLUMN:
+        return None
+    if any(shape[k] > 1 for k in range(long[0], long[-1]) if k not in long):
+        return None
+    inner = math.prod(shape[long[-1] + 1 :])
+    return (math.prod(shape[: long[0]]), inner) if inner >= _WARP else None
+
+
+def _vector(columns: int, itemsize: float) -> int:
+    """How many columns a thread reads at once."""
+    if columns % (2 * _WARP) or itemsize >= 8:
+        return 1
+    return 4 if itemsize < 4 and columns % (4 * _WARP) == 0 else 2
 
 
 def _cycles(eqn: Equation, rule: Rule) -> float:

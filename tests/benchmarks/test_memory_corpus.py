@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.memory_corpus import Row, bars, errors, fitted, held_out
+from benchmarks import common
+from benchmarks.memory_corpus import Row, bars, compiled, errors, fitted, held_out
+from tests.h100 import needs_cuda_compiler
 
 
 def rows(family: str, kind: str, ratio: float, count: int) -> list[Row]:
@@ -38,3 +40,15 @@ def test_bars_are_of_families_held_out() -> None:
     assert {bar.sample for bar in found.values() if bar.limit is not None} == {"held out"}
     assert found["held_out_by_family_median"].value == pytest.approx(0.0)
     assert found["uncorrected_median"].value == pytest.approx(0.2)
+
+
+@pytest.mark.slow
+@needs_cuda_compiler
+@pytest.mark.parametrize(
+    "case", [("wresnet", "ZeRO-3", False), ("unet", "data parallel", False), ("unet", "ZeRO-3", False),
+             ("encoder and decoder", "ZeRO-3", True)],
+)  # fmt: skip
+def test_what_xla_combines_and_merges_is_held_as_long(case: tuple[str, str, bool]) -> None:
+    """Reduce-scatters of all dimensions become one; casts of filters wait for the updates that they are made with."""
+    ((found,), _) = next(iter(common.each_in_a_process(compiled, [case])))
+    assert abs(found.error({})) < 0.15

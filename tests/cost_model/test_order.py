@@ -155,6 +155,36 @@ def test_what_needs_the_rest_of_a_kernel_by_way_of_another_is_no_part_of_it() ->
     assert len(live(told).order) == 4
 
 
+def test_a_kernel_can_wait_for_what_does_not_need_it() -> None:
+    """A weight is narrowed for one product by the kernel that updates it, once the gradient is summed."""
+    told = Kernels()
+    told.run(["weight"], [("narrow", 1)], part_of="weight")
+    told.run([], [("gradient", 2)])
+    told.run(["gradient"], [("sum", 2)])
+    told.run(["narrow"], [("product", 1)])
+    told.run(["weight", "sum"], [("updated", 2)], part_of="weight")
+    told.leave("product")
+    told.leave("updated")
+    kernels = live(told).order
+    assert [set(kernel.makes) for kernel in kernels] == [{1}, {2}, {0, 4}, {3}]
+
+
+def test_results_in_the_places_of_arguments_do_not_choose_the_order() -> None:
+    """All three orders hold the same of other results; counted, the first results would make greedy the worse."""
+    for elsewhere in (False, True):
+        told = Kernels()
+        told.run([], [("seed", 1)])
+        for k in range(3):
+            told.run(["seed"], [(("large", k), 50)])
+            told.run([("large", k)], [(("new", k), 40)])
+            told.leave(("new", k))
+        if elsewhere:
+            told.lie_elsewhere(told.leaving)
+        found = live(told)
+        held = {b: at for b, at in found.ranges.items() if b not in told.elsewhere}
+        assert max(held_by(held, told.sizes, found.order)) == (50 + 1 if elsewhere else 50 + 3 * 40)
+
+
 def test_an_elementwise_result_takes_the_place_of_an_operand_that_nothing_needs_later() -> None:
     for reads_again in (False, True):
         told = Kernels()

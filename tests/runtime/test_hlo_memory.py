@@ -122,6 +122,18 @@ def test_each_result_of_a_kernel_lives_for_itself() -> None:
     assert held(*lines, computations=SEVERAL) == [(4 * K, "b"), (3 * K, "a"), (K, "f")]
 
 
+def test_picking_a_result_late_does_not_keep_the_others() -> None:
+    lines = (
+        op("f", "fusion", "%p", "(f32[512]{0}, f32[256]{0})", ", kind=kInput, calls=%several"),
+        op("large", "get-tuple-element", "%f", "f32[512]{0}", ", index=0"),
+        op("a", "reduce", "%large", "f32[768]{0}"),
+        op("b", "slice", "%a", "f32[1024]{0}"),
+        op("small", "get-tuple-element", "%f", attributes=", index=1"),
+        f"ROOT {op('e', 'add', '%b, %small')}",
+    )
+    assert held(*lines, computations=SEVERAL) == [(4 * K, "b"), (3 * K, "a"), (K, "f")]
+
+
 SEVERAL = """%several (p: f32[256]) -> (f32[512], f32[256]) {
   %p = f32[256]{0} parameter(0)
   %q = f32[512]{0} concatenate(%p, %p)

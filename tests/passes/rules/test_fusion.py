@@ -323,6 +323,46 @@ def test_filters_are_copied_as_by_xla_for_h100() -> None:
     assert launches == pytest.approx(sum(kernel.times for kernel in kernels), rel=0.15)
 
 
+def normalised_gradient(x: Any, gradient: Any, mean: Any, scale: Any) -> Any:
+    """The sums over examples and pixels that the gradient of a batch norm needs, each of another product, and it."""
+    wide, centred = gradient.astype(jnp.float32), x.astype(jnp.float32) - mean
+    scaled = wide * scale
+    sums = [jnp.sum(each, (0, 1, 2)) for each in (wide, centred * wide, scaled)]
+    return (scaled + centred * sums[1] + sums[2]).astype(jnp.bfloat16), sums
+
+
+def _normalised(examples: int, channels: int, sharding: Any = None) -> tuple[Any, ...]:
+    images = jax.ShapeDtypeStruct((examples, 12, 12, channels), jnp.bfloat16, sharding=sharding)
+    return images, images, *[jax.ShapeDtypeStruct((channels,), jnp.float32, sharding=sharding)] * 2
+
+
+@needs_cuda_compiler
+@pytest.mark.parametrize("channels", [256, 2048])
+@pytest.mark.parametrize("examples", [8, 24, 64])
+def test_what_few_blocks_reduce_is_computed_before_as_by_xla_for_h100(examples: int, channels: int) -> None:
+    """Up to 28 examples a column is reduced at once, by a block for 64, that reads broadcast operands slowly."""
+    args = _normalised(examples, channels, jax.sharding.SingleDeviceSharding(h100_devices(1)[0]))
+    kernels = kernels_in_hlo(jax.jit(normalised_gradient).lower(*args).compile().as_text() or "")
+    nbytes, _ = moved(normalised_gradient, *args)
+    assert nbytes == pytest.approx(sum(kernel.nbytes for kernel in kernels), rel=0.25)
+
+
+def test_the_pieces_of_devices_say_what_goes_through_memory() -> None:
+    args = _normalised(192, 2048)
+    graph = trace(normalised_gradient, args, {}, name="gradient")
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    outputs = [v for v in graph.outputs if isinstance(v, Value)]
+    values = [*graph.inputs, *(v for eqn in graph.equations for v in eqn.outputs)]
+    pieces = {v: (24, *v.shape[1:]) for v in values if v.shape[:1] == (192,)}
+
+    def products_in_memory(shapes: Any) -> int:
+        traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, shapes=shapes)
+        products = [eqn for eqn in graph.equations if eqn.primitive.name == "mul"]
+        return sum(any(traffic[eqn.id].writes) for eqn in products)
+
+    assert products_in_memory({}) < products_in_memory(pieces)
+
+
 def test_gradients_of_maxima_over_windows_are_kernels_of_their_own() -> None:
     """Also where each window begins one further, so that nothing is reduced: a loss that reads the array is beside."""
 
