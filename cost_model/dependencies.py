@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 
@@ -31,7 +32,7 @@ class Dependencies:
                 self._raise(node, self._levels[other] + 1)
 
     def can_extend(self, node: int, needs: Iterable[int]) -> bool:
-        """Whether none of these needs the node."""
+        """Whether none of these needs the node, directly or not."""
         level, seen = self._levels[node], {node}
         todo = [other for other in needs if other != node and self._levels[other] > level]
         while todo:
@@ -45,9 +46,10 @@ class Dependencies:
         return True
 
     def _raise(self, node: int, level: int) -> None:
-        todo = [(node, level)]
+        todo = [(level, node)]  # a heap, so that few nodes are raised twice
         while todo:
-            at, least = todo.pop()
+            least, at = heapq.heappop(todo)
             if self._levels[at] < least:
                 self._levels[at] = least
-                todo += [(each, least + 1) for each in self._needed_by[at]]
+                for each in self._needed_by[at]:
+                    heapq.heappush(todo, (least + 1, each))

@@ -91,7 +91,9 @@ class Kernels:
             for (value, _), buffer in zip(makes, made, strict=True)
             if places is not None and value in places and len(taken := self.buffers([places[value]])) == 1
         ]
-        whole = self._parts.get(part_of)
+        taken, whole = self.buffers(reads), self._parts.get(part_of)
+        if whole is not None and not self._dependencies.can_extend(whole, self._makers(taken)):
+            whole = None
         free = [b for b in self.buffers(in_place) if whole is None or self._maker.get(b) != whole]
         lie += [
             (buffer, taken)
@@ -101,16 +103,14 @@ class Kernels:
         ]
         self.sizes += [nbytes for _, nbytes in makes]
         self.values += [value for value, _ in makes]
-        taken = tuple(b for b in self.buffers(reads) if whole is None or self._maker.get(b) != whole)
-        if whole is not None and self._dependencies.can_extend(whole, self._makers(taken)):
+        if whole is not None:
             self._dependencies.extend(whole, self._makers(taken))
-            begun = self.kernels[whole]
+            begun, others = self.kernels[whole], (b for b in taken if self._maker.get(b) != whole)
             self.kernels[whole] = dataclasses.replace(
-                begun, reads=tuple(dict.fromkeys((*begun.reads, *taken))), makes=(*begun.makes, *made),
+                begun, reads=tuple(dict.fromkeys((*begun.reads, *others))), makes=(*begun.makes, *made),
                 places=(*begun.places, *lie), seconds=begun.seconds + seconds,
             )  # fmt: skip
         else:
-            taken = self.buffers(reads)
             whole = self._dependencies.add(self._makers(taken))
             self.kernels.append(Kernel(taken, tuple(made), held, tuple(lie), combining, last, is_collective, seconds))
             if part_of is not None:

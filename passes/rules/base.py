@@ -370,3 +370,8 @@ def is_fusible(rule: Rule) -> bool:
 def is_reduction(eqn: Equation, rule: Rule) -> bool:
     """Whether the results are made of all elements of one operand along some dimensions."""
     return bool(rule.reduced) and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1
+
+
+def reduced_dims(rule: Rule) -> list[bool]:
+    """Of a reduction, by dimension of its operand: whether it is reduced."""
+    return [bool(dim) and all(f in rule.reduced for f in dim) for dim in rule.inputs[0]]

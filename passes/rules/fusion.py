@@ -2,12 +2,11 @@
 
 An elementwise equation is computed inside every kernel that needs its result, or once, in a kernel of its own: see
 `materialize.py`. Kernels that go through the same elements, and read the same or one another, become one with several
-results in memory, of which one kind at most is reduced: XLA's multi-output fusion. A kernel waits for what others that
-become one with it need, unless that needs the kernel itself. Products of matrices, sorts and
-bodies are kernels of their own, whose operands are in memory. Reshapes of what is in memory are views, and so are
-transposes, which layouts absorb; but where a product needs what was not computed element by element in another order,
-a kernel copies it. So it is with the filters of convolutions; and what is computed from their gradients lies in the
-order of these, and is copied back where it leaves the program.
+results in memory, of which one kind at most is reduced, unless one needs the other by way of a third: XLA's
+multi-output fusion. Products of matrices, sorts and bodies are kernels of their own, whose operands are in memory.
+Reshapes of what is in memory are views, and so are transposes, which layouts absorb; but where a product needs what was
+not computed element by element in another order, a kernel copies it. So it is with the filters of convolutions; and
+what is computed from their gradients lies in the order of these, and is copied back where it leaves the program.
 
 XLA for CPUs gives a kernel a single output: it merges none, computes elementwise equations wherever they are needed,
 reductions read what is in memory (and may multiply it first), and what lies in another order is read element by element
@@ -28,7 +27,7 @@ from autopar.cost_model.dependencies import Dependencies
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
-from autopar.passes.rules.base import Rule, is_fusible, is_reduction
+from autopar.passes.rules.base import Rule, is_fusible, is_reduction, reduced_dims
 from autopar.passes.rules.layouts import Layouts, Order, comes_turned, filters_to_turn, is_apart
 from autopar.passes.rules.materialize import MOST_IN_A_COLUMN, MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
 
@@ -40,7 +39,7 @@ _Place = tuple[int, int]  # an equation and the position of its operand
 @dataclasses.dataclass(eq=False)
 class _Kernel:
     first: int  # the equation with which it begins
-    number: int
+    number: int  # among `Dependencies`
     loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
     reduced: tuple[int, ...] | None  # the dimensions of it that are reduced, if any
     reads: set[Value] = dataclasses.field(default_factory=set)
@@ -346,11 +345,10 @@ def _loop(
     if is_fusible(rule):
         return _long(shapes.get(eqn.outputs[0], eqn.outputs[0].shape)), None
     if is_reduction(eqn, rule):
-        ((summed,), (dims,)) = eqn.values, rule.inputs[:1]
-        reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
+        (summed,) = eqn.values
         shape = shapes.get(summed, summed.shape)
         numbers = itertools.accumulate(size > 1 for size in shape)
-        sizes = zip(numbers, shape, reduced, strict=True)
+        sizes = zip(numbers, shape, reduced_dims(rule), strict=True)
         return _long(shape), tuple(d - 1 for d, size, is_reduced in sizes if is_reduced and size > 1)
     return (-1, eqn.id), None
 

@@ -5,8 +5,8 @@ computed inside all of its readers is: that which saves most seconds, by bytes t
 as XLA's performance model counts them. A kernel that would not save any stays, and its result goes through memory. So
 a chain is one kernel, what is cheap is made again, and a sum that many read is not.
 
-What reduces columns at once has a block of threads for a few of them each. Where that makes few blocks, it computes
-and reads at their speed, what is broadcast again and again.
+What reduces columns in one step has a block of threads for some of them each, and reads what is broadcast for every
+point. Where there are few blocks, it computes and reads at their speed.
 
 Rows that are reduced and then combined with what they were reduced of, as a softmax does, are one kernel, which goes
 through them once (XLA's normalization fusions) unless they are too long: what it makes can be made again in kernels of
@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Value
-from autopar.passes.rules.base import Rule, is_fusible, is_reduction
+from autopar.passes.rules.base import Rule, is_fusible, is_reduction, reduced_dims
 from autopar.passes.rules.elementwise import FUNCTION
 
 MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
@@ -154,18 +154,18 @@ class _Queue:
         return self.seconds[c] - self._seconds(c, after, work, moved)
 
     def _seconds(self, k: int, reads: Collection[int], work: float, moved: float) -> float:
-        """Of a kernel, in bytes; one that reduces few columns has few blocks, which compute and read slower."""
+        """Of a kernel, in bytes. One that reduces columns goes by its blocks, whatever is `moved` otherwise."""
         if k not in self.columns:
             return _seconds(work, moved)
         outer, inner = self.columns[k]
         vector = _vector(inner, min((self.itemsize[n] for n in reads), default=4.0))
         blocks = outer * math.ceil(inner / (_WARP * vector))
-        fastest, moved = blocks / _BLOCKS, self.nbytes[k]
+        fastest, moving = blocks / _BLOCKS, self.nbytes[k]
         for n in reads:
             read, whole = self._read(n, k), self.itemsize[n] * self.points[k]
             again = next(times for most, times in _CACHES if read < most)
-            moved += read / min(1.0, fastest) + (whole - read) / min(again, fastest)
-        return _seconds(work * max(1.0, _MULTIPROCESSORS / blocks), moved)
+            moving += read / min(1.0, fastest) + (whole - read) / min(again, fastest)
+        return _seconds(work * max(1.0, _MULTIPROCESSORS / blocks), moving)
 
     def _takes_rows(self, c: int, p: int) -> bool:
         return c in self.plain and self.points[c] == self.points[p]
@@ -285,8 +285,7 @@ class _Queue:
 
 
 def _reduces_rows(rule: Rule) -> bool:
-    (dims,) = rule.inputs
-    reduced = [bool(dim) and all(f in rule.reduced for f in dim) for dim in dims]
+    reduced = reduced_dims(rule)
     return reduced[-1:] == [True] and reduced == sorted(reduced)
 
 
@@ -295,14 +294,13 @@ def _columns(rule: Rule, shape: Sequence[int]) -> tuple[int, int] | None:
 
     Fewer than a warp of columns are reduced otherwise.
     """
-    reduced = [k for k, dim in enumerate(rule.inputs[0]) if dim and all(f in rule.reduced for f in dim)]
-    long = [k for k in reduced if shape[k] > 1]
+    long = [k for k, is_reduced in enumerate(reduced_dims(rule)) if is_reduced and shape[k] > 1]
     if not long or math.prod(shape[k] for k in long) > MOST_IN_A_COLUMN:
         return None
     if any(shape[k] > 1 for k in range(long[0], long[-1]) if k not in long):
         return None
-    inner = math.prod(shape[long[-1] + 1 :])
-    return (math.prod(shape[: long[0]]), inner) if inner >= _WARP else None
+    outer, inner = math.prod(shape[: long[0]]), math.prod(shape[long[-1] + 1 :])
+    return (outer, inner) if outer and inner >= _WARP else None
 
 
 def _vector(columns: int, itemsize: float) -> int:

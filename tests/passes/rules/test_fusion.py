@@ -340,7 +340,7 @@ def _normalised(examples: int, channels: int, sharding: Any = None) -> tuple[Any
 @pytest.mark.parametrize("channels", [256, 2048])
 @pytest.mark.parametrize("examples", [8, 24, 64])
 def test_what_few_blocks_reduce_is_computed_before_as_by_xla_for_h100(examples: int, channels: int) -> None:
-    """Up to 28 examples a column is reduced at once, by a block for 64, that reads broadcast operands slowly."""
+    """Up to 28 examples a column is reduced at once, by few blocks, which read broadcast operands slowly."""
     args = _normalised(examples, channels, jax.sharding.SingleDeviceSharding(h100_devices(1)[0]))
     kernels = kernels_in_hlo(jax.jit(normalised_gradient).lower(*args).compile().as_text() or "")
     nbytes, _ = moved(normalised_gradient, *args)
