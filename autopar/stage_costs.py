@@ -318,7 +318,7 @@ class StageCosts:
         setting = StageSetting(
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
             self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
-            rows.shares(stage) if rows is not None and rows.weights_apart else {},
+            rows.shares(stage) if rows is not None and rows.weights_apart else {}, self.method.objective,
         )  # fmt: skip
         return StageProblem(setting)
 

@@ -1,7 +1,8 @@
 """Published measurements as programs and methods of ours, to be planned and priced as they ran.
 
 Alpa's rows (`alpa_osdi22_measured.json`) carry model, batch and plan; how single operators were sharded within a stage
-is never recorded: that is left to the solver, under the row's options. What the systems themselves do is said here
+is never recorded: that is left to the solver, under the row's options and, where Alpa's own solver was free, by its
+objective (`seen_by_alpa`, `_as_alpa_chose`). What the systems themselves do is said here
 once for all rows: Megatron-LM and DeepSpeed drop out a tenth, Alpa nothing; Alpa looks tokens up by a product with
 one-hot rows, keeps weights in 16 bits beside a copy in float32, takes the statistics of batch norm by microbatch, and
 marks all gradients at once, so that all are held when the update begins; its figures of memory are GiB. All of them
@@ -24,7 +25,7 @@ import optax
 
 from autopar import recipes
 from autopar.cost_model.hardware import load_preset
-from autopar.ir.mesh import Cluster
+from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
 from benchmarks.models import gpt, moe, wide_resnet
 
@@ -140,7 +141,26 @@ def _ways(row: Mapping[str, Any]) -> Iterator[Way]:
     for m in numbers:
         method = method_of(plan, m)
         if method is not None:
-            yield Way(method, m)
+            yield Way(_as_alpa_chose(method) if row["method"].startswith("alpa") else method, m)
+
+
+def _as_alpa_chose(method: Method) -> Method:
+    """Where Alpa's solver chose the shardings, it did so for one microbatch.
+
+    The option that would have counted the sums of gradients once for all of them (`grad_acc_num_micro_batches`) is
+    switched off in its `run_auto_sharding_pass`.
+    """
+    return method if method.data_axes else dataclasses.replace(method, objective="microbatch")
+
+
+def seen_by_alpa(cluster: Cluster) -> Cluster:
+    """A cluster in the objective of Alpa's solver: communication counts, memory traffic and kernels do not."""
+
+    def seen(kind: DeviceKind) -> DeviceKind:
+        return dataclasses.replace(kind, memory_bandwidth=1e18, launch_overhead=0.0)
+
+    hosts = tuple(dataclasses.replace(host, kind=seen(host.kind)) for host in cluster.hosts)
+    return dataclasses.replace(cluster, hosts=hosts)
 
 
 def method_of(plan: Mapping[str, Any], m: int) -> Method | None:

@@ -170,17 +170,18 @@ class Live:
     ranges: dict[int, tuple[int, int]]  # buffer -> positions in the order between which it is live
 
 
-def live(told: Kernels, *, combined: int = 0, hides_latency: bool = False) -> Live:
+def live(told: Kernels, *, combined: int = 0, contiguous: bool = False, hides_latency: bool = False) -> Live:
     """The order of the kernels; see the module.
 
     Args:
       told: the program.
       combined: bytes of results up to which collectives become one; 0: none do.
+      contiguous: whether sums that become one are copied into one array, so that none lies in its operand's place.
       hides_latency: whether collectives run beside other kernels.
     """
     kernels, leaving = list(told.kernels), set(told.leaving)
     if combined:
-        kernels = _combine(kernels, told, combined)
+        kernels = _combine(kernels, told, combined, contiguous)
     graph = _Graph(kernels, told.sizes, told.leaving)
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
     order = min(orders, key=lambda order: _most([kernels[i] for i in order], told))
@@ -224,7 +225,7 @@ class _Graph:
         return found
 
 
-def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel]:
+def _combine(kernels: Sequence[Kernel], told: Kernels, most: int, contiguous: bool) -> list[Kernel]:
     graph = _Graph(kernels, told.sizes, told.leaving)
     groups: list[list[int]] = []
     before: list[int] = []  # the groups that each needs, as bits
@@ -269,10 +270,12 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int) -> list[Kernel
     for together in groups:
         if len(together) > 1:
             members = [kernels[i] for i in together]
+            first = members[0].combining  # as all of them
+            copied = contiguous and first is not None and first.sums
             reads = dict.fromkeys(b for each in members for b in each.reads)
             makes = [b for each in members for b in each.makes]
             made_one.update(dict.fromkeys(together, None))
-            places = tuple(place for each in members for place in each.places)
+            places = () if copied else tuple(place for each in members for place in each.places)
             latency = max(how.latency for each in members if (how := each.combining))
             made_one[together[-1]] = dataclasses.replace(
                 members[0],

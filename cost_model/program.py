@@ -398,7 +398,10 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
                 given[_looks(port)] -= 1
                 renewed.update(told.buffers([port]))
         told.lie_elsewhere(renewed)
-    found = live(told, combined=kind.xla.combined_sums, hides_latency=kind.xla.hides_latency)
+    xla = kind.xla
+    found = live(
+        told, combined=xla.combined_sums, contiguous=xla.contiguous_sums, hides_latency=xla.hides_latency
+    )  # fmt: skip
     ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
     places = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
     return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - places)

@@ -81,6 +81,9 @@ class XlaBackend:
     """What the compiler of a cluster's programs does; the default is XLA for GPUs today."""
 
     combined_sums: int = 30 << 20  # bytes of results up to which it makes independent collectives one
+    # Whether sums over devices that become one are copied into one array before, as Alpa's fork did
+    # (`CombineAllReducesContinuousBuffer`). That takes memory; the time that it takes is not predicted.
+    contiguous_sums: bool = False
     # Whether it runs collectives beside other kernels, as XLA for GPUs does today. That takes memory; the time that it
     # saves is not predicted.
     hides_latency: bool = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from autopar.ir.schedule import ScheduleName
 
@@ -37,6 +37,9 @@ class Method:
     spatial: bool = True  # whether convolutions may be cut along their windows
     min_stages: int = 1
     remat: bool | None = None  # True: nothing is kept of a block for the backward pass; False: all is, as the step says
+    # Whose time the sharding within a stage minimizes: a step's, or one microbatch's and all that is done once a step,
+    # as Alpa's solver did.
+    objective: Literal["step", "microbatch"] = "step"
     axes: tuple[str, ...] = ()  # that have several devices in every stage's mesh
     memory_limit: int | None = None  # bytes per device, where that is less than the cluster has
     time_limit: float | None = None  # seconds after which the search ends with the best plan that it has

@@ -14,7 +14,7 @@ import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -81,10 +81,11 @@ class StageSetting:
     tied: bool = False  # alike equations choose alike (`alike.py`)
     # The share of the microbatches in flight whose values are held, by when these are made and last read.
     held: Mapping[tuple[Phase, Phase], float] = dataclasses.field(default_factory=dict)
+    objective: Literal["step", "microbatch"] = "step"  # see `Method.objective`
 
     def often(self, in_loop: bool) -> int:
-        """How often something happens per step."""
-        return self.stage.step.num_microbatches if in_loop else 1
+        """How often something counts that happens for each microbatch, or once a step."""
+        return self.stage.step.num_microbatches if in_loop and self.objective == "step" else 1
 
 
 @dataclasses.dataclass
@@ -271,7 +272,7 @@ class StageProblem:
 
     def _adding(self, total: Value, choices: Shardings) -> Any:
         """Seconds per step in which each microbatch adds to a running sum."""
-        return accumulate_seconds(self.setting.kind, choices.nbytes(total)) * self.step.num_microbatches
+        return accumulate_seconds(self.setting.kind, choices.nbytes(total)) * self.setting.often(True)
 
     def _layout_choices(
         self, value: Value, source: _End | None, readers: Sequence[_End], may_be_partial: bool

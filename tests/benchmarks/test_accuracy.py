@@ -41,6 +41,21 @@ def test_megatron_table() -> None:
     assert way.method.num_stages == 105  # 35 devices in a row, three stages of one layer each
 
 
+def test_what_alpas_solver_chose_minimizes_what_it_minimized() -> None:
+    """The communication of one microbatch; what was forced on it, and other systems' plans, are as they were told."""
+    objectives: dict[tuple[str, str], set[str]] = {}
+    for row in published.read(ALPA):
+        objectives.setdefault((row.method, row.family), set()).update(way.method.objective for way in row.ways)
+    for method in ("alpa.intra_only", "alpa.auto_sharding"):
+        assert objectives[method, "gpt"] == {"step"}
+        assert objectives[method, "moe"] == objectives[method, "wresnet"] == {"microbatch"}
+    assert objectives["megatron", "gpt"] == objectives["alpa.zero_3", "moe"] == {"step"}
+    cluster = autopar.load_preset(published.ALPAS)
+    seen = published.seen_by_alpa(cluster)
+    assert seen.hosts[0].kind.memory_bandwidth > 1e6 * cluster.hosts[0].kind.memory_bandwidth
+    assert (seen.hosts[0].link, seen.network) == (cluster.hosts[0].link, cluster.network)
+
+
 def test_times_of_gpt_follow_from_its_operations() -> None:
     """47.53 TFLOP/s for 128 sequences on one device; Alpa's row of 1024 at 46.2 TFLOP/s took 71 s."""
     row = next(row for row in published.read(ALPA) if row.method == "megatron")

@@ -202,6 +202,18 @@ def test_sums_of_more_than_the_threshold_are_several() -> None:
     assert sum(kernel.combining is not None for kernel in live(told, combined=300).order) == 4
 
 
+def test_contiguous_sums_lie_beside_their_operands() -> None:
+    """Operands are copied into one array, which is summed: both are live at once. Other collectives copy nothing."""
+    for how, contiguous in itertools.product((SUM, Combining("gather", False)), (False, True)):
+        told = Kernels()
+        for k in range(4):
+            told.run([], [(("part", k), 100)])
+            told.run([("part", k)], [(("sum", k), 100)], places={("sum", k): ("part", k)}, combining=how)
+            told.leave(("sum", k))
+        expected = 800 if contiguous and how is SUM else 400
+        assert most(told, live(told, combined=400, contiguous=contiguous)) == expected
+
+
 def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
     told = Kernels()
     told.run([], [("x", 1)])

@@ -45,7 +45,7 @@ def _measured() -> Cluster:
         toy_kind(),
         products=products,
         bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
-        xla=XlaBackend(combined_sums=7, hides_latency=False, single_output=True, split_k=False),
+        xla=XlaBackend(combined_sums=7, contiguous_sums=True, hides_latency=False, single_output=True, split_k=False),
         reorderings=((1e5, 4e9), (1e6, 4e8)),
         pooling={"result": 4e8, "gradient": 3e7},
         allocations=((1e6, 5e9),),
@@ -180,7 +180,7 @@ def test_every_number_of_a_file_is_checked() -> None:
             yield from numbers(item, (*path, key))
 
     paths = list(numbers(data))
-    assert len(paths) == 22  # version, 2 counts, 11 of the device, 4 of the compiler, 2 of each link
+    assert len(paths) == 23  # version, 2 counts, 11 of the device, 5 of the compiler, 2 of each link
     for path in paths:
         for bad in (-1, "1", math.inf):
             broken = copy.deepcopy(data)

@@ -258,7 +258,8 @@ def test_every_value_of_another_type_is_an_error_that_names_its_place() -> None:
 def test_every_missing_field_is_an_error() -> None:
     # Of a cluster file.
     optional = {"num_hosts", "memory_reserve", "convolution_share", "batched_share", "combined_sums", "multiprocessors"}
-    optional |= {"xla", "hides_latency", "single_output", "split_k", "pair_bandwidth", "lone_bandwidth", "bfloat16"}
+    optional |= {"xla", "contiguous_sums", "hides_latency", "single_output", "split_k", "pair_bandwidth"}
+    optional |= {"lone_bandwidth", "bfloat16"}
     optional |= {"regathers", "recomputed", "weights"}
     for path, _ in places(json.loads(PLAN.to_json())):
         held = {"strategies", "layouts"} & set(path[:-1])  # what these hold depends on the step
