@@ -27,6 +27,7 @@ from autopar.ir.in_place import renew, returning_changed
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.pieces import Pieces
+from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 from autopar.ir.why import Why
@@ -217,6 +218,11 @@ class Parallelized:
                 return steady(leaves)
         config: Any = jax.config
         if config.jax_disable_jit:  # as under jit: the plain function, whose values can be looked at
+            if any(isinstance(leaf, PlacedExamples) for leaf in jax.tree.leaves((args, kwargs))):
+                raise TraceError(
+                    f"{self._name} was called under jax.disable_jit with a batch of its batches(), which lies on the "
+                    "devices in parts: call it with what that iterator is given."
+                )
             return renew(returning_changed(self._function.fun)(*gather(args), **gather(kwargs)), args, kwargs)
         call = self._function.call(args, kwargs)
         if any(isinstance(leaf, jax.core.Tracer) for leaf in call.leaves):

@@ -21,6 +21,7 @@ from autopar.planner import OutOfTime, Planner
 from autopar.stage_costs import StageCosts
 
 _CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
+_OFF = 0.05  # relative: so far from one another may be estimates of plans that take equally long
 _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
 
 _Found = tuple[Plan, LoweredStep]
@@ -62,7 +63,7 @@ def plan_beside_recipes(
             continue
         seconds, m = estimate
         notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {seconds_text(seconds)}")
-        if seconds < planner.best_estimate:
+        if seconds < (1 + _OFF) * planner.best_estimate:
             best = _better(planner, dataclasses.replace(recipe, num_microbatches=m)) or best
     text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
     return _with_note(best, f"{text}.")

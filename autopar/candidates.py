@@ -41,9 +41,9 @@ class Candidates:
 
     @functools.cached_property
     def divisors(self) -> list[int]:
-        """Numbers of microbatches above 1 that the batch can be cut into."""
-        most = self.analysis.most_microbatches
-        return [m for m in range(2, most + 1) if most % m == 0]
+        """Numbers of microbatches above 1 that the batch can be cut into, and each of them over the data shards."""
+        most, shards = self.analysis.most_microbatches, self.method.data_shards(self.cluster.num_devices)
+        return [m for m in range(2, most + 1) if most % m == 0 and self.analysis.batch_size % (m * shards) == 0]
 
     @functools.cached_property
     def many(self) -> list[int]:

@@ -190,10 +190,12 @@ class Executable:
                     (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
                 )
                 if found:
+                    gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
                     raise NotFiniteError(
-                        f"invalid value ({found}) encountered in {path} of {self._graph.name}, and the state that the "
-                        "step was given is gone. To see the line where it arises, call its __wrapped__ on "
-                        "autopar.gather(state) from before, on one device."
+                        f"invalid value ({found}) encountered in {path} of {self._graph.name}"
+                        + (", and the state that the step was given is gone" if gone else "")
+                        + ". To see the line where it arises, call its __wrapped__ on autopar.gather(state) from "
+                        "before, on one device."
                     )
         return results
 

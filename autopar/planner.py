@@ -111,7 +111,8 @@ class Planner:
         """The best plan that is found by another method, if it is quicker than the best so far."""
         best: _Found | None = None
         planner = self._with(method)
-        estimate = (1 + _DEAR) * self._best.step_time  # estimates of the stage search are as far off
+        # So far off may be estimates of the stage search and, again, what it takes for the least that layers need.
+        estimate = (1 + _DEAR) ** 2 * self._best.step_time
         planner._best = _Best(self._best.step_time, estimate, estimate)
         # What is to be warned of was when the search began.
         quietly = warnings.catch_warnings(action="ignore")
@@ -220,7 +221,7 @@ class Planner:
                     break
                 best = found
                 yield found
-        if self.cluster.num_devices == 1:
+        if self.cluster.num_devices == 1 or stages == 1:
             yield from self._fewest_that_fit() if best is None else ()
             return
         for m in self.candidates.more if best is None else ():
@@ -230,6 +231,9 @@ class Planner:
             if found is not None:
                 best = found
                 yield found
+        if best is None and self._may_be_one:
+            yield from self._fewest_that_fit()
+            return
         if best is not None and best[0].schedule != self._schedule:
             return  # see `_interleaved`
         are_free = self.method.stages is None and self.method.mesh_shape is None
@@ -251,17 +255,11 @@ class Planner:
                 yield found
 
     def _fewest_that_fit(self) -> Iterator[_Found]:
-        """Better plans with fewer and fewer microbatches on one device, where the fewest that fit are the best."""
-        numbers = self.candidates.many[::-1]
-        low, high = 0, len(numbers)
-        while low < high:
-            middle = (low + high) // 2
-            found = self._better(numbers[middle], 1)
-            if found is None:
-                low = middle + 1
-            else:
-                high = middle
+        """A better plan of one stage, with the fewest microbatches that fit, which are the best."""
+        for m in self.candidates.many[::-1]:
+            if (found := self._better(m, 1)) is not None:
                 yield found
+                return
 
     def _without_bubble(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
         """The stages of a plan, with the gradients of their parameters computed where they would wait.

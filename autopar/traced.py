@@ -7,7 +7,6 @@ Nothing here runs a program or knows how one is run, so that what is planned, an
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -71,7 +70,7 @@ class Traced:
         """
         check_cluster(cluster)
         number = self.options.num_microbatches
-        shards = _data_shards(method, cluster.num_devices)
+        shards = method.data_shards(cluster.num_devices)
         if shards > 1:
             self.analysis.check_shards(number or method.num_microbatches or 1, shards, method.name)
         try:
@@ -158,11 +157,3 @@ def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
                     f"{other} and {hint}: let one pattern match it."
                 )
     return {i: hint for i, (_, hint) in found.items()}
-
-
-def _data_shards(method: Method, num_devices: int) -> int:
-    """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""
-    if method.mesh_shape is None:
-        return 1
-    shape = method.mesh_shape if method.mesh_shape != (-1,) else (num_devices // (method.num_stages or 1),)
-    return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in method.data_axes)

@@ -185,14 +185,16 @@ class _Stage:
         paths = dict(zip(step.graph.inputs, step.graph.input_paths, strict=True))
         for axis in self.mesh.axes:
             split = sum(v.nbytes for v, s in stored.items() if axis in s.axes)
+            fixed = self.method.mesh_shape or self.method.stages
             asked = bool(self.method.zero) and axis in self.method.data_axes
+            asked |= bool(fixed) and axis in self.method.model_axes
             usual = asked or 2 * split >= sum(v.nbytes for v in stored)
             for v, sharding in stored.items():
                 name = f"{paths[v]} {v.dtype}[{','.join(map(str, v.shape))}]"
                 size, could = self._undivided(v, sharding, axis)
                 if usual and size is not None:
                     at(axis, Cause(size[0], False), size[1]).leaves[name] = held[v]
-                if could and axis in self.method.model_axes and (self.method.mesh_shape or self.method.stages):
+                if could and axis in self.method.model_axes and fixed:
                     at(axis, Cause(0, False, True), 1).leaves[name] = held[v]
         for entry in found.values():
             entry.nbytes, entry.memory = sum(held.values()), self.kind.memory

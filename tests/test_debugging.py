@@ -11,7 +11,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import NotFiniteError, UserError
+from autopar.errors import NotFiniteError, TraceError, UserError
 
 METHODS = pytest.mark.parametrize("method", [recipes.zero(3), recipes.gpipe(2, 2)], ids=lambda m: m.name)
 
@@ -39,7 +39,7 @@ def test_nans_are_found_in_results(method: Any) -> None:
     with jax.debug_nans(True):
         with pytest.raises(FloatingPointError):
             jax.jit(train_step)(*arguments(-100.0))
-        with pytest.raises(NotFiniteError, match=r"^invalid value \(nan\) encountered in output\[1\] of train_step, "):
+        with pytest.raises(NotFiniteError, match=r"^invalid value \(nan\) encountered in output\[1\] of train_step"):
             step(*arguments(-100.0))
         found = step(*arguments(1.0))
     np.testing.assert_allclose(found[1], jax.jit(train_step)(*arguments(1.0))[1], rtol=1e-5)
@@ -51,9 +51,33 @@ def test_infinities_are_found_in_results() -> None:
     step = autopar.parallelize(train_step, batch_axes=(None, 0, None), method=recipes.data_parallel())
     infinite, finite = arguments(np.inf), arguments(1.0)
     with jax.debug_infs(True):
-        with pytest.raises(NotFiniteError, match=r"^invalid value \(inf\) encountered in output\[1\] of train_step, "):
+        with pytest.raises(NotFiniteError, match=r"^invalid value \(inf\) encountered in output\[1\] of train_step"):
             step(*infinite)
         step(*finite)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_what_is_said_of_the_state_is_so(keeps: bool) -> None:
+    """It is gone where it was given away, and not where it was kept."""
+    step = autopar.parallelize(
+        train_step, batch_axes=(None, 0, None), method=recipes.data_parallel(), donate_argnums=() if keeps else "auto"
+    )
+    w, x, shift = arguments(1.0)
+    w, _ = step(w, x, shift)
+    with jax.debug_nans(True), pytest.raises(NotFiniteError) as caught:
+        step(w, x, jnp.float32(-100.0))
+    deleted = [leaf.is_deleted() for leaf in jax.tree.leaves(w)]
+    assert deleted == [not keeps] * len(deleted)
+    assert ("is gone" in str(caught.value)) is not keeps
+
+
+def test_a_placed_batch_without_jit_is_refused() -> None:
+    step = autopar.parallelize(train_step, batch_axes=(None, 0, None), method=recipes.data_parallel())
+    w, x, shift = arguments(1.0)
+    step.compile(w, x, shift)
+    (batch,) = step.batches([x])
+    with jax.disable_jit(), pytest.raises(TraceError, match=r"under jax.disable_jit with a batch"):
+        step(w, batch, shift)
 
 
 @METHODS

@@ -115,6 +115,38 @@ def test_auto_is_never_slower_than_a_recipe(name: str) -> None:
     assert not quicker
 
 
+@pytest.mark.parametrize("memory", [2.72, 5.7])
+def test_a_recipe_finds_its_best_number_of_microbatches(memory: float) -> None:
+    """Where few fit, and where more than one of an example for each data shard do not divide the batch."""
+
+    def step(layers: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(layers: jax.Array) -> jax.Array:
+            block = jax.checkpoint(lambda h, w: (h + jnp.tanh(h @ w), None))
+            return jnp.mean(jax.lax.scan(block, x, layers)[0] ** 2)
+
+        return layers - 0.1 * jax.grad(loss)(layers)
+
+    layers, x = jax.ShapeDtypeStruct((6, 256, 256), jnp.float32), jax.ShapeDtypeStruct((64, 64, 256), jnp.float32)
+    cluster = cluster_of(1, 8, memory=int(memory * _MB))
+    planned = autopar.parallelize(step, batch_axes=(None, 0), cluster=cluster)
+
+    def seconds(method: autopar.Method) -> float:
+        try:
+            return float(planned.plan(layers, x, method=method).step_time)
+        except UserError:
+            return math.inf
+
+    kinds: list[Callable[[int | None], autopar.Method]] = [
+        lambda m: recipes.zero(3, m), lambda m: recipes.zero(1, m), lambda m: recipes.megatron(4, 2, 1, m),
+        lambda m: recipes.gpipe(2, m),
+    ]  # fmt: skip
+    with warnings.catch_warnings(action="ignore"):
+        best = [min(seconds(kind(m)) for m in (1, 2, 4, 8, 16, 32, 64)) for kind in kinds]
+        assert min(best) < math.inf
+        assert [seconds(kind(None)) for kind in kinds] == pytest.approx(best)
+        assert seconds(recipes.auto()) <= min(best)
+
+
 @pytest.mark.parametrize(("memory", "alone"), [(48, False), (96, True)], ids=["beside recipes", "alone"])
 def test_whole_copies_of_stacks(memory: int, alone: bool) -> None:
     """ZeRO-1 is best. Where there may be no room, the solver is not offered it, and must not claim to know better."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 from autopar.ir.schedule import ScheduleName
@@ -49,6 +50,13 @@ class Method:
     def __post_init__(self) -> None:
         if self.stages is not None:
             object.__setattr__(self, "num_stages", len(self.stages))
+
+    def data_shards(self, num_devices: int) -> int:
+        """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""
+        if self.mesh_shape is None:
+            return 1
+        shape = self.mesh_shape if self.mesh_shape != (-1,) else (num_devices // (self.num_stages or 1),)
+        return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in self.data_axes)
 
 
 AUTO = Method("auto", baselines=True)

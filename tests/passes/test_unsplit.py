@@ -106,6 +106,17 @@ def test_megatron_says_that_it_leaves_whole_what_is_quicker_whole(scanned: bool,
         assert note.startswith("stage 0: ") and note.endswith("hints split them in any case")
 
 
+def test_megatron_names_what_has_no_divisor_where_nothing_is_split() -> None:
+    params, batch = models.mlp_params([63, 255, 63]), models.mlp_batch(64, [63, 255, 63])
+    found = notes(models.sgd(models.mlp_loss), params, batch, method=recipes.megatron(4, 2, 1, 1))
+    assert any("dimension of size 255 cannot be split over the 2 devices of axis y" in note for note in found)
+    even = notes(
+        models.sgd(models.mlp_loss), models.mlp_params([64, 256, 64]), models.mlp_batch(64, [64, 256, 64]),
+        method=recipes.megatron(4, 2, 1, 1),
+    )  # fmt: skip
+    assert not any("cannot be split" in note for note in even)
+
+
 def test_leaves_of_one_size_are_one_note() -> None:
     """Of 42 x 49, 49, 49 x 32 and 32 numbers, ZeRO splits the last two: 49 keeps the others from it."""
     widths = (42, 49, 32)
