@@ -255,11 +255,17 @@ class Planner:
                 yield found
 
     def _fewest_that_fit(self) -> Iterator[_Found]:
-        """A better plan of one stage, with the fewest microbatches that fit, which are the best."""
+        """Better plans of one stage. The fewest microbatches that fit are best, or that fit with nothing recomputed."""
+        found: _Found | None = None
         for m in self.candidates.many[::-1]:
-            if (found := self._better(m, 1)) is not None:
-                yield found
+            better = self._better(m, 1)
+            if better is None and found is not None:
                 return
+            if better is not None:
+                found = better
+                yield found
+                if not any(stage.recomputed for stage in found[0].stages):
+                    return
 
     def _without_bubble(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
         """The stages of a plan, with the gradients of their parameters computed where they would wait.
