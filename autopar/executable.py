@@ -21,6 +21,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
+from autopar.runtime.executable import is_deleted
 from autopar.runtime.feeding import DataShard
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.placement import Home
@@ -190,7 +191,7 @@ class Executable:
                     (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
                 )
                 if found:
-                    gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in leaves)
+                    gone = any(map(is_deleted, leaves))
                     raise NotFiniteError(
                         f"invalid value ({found}) encountered in {path} of {self._graph.name}"
                         + (", and the state that the step was given is gone" if gone else "")

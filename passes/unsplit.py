@@ -183,11 +183,11 @@ class _Stage:
         }  # fmt: skip
         held = {v: v.nbytes / math.prod(s.tiles(self.mesh)) for v, s in stored.items()}
         paths = dict(zip(step.graph.inputs, step.graph.input_paths, strict=True))
+        fixed = bool(self.method.mesh_shape or self.method.stages)
         for axis in self.mesh.axes:
             split = sum(v.nbytes for v, s in stored.items() if axis in s.axes)
-            fixed = self.method.mesh_shape or self.method.stages
             asked = bool(self.method.zero) and axis in self.method.data_axes
-            asked |= bool(fixed) and axis in self.method.model_axes
+            asked |= fixed and axis in self.method.model_axes
             usual = asked or 2 * split >= sum(v.nbytes for v in stored)
             for v, sharding in stored.items():
                 name = f"{paths[v]} {v.dtype}[{','.join(map(str, v.shape))}]"

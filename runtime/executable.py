@@ -409,7 +409,7 @@ class Executable:
             for at, _ in self._stays:
                 self._check_there(at, leaves[at])
         # Only update programs get leaves to overwrite: before the first of them all are there.
-        lost = [wiring.input_paths[i] for i in sorted(wiring.donated) if _is_deleted(leaves[i])]
+        lost = [wiring.input_paths[i] for i in sorted(wiring.donated) if is_deleted(leaves[i])]
         if lost:
             raise StateLostError(
                 f"the step failed after {len(lost)} leaves of the state, among them {lost[0]}, had been given to "
@@ -581,7 +581,8 @@ def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
     return x
 
 
-def _is_deleted(leaf: Any) -> bool:
+def is_deleted(leaf: Any) -> bool:
+    """Whether an argument was given away and is gone; what lies on the host never is."""
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
 
 
