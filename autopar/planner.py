@@ -111,8 +111,7 @@ class Planner:
         """The best plan that is found by another method, if it is quicker than the best so far."""
         best: _Found | None = None
         planner = self._with(method)
-        # So far off may be estimates of the stage search and, again, what it takes for the least that layers need.
-        estimate = (1 + _DEAR) ** 2 * self._best.step_time
+        estimate = (1 + _DEAR) * self._best.step_time  # estimates of the stage search are as far off
         planner._best = _Best(self._best.step_time, estimate, estimate)
         # What is to be warned of was when the search began.
         quietly = warnings.catch_warnings(action="ignore")

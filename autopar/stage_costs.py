@@ -110,10 +110,14 @@ class StageCosts:
 
     def _least_of(self, layered: Layered, level: int, span: tuple[int, int], mesh: Mesh) -> float:
         """Seconds per step of a span of layers that no sharding can beat."""
+        loop, once = self._least_of_stage(layered, level, span, mesh)
+        return layered.step.num_microbatches * loop + once
+
+    def _least_of_stage(self, layered: Layered, level: int, span: tuple[int, int], mesh: Mesh) -> tuple[float, float]:
+        """Of a span of layers as one stage per microbatch and once a step, without any communication."""
         way, placed, index = self._span_placed(layered, level, span)
         stage = self._stage(way, placed, index)
-        loop, once = min(stage.least_seconds(kind, mesh.size) for kind in self.prices.cluster.kinds_of(mesh.devices))
-        return layered.step.num_microbatches * loop + once
+        return min(stage.least_seconds(kind, mesh.size) for kind in self.prices.cluster.kinds_of(mesh.devices))
 
     def bound(
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
@@ -215,7 +219,10 @@ class StageCosts:
         if state > memory:
             self.note_infeasible(Infeasible(state, memory, proved=True), _where(layered, span, mesh))
             return None
-        return StageCost(*self._least_seconds(layered, span, mesh), state)
+        # Kernels across the borders of all layers may save much; of fewer layers it would take as many stages to know.
+        is_whole = span == (0, layered.num_layers)
+        seconds = self._least_of_stage(layered, 0, span, mesh) if is_whole else self._least_seconds(layered, span, mesh)
+        return StageCost(*seconds, state)
 
     def _least_seconds(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> tuple[float, float]:
         """Of a span of layers per microbatch and once a step, without any communication.
