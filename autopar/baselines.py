@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import warnings
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError
@@ -18,10 +20,8 @@ from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import mesh_at
 from autopar.planner import OutOfTime, Planner
-from autopar.stage_costs import StageCosts
 
 _CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
-_OFF = 0.05  # relative: so far from one another may be estimates of plans that take equally long
 _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
 
 _Found = tuple[Plan, LoweredStep]
@@ -57,14 +57,21 @@ def plan_beside_recipes(
     if (least := _least_within_one_stage(planner, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     notes = []
+    estimates: dict[_Estimate, Planner] = {}  # recipes that come to the same are made once
     for recipe in _within_one_stage(None):
-        estimate = _quickest(planner, recipe, fixed) if _heeds(recipe, method) else None
-        if estimate is None:
+        if not _heeds(recipe, method):
             continue
-        seconds, m = estimate
-        notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {seconds_text(seconds)}")
-        if seconds < (1 + _OFF) * planner.best_estimate:
-            best = _better(planner, dataclasses.replace(recipe, num_microbatches=m)) or best
+        rival = planner.beside(_adapted(recipe, method))
+        if (estimate := _quickest(rival, fixed, planner.most_estimate)) is None:
+            continue
+        m = estimate.num_microbatches
+        known = "" if estimate.fits else "at least "
+        notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {known}{seconds_text(estimate.seconds)}")
+        if estimate.fits:
+            estimates.setdefault(estimate, rival)
+    for estimate, rival in sorted(estimates.items(), key=lambda each: each[0]):
+        if estimate.seconds < planner.most_estimate:
+            best = planner.better_by(rival, fixed, None if fixed else estimate.num_microbatches) or best
     text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
     return _with_note(best, f"{text}.")
 
@@ -75,7 +82,9 @@ def _with_note(found: _Found, note: str) -> _Found:
 
 def _better(planner: Planner, recipe: Method) -> _Found | None:
     """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
-    return planner.better_by(_adapted(recipe, planner.method)) if _heeds(recipe, planner.method) else None
+    if not _heeds(recipe, planner.method):
+        return None
+    return planner.better_by(planner.beside(_adapted(recipe, planner.method)))
 
 
 def _least_within_one_stage(planner: Planner, fixed: int | None) -> float:
@@ -89,27 +98,49 @@ def _least_within_one_stage(planner: Planner, fixed: int | None) -> float:
     return 0.0
 
 
-def _quickest(planner: Planner, recipe: Method, fixed: int | None) -> tuple[float, int] | None:
-    """Seconds per step of a recipe within one stage, as the stage search estimates them, and its microbatches.
+class _Estimate(NamedTuple):
+    """What a recipe within one stage takes, as the stage search estimates it."""
 
-    None if it does not fit. The fewest microbatches that fit are the best, or where they leave little memory the next.
+    seconds: float  # per step
+    num_microbatches: int
+    memory: float  # bytes per device at the peak
+    fits: bool = True  # False: it was not asked whether it does, since it takes too long in any memory
+
+
+def _quickest(planner: Planner, fixed: int | None, below: float) -> _Estimate | None:
+    """A recipe within one stage with the microbatches that are best for it; None if it does not fit.
+
+    The fewest that fit are, or where they leave little memory the next.
+
+    Args:
+      planner: by the recipe.
+      fixed: the number of microbatches, if it is.
+      below: seconds per step; what takes longer in any memory need not be known better.
     """
-    stages = StageCosts(planner.prices, recipe)
     mesh = mesh_at(0, (planner.cluster.num_devices,))
-    best: tuple[float, int] | None = None
+    best: _Estimate | None = None
+    too_long: _Estimate | None = None
     for m in [fixed] if fixed else [1, *planner.candidates.many[::-1]]:
         with contextlib.suppress(UserError):  # the batch cannot be cut so
             layered = planner.layering.layered(m, False)
-            cost = stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+            computing = planner.stages.least_of_one(layered, mesh)
+            least = computing if computing >= below else planner.stages.in_any_memory(layered, mesh)
+            if too_long is None and below <= least < math.inf:
+                too_long = _Estimate(least, m, math.inf, fits=False)
+            if computing >= below:
+                break  # and so do more microbatches
+            if least >= below:
+                continue
+            cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
             if cost is None:
                 continue
             seconds = m * cost.per_microbatch + cost.per_step
-            if best is not None and seconds >= best[0]:
+            if best is not None and seconds >= best.seconds:
                 break
-            best = seconds, m
+            best = _Estimate(seconds, m, cost.memory)
             if cost.memory < _ROOMY * planner.prices.memory(mesh):
                 break
-    return best
+    return best or too_long
 
 
 def usual_methods(cluster: Cluster) -> tuple[Method, ...]:

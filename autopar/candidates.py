@@ -47,10 +47,13 @@ class Candidates:
 
     @functools.cached_property
     def many(self) -> list[int]:
-        """Numbers of microbatches where few do not fit, each about half of that before: the least memory first."""
-        divisors = self.divisors
-        powers = [1 << k for k in range(1, max(divisors, default=0).bit_length())]
-        return sorted({min(m for m in divisors if m >= power) for power in powers}, reverse=True)
+        """Numbers of microbatches where few do not fit, each about half of that before: the least memory first.
+
+        And of those that give every device whole parts of the batch, where these are several examples: what is
+        computed of a part, as a norm of it is, then needs no communication.
+        """
+        whole = [m for m in self.divisors if self.analysis.most_microbatches % (m * self.cluster.num_devices) == 0]
+        return sorted({*_about_doubling(self.divisors), *_about_doubling(whole)}, reverse=True)
 
     @property
     def more(self) -> list[int]:
@@ -179,6 +182,16 @@ class Candidates:
         if shape == (-1,):
             shape = (size,)
         return (shape,) if shapes and math.prod(shape) == size else ()
+
+
+def _about_doubling(numbers: Sequence[int]) -> Iterator[int]:
+    """The least of rising numbers that is not below 2, 4, 8, ..
+
+    >>> [*_about_doubling([2, 3, 4, 6, 8, 12, 24])]
+    [2, 4, 8, 24]
+    """
+    for k in range(1, max(numbers, default=0).bit_length()):
+        yield min(n for n in numbers if n >= 1 << k)
 
 
 def has_room(plan: Plan, rounds: int) -> bool:

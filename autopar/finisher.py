@@ -61,11 +61,19 @@ class Finisher:
     """Makes plans of one traced step on one cluster whose stages are known."""
 
     def __init__(
-        self, analysis: BatchAnalysis, cluster: Cluster, method: Method = AUTO, num_layers: int | None = None
-    ) -> None:
+        self, analysis: BatchAnalysis, cluster: Cluster, method: Method = AUTO, num_layers: int | None = None,
+        like: Finisher | None = None,
+    ) -> None:  # fmt: skip
+        """`like`: another one for the same step and cluster, with which it shares what both need."""
         self.graph, self.method = analysis.graph, method
-        self.layering = Layering(analysis, cluster, method, num_layers)
-        self.stages = StageCosts(Prices(cluster, method.memory_limit, narrow_sums=self.graph.narrow_sums), method)
+        self.layering: Layering = Layering(
+            analysis, cluster, method, num_layers, None if like is None else like.layering
+        )
+        if like is not None and like.method.memory_limit == method.memory_limit:
+            prices = like.stages.prices
+        else:
+            prices = Prices(cluster, method.memory_limit, narrow_sums=self.graph.narrow_sums)
+        self.stages: StageCosts = StageCosts(prices, method)
 
     def finish(
         self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName,
@@ -147,7 +155,7 @@ class Finisher:
                 peak = numbers.peak_bytes(solution.choice, in_flight)
                 if numbers.memory_limit is None or peak <= numbers.memory_limit:
                     return problem, dataclasses.replace(solution, peak=peak)
-        tied = self.stages.problem(layered, placed, stage, mesh, tied=True, withheld=withheld, rows=rows)
+        tied = self.stages.tied_problem(layered, placed, stage, mesh, withheld, rows)
         start = None
         if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
             with contextlib.suppress(Infeasible):

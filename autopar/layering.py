@@ -129,16 +129,27 @@ class Layered:
         return self.recomputing(found)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    """What all layerings of one analysis have in common: the step with no loop cut."""
+
+    steps: dict[int, _Microbatches] = dataclasses.field(default_factory=dict)  # by number of microbatches
+    layered: dict[tuple[int, int], Layered] = dataclasses.field(default_factory=dict)  # by that and that of layers
+
+
 class Layering:
     """Cuts one traced step into layers, for any number of microbatches."""
 
-    def __init__(self, analysis: BatchAnalysis, cluster: Cluster, method: Method, num_layers: int | None) -> None:
+    def __init__(
+        self, analysis: BatchAnalysis, cluster: Cluster, method: Method, num_layers: int | None,
+        like: Layering | None = None,
+    ) -> None:  # fmt: skip
+        """`like`: another layering of the same analysis, with which it shares what both need."""
         self.analysis, self.cluster, self.method, self.num_layers = analysis, cluster, method, num_layers
         self.graph = analysis.graph
         # Decorated methods would keep this and its graphs for ever.
         self._known_layers = functools.cache(self._layered)
-        # With no loop cut, by number of microbatches: other layerings of the same analysis may share them.
-        self.whole_steps: dict[int, _Microbatches] = {}
+        self._whole: _Whole = _Whole() if like is None else like._whole
         self._warn_of_whole_loops = functools.cache(self._warn_of_loops)
 
     def layered(self, m: int, pipelined: bool) -> Layered:
@@ -161,7 +172,7 @@ class Layering:
 
         wanted = self.method.num_stages or 1
         if wanted == 1 and (self.cluster.num_devices == 1 or not (forward or self.method.stages)):
-            return Layered(analysis, step, rules, (0,) * len(forward), 1)
+            return self._in_layers(analysis, step, rules, 1)
         found = heavy_equations(np.array([flops(e) for e in forward]))
         heavy = int(found.sum())
         if wanted > max(1, heavy):
@@ -175,20 +186,28 @@ class Layering:
                     f"{self._other_gradients(step, rules)}"
                 )
         else:
-            stages = self.method.num_stages or len(self.cluster.hosts)
+            stages = wanted if wanted > 1 else len(self.cluster.hosts)
             number = self.num_layers or max(wanted, default_num_layers(forward, flops, MAX_LAYERS, stages))
             number = min(number, max(1, heavy))
-        if number == 1:
-            return Layered(analysis, step, rules, (0,) * len(forward), 1)
-        layers = cluster_layers(forward, number, flops, lambda v: v in step.batched)
-        return Layered(analysis, step, rules, layers, number)
+        return self._in_layers(analysis, step, rules, number)
+
+    def _in_layers(self, analysis: BatchAnalysis, step: StepGraph, rules: Mapping[int, Rule], number: int) -> Layered:
+        """The step in so many layers, of about the same work each."""
+        known = self._whole.layered if analysis is self.analysis else {}
+        key = (step.num_microbatches, number)
+        if key not in known:
+            layers: tuple[int, ...] = (0,) * len(step.forward)
+            if number > 1:
+                layers = cluster_layers(
+                    step.forward, number, lambda eqn: rules[eqn.id].products, lambda v: v in step.batched
+                )
+            known[key] = Layered(analysis, step, rules, layers, number)
+        return known[key]
 
     def joined(self, layered: Layered, cuts: Sequence[int]) -> Layered:
-        """The step with its stages as layers, its loops cut only where a stage ends."""
+        """A step whose loops are cut with its stages as layers, and loops cut only where one ends."""
         m = layered.step.num_microbatches
         stage = np.searchsorted(cuts, layered.layers, side="right")
-        if layered.analysis is self.analysis:
-            return dataclasses.replace(layered, layers=tuple(map(int, stage)), num_layers=len(cuts) + 1)
         at = list(zip(layered.forward, map(int, stage), strict=True))
         analysis = self.cut(self.stacks.leaf_cuts(loop_bounds(at, self.stacks)))
         step, rules = self.in_microbatches(analysis, m)
@@ -255,7 +274,7 @@ class Layering:
 
     def in_microbatches(self, analysis: BatchAnalysis, m: int) -> _Microbatches:
         """The step in microbatches, and the rules of its equations."""
-        known = self.whole_steps if analysis is self.analysis else {}
+        known = self._whole.steps if analysis is self.analysis else {}
         if m not in known:
             step = split_batch(analysis, m)
             known[m] = step, {eqn.id: rule_of(eqn) for eqn in step.equations}

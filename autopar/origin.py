@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from autopar.baselines import plan_beside_recipes, usual_methods
 from autopar.finisher import Finisher, Restored
+from autopar.garbage import uncollected
 from autopar.ir.comparison import Comparison
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Cluster
@@ -47,6 +48,7 @@ class StepOrigin:
         with ProgramBar(f"compiling {plan.function}", show_progress) as bar:
             return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
 
+    @uncollected()
     def report(
         self, plan: Plan, compare: bool, verification: Verification | None, against: Plan | None, most_explained: int,
         show_progress: bool,
@@ -60,6 +62,7 @@ class StepOrigin:
         diff = None if against is None else PlanDiff.of(fresh, against)
         return Report(fresh, details, comparison, verification, diff)
 
+    @uncollected()
     def why(self, plan: Plan, where: str, most: int) -> tuple[Why, ...]:
         """See `Parallelized.why`."""
         finisher = self._finisher(plan)

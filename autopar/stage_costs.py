@@ -27,6 +27,7 @@ from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProblem, StageSetting
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import OptionsCache
+from autopar.passes.submeshes import mesh_at
 from autopar.pricing import Prices
 
 _SECONDS = 0.3  # the work limit of a solution: choices rarely improve after the first; its lower bounds do
@@ -51,8 +52,11 @@ class StageCosts:
         self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage | None] = {}
         self._restricted: set[Any] = set()  # of these, those whose problems leave out shardings that might fit
+        self._whole: dict[Any, StageProblem] = {}  # tied problems of all layers as one stage
         self._by_size: dict[tuple[int, int], list[PricedStage]] = {}  # numbers of nodes and edges
-        self._overheads: dict[Any, dict[int, float]] = {}  # by microbatches; see `overhead`
+        self._overheads: dict[Any, dict[int, dict[int, float]]] = {}  # by layer and microbatches; see `overhead`
+        # What these do not know yet: spans that were priced, and their seconds.
+        self._unread: dict[Any, list[tuple[Layered, tuple[int, int], Mesh, float]]] = {}
         self._placed: dict[Any, tuple[Layered, PlacedStep]] = {}
         self._levels: dict[Layered, Sequence[Sequence[Block]]] = {}
         self._num_levels: dict[BatchAnalysis, int] = {}
@@ -164,6 +168,8 @@ class StageCosts:
                 self._priced[key] = priced = PricedStage(problem.numbers, most, _SECONDS)
                 if problem.is_restricted:
                     self._restricted.add(key)
+                if placed.num_stages == 1:
+                    self._whole[key] = problem
                 self._by_size.setdefault(_size(problem.numbers), []).append(priced)
         return self._priced[key]
 
@@ -202,6 +208,21 @@ class StageCosts:
                 return priced.lower_bound(gap)
         return 0.0
 
+    def least_of_one(self, layered: Layered, mesh: Mesh) -> float:
+        """Seconds per step that all layers as one stage on a mesh take at least, were there no communication."""
+        return self._least_of(layered, next(self._allowed(layered)), (0, layered.num_layers), mesh)
+
+    def in_any_memory(self, layered: Layered, mesh: Mesh) -> float:
+        """Seconds per step of all layers as one stage on a mesh, about, whatever memory that takes.
+
+        Infinite where hints contradict one another, or what the method fixes does.
+        """
+        level = next(self._allowed(layered))
+        priced = self._priced_stage(layered, level, "1f1b", (0, layered.num_layers), mesh)
+        with contextlib.suppress(Infeasible):
+            return math.inf if priced is None else priced.cheapest.cost
+        return math.inf
+
     def solution(self, numbers: StageNumbers, in_flight: int) -> Solution | None:
         """That of a problem with the same numbers which was priced, if it is within this one's memory."""
         for priced in self._by_size.get(_size(numbers), ()):
@@ -237,28 +258,47 @@ class StageCosts:
             once += min(seconds for _, seconds in least)
         return _FUSED * loop, _FUSED * once
 
+    def least_of_pipelines(self, layered: Layered) -> float:
+        """Seconds per step that no pipeline of all devices beats, were there no bubble and no communication."""
+        loop, once = self._least_seconds(
+            layered, (0, layered.num_layers), mesh_at(0, (self.prices.cluster.num_devices,))
+        )
+        return layered.step.num_microbatches * loop + once
+
     def _layers(self, layered: Layered, span: tuple[int, int]) -> list[Stage]:
         """The layers of a span, each as a stage of its own."""
         first = [layered.spans.first_alike((layer, layer + 1))[0] for layer in range(*span)]
         return [self._stage(layered, layered.finest, layer) for layer in first]
 
     def _note_overhead(self, layered: Layered, span: tuple[int, int], mesh: Mesh, seconds: float) -> None:
-        m = layered.step.num_microbatches
-        loop, once = self._least_seconds(layered, span, mesh)
-        for layer in range(*span):
-            first, _ = layered.spans.first_alike((layer, layer + 1))
-            known = self._overheads.setdefault((self._kind_of_mesh(mesh), layered.num_layers, first), {})
-            known[m] = min(known.get(m, math.inf), seconds / (m * loop + once))
+        key = self._kind_of_mesh(mesh), layered.num_layers
+        self._unread.setdefault(key, []).append((layered, span, mesh, seconds))
+
+    def _read_overheads(self, key: Hashable) -> bool:
+        """Whether anything is known of such meshes, and so many layers."""
+        for layered, span, mesh, seconds in self._unread.pop(key, ()):
+            m = layered.step.num_microbatches
+            loop, once = self._least_seconds(layered, span, mesh)
+            of_layers = self._overheads.setdefault(key, {})
+            for layer in range(*span):
+                first, _ = layered.spans.first_alike((layer, layer + 1))
+                known = of_layers.setdefault(first, {})
+                known[m] = min(known.get(m, math.inf), seconds / (m * loop + once))
+        return key in self._overheads
 
     def overhead(self, layered: Layered, layer: int, mesh: Mesh) -> tuple[float, float]:
         """The least seconds of a layer, and how many times those such take on such a mesh, by spans that were priced.
 
+        Before any was on such a mesh, each layer weighs the same.
         What is done once for each microbatch is done more often with more of them, and what is done for each example
         not less often with fewer.
         """
+        key = self._kind_of_mesh(mesh), layered.num_layers
+        if not self._read_overheads(key):
+            return 1.0, 1.0
         m = layered.step.num_microbatches
         first, _ = layered.spans.first_alike((layer, layer + 1))
-        known = self._overheads.get((self._kind_of_mesh(mesh), layered.num_layers, first), {})
+        known = self._overheads[key].get(first, {})
         times = [known[m]] if m in known else [1 + (ratio - 1) * min(1.0, m / n) for n, ratio in known.items()]
         loop, once = self._least_seconds(layered, (layer, layer + 1), mesh)
         return m * loop + once, max(1.0, _SLACK * max(times, default=1.0))
@@ -328,6 +368,15 @@ class StageCosts:
             rows.shares(stage) if rows is not None and rows.weights_apart else {}, self.method.objective,
         )  # fmt: skip
         return StageProblem(setting)
+
+    def tied_problem(
+        self, layered: Layered, placed: PlacedStep, stage: int, mesh: Mesh, withheld: float, rows: Schedule
+    ) -> StageProblem:
+        """The `problem` where layers that are alike choose alike."""
+        known = self._whole.get((placed, stage, self._kind_of_mesh(mesh)))
+        if known is not None and not withheld:
+            return known
+        return self.problem(layered, placed, stage, mesh, tied=True, withheld=withheld, rows=rows)
 
     def infeasible(self, function: str) -> InfeasiblePlanError:
         """What to raise where no plan was found: the attempt that came closest, with where it was."""

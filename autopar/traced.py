@@ -17,6 +17,7 @@ from autopar.baselines import plan_beside_recipes
 from autopar.calls import Call, StepFunction
 from autopar.errors import InfeasiblePlanError, PlanError, PlanMismatchError
 from autopar.finisher import Finisher, Restored
+from autopar.garbage import uncollected
 from autopar.ir.cluster_json import check_cluster
 from autopar.ir.graph import Graph, Value
 from autopar.ir.hint import Hint
@@ -59,6 +60,7 @@ class Traced:
         """What it computes."""
         return self.analysis.graph
 
+    @uncollected()
     def search(self, cluster: Cluster, method: Method, *, with_relaxations: bool = True) -> tuple[Plan, LoweredStep]:
         """The best plan that a method allows on a cluster.
 
@@ -81,6 +83,7 @@ class Traced:
                 raise InfeasiblePlanError(f"{error} {relaxations}") from error
             raise
 
+    @uncollected()
     def restore(self, plan: Plan, cluster: Cluster) -> Restored:
         """A plan that was made before, priced for this step.
 
@@ -104,6 +107,7 @@ class Traced:
         return Finisher(self.analysis, cluster).restore(plan)
 
 
+@uncollected()
 def trace_step(
     function: StepFunction, call: Call, options: TraceOptions, state_of: Callable[[Graph], Set[Value]] | None = None
 ) -> Traced:

@@ -153,7 +153,7 @@ def plan_stages(
     if max_stages is not None and max_stages < 1:
         raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
     space = _Space.of(num_layers, cluster, shapes, alike)
-    costs = _Costs(space, stage_cost, least_cost, bound_cost, overhead)
+    costs = _Costs(space, stage_cost, least_cost, bound_cost, overhead, num_stages == 1)
     most = min(most, num_stages or max_stages or most)
     found: StagePlan | None = None  # of stages whose costs are known
     while True:
@@ -312,12 +312,15 @@ class _Costs:
         least_cost: LeastCostFn | None,
         bound_cost: StageCostFn | None,
         overhead: OverheadFn,
+        one_stage: bool,
     ) -> None:
+        """`one_stage`: all layers are one span, of which nothing but its own cost tells more."""
         self.space = space
         self.stage_cost = stage_cost
         self.least_cost = least_cost
         self.bound_cost = bound_cost
         self.overhead = overhead
+        self.one_stage = one_stage
         self.kind = space.kind
         _, first = np.unique(space.kind, return_index=True)
         self.meshes = [space.mesh(index) for index in first.tolist()]  # per kind, the first of it
@@ -394,7 +397,7 @@ class _Costs:
                 elif not np.isinf(cost[0]) and not self.known[number][kind, first, last]:
                     table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
         self.bounded.update(asked)
-        if asked:
+        if asked and not self.one_stage:
             self.measure()
         return bool(asked)
 
@@ -403,7 +406,7 @@ class _Costs:
         for kind, first, last, in_flight in unknown:
             if not np.isinf(self.tables[in_flight][0, kind, first, last]):
                 self._ask(kind, first, last, in_flight)
-        if unknown:
+        if unknown and not self.one_stage:
             self.measure()
 
     def time(self, rows: Sequence[_StageRow], numbers: Sequence[int], best: _Best) -> float:

@@ -340,8 +340,10 @@ def test_recipes_stand_beside_the_plan() -> None:
     [note] = notes[True]
     for recipe in (recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))):
         step_time = autopar.parallelize(make_step()).plan(*shapes(), cluster=CLUSTER, method=recipe).step_time
-        [number, unit] = note.split(f"{recipe.name} in 1 microbatch ")[1].split(",")[0].strip(".").split()
-        assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] == pytest.approx(step_time, rel=0.1)
+        *least, number, unit = note.split(f"{recipe.name} in 1 microbatch ")[1].split(",")[0].strip(".").split()
+        assert least in ([], ["at", "least"])
+        seconds = float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+        assert seconds == pytest.approx(step_time, rel=0.1) or (least and plan.step_time < seconds < step_time)
 
 
 def test_a_recipe_wins_where_the_search_is_worse() -> None:
@@ -351,8 +353,12 @@ def test_a_recipe_wins_where_the_search_is_worse() -> None:
         found = planner._better(1, 4 if planner.method.num_stages is None else 1)
         yield from () if found is None else (found,)
 
+    def fewest_that_fit(planner: Planner, fewest: int = 2) -> Iterator[Any]:
+        yield from () if planner.method.num_stages is None else of_a_recipe(planner, fewest)
+
+    of_a_recipe = Planner._fewest_that_fit
     nothing = mock.patch.multiple(
-        Planner, _other_numbers=mock.Mock(return_value=()), _one_stage=mock.Mock(return_value=None), _likely=likely
+        Planner, _other_numbers=mock.Mock(return_value=()), _fewest_that_fit=fewest_that_fit, _likely=likely
     )
     with nothing:
         alone, beside = plan_of(CLUSTER, baselines=False), plan_of(CLUSTER)

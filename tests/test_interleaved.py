@@ -155,7 +155,7 @@ def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
     found, estimates = {}, {}
     for rounds in (1, 2):
         planner = Planner(analyse(train_step, state, examples()), cluster, method)
-        uniform = planner._with(equal)
+        uniform = planner.beside(equal)
         uniform.rounds = rounds
         better = uniform._better(4, 2)
         assert better is not None

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -232,14 +232,49 @@ def _widens(eqn: Equation) -> bool:
 
 def _with_addends_carried(cut: Cut, body: Body) -> Cut:
     """The cut with those carries as running sums of addends that save sums in the loop."""
-    for i in body.carried.values():
-        entering = body.inputs[i]
-        if not cut.sums or entering in cut.states or not is_number(entering):
-            continue
-        seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
-        other = _Propagation(body).run({**seeds, entering: PARTIAL}, fewer_sums_than=len(cut.sums))
-        if other is not None and other.states.get(entering) is PARTIAL and cut.splits.keys() <= other.splits.keys():
-            cut = other
+    entering = (v for i in body.carried.values() if is_number(v := body.inputs[i]))
+    return _carrying(cut, body, [v for v in entering if _meets(cut.sums, v, body)])
+
+
+def _meets(sums: Set[Value], value: Value, body: Body) -> bool:
+    """Whether a value, or what is linear in it, goes into an equation with one of these sums."""
+    seen, waiting = {value}, [value]
+    while waiting:
+        v = waiting.pop()
+        for eqn, position in body.readers.get(v, ()):
+            rule = body.rules[eqn.id]
+            if rule.separable:
+                after = [eqn.outputs[position]]
+            elif not sums.isdisjoint(eqn.values):
+                return True
+            else:
+                after = [*eqn.outputs] if any(position in operands for operands in rule.linear) else []
+            waiting += [out for out in after if out not in seen]
+            seen.update(after)
+    return False
+
+
+def _carrying(cut: Cut, body: Body, entering: Sequence[Value]) -> Cut:
+    """The cut with all of these as running sums if each saves a sum, else with what each half saves.
+
+    Gradients that a loop adds up are as many as there are parameters: one propagation shows that all can be.
+    """
+    entering = [v for v in entering if v not in cut.states]
+    if not entering or not cut.sums:
+        return cut
+    seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
+    other = _Propagation(body).run({**seeds, **dict.fromkeys(entering, PARTIAL)})
+    if other is not None:
+        kept = [v for v in entering if other.states.get(v) is PARTIAL]
+        if len(kept) < len(entering):
+            return _carrying(cut, body, kept)
+        if len(other.sums) >= len(cut.sums) or cut.splits.keys() - other.splits.keys():
+            return cut
+        if len(other.sums) + len(kept) <= len(cut.sums):
+            return other
+    if len(entering) > 1:
+        for part in (entering[: len(entering) // 2], entering[len(entering) // 2 :]):
+            cut = _carrying(cut, body, part)
     return cut
 
 
@@ -283,13 +318,11 @@ class _Propagation:
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
         self.ends: set[int] = set()  # outputs whose addends are summed before they leave
 
-    def run(self, seeds: Mapping[Value, State], fewer_sums_than: int | None = None) -> Cut | None:
+    def run(self, seeds: Mapping[Value, State]) -> Cut | None:
         self.given = dict(seeds)
         try:
             for _ in range(_MAX_ROUNDS):
                 self._forward()
-                if fewer_sums_than is not None and (len(self.sums) >= fewer_sums_than or seeds.keys() - self.given):
-                    return None
                 if not (self._tie() or self._demand()):
                     return self._cut()
         except _Failed:
