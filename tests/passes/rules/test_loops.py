@@ -23,6 +23,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, Sharding
 from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings
+from autopar.passes.rules import nested as bodies
 from autopar.passes.rules import table
 from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
@@ -509,3 +510,36 @@ def test_what_cannot_be_cut_is_replicated() -> None:
 
     assert "sharding_constraint" not in str(jax.make_jaxpr(whole)(x))
     np.testing.assert_array_equal(whole(x), np.sort(x.reshape(-1)).reshape(x.shape))
+
+
+@pytest.mark.parametrize("parameters", [2, 16])
+def test_gradients_that_a_loop_adds_up_are_carried_as_addends_all_at_once(
+    parameters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One propagation shows that none is summed in the loop, however many there are."""
+
+    def run(self: Any, seeds: Any) -> Any:
+        carrying.append(any(state is bodies.PARTIAL for state in seeds.values()))
+        return propagate(self, seeds)
+
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+            for w in weights:
+                x = x + jnp.tanh(x) * w
+            return jnp.mean(x**2)
+
+        def add(totals: list[jax.Array], x: jax.Array) -> Any:
+            return [t + g for t, g in zip(totals, jax.grad(loss)(weights, x), strict=True)], None
+
+        return lax.scan(add, [jnp.zeros_like(w) for w in weights], x)[0]
+
+    carrying: list[bool] = []
+    propagate = bodies._Propagation.run
+    monkeypatch.setattr(bodies._Propagation, "run", run)
+    weights, x = [jnp.ones(3)] * parameters, jnp.ones((4, 8, 3))
+    graph = trace(step, (weights, x), {}, name="step")
+    [scan] = [e for e in graph.equations if e.primitive.name == "scan"]
+    rule = rule_of(scan)
+    assert 1 <= sum(carrying) <= 2
+    [examples] = [f for dims in rule.inputs for dim in dims for f in dim if rule.factors[f] == 8]
+    assert all(rule.is_addend(examples, k) for k in range(parameters))

@@ -1,0 +1,135 @@
+"""The search for a plan: what it tries, what it need not try, and what its planners share."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Collection, Sequence
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar import recipes
+from autopar.errors import InfeasiblePlanError
+from autopar.finisher import Finisher
+from autopar.garbage import uncollected
+from autopar.ir.mesh import Mesh
+from autopar.ir.method import AUTO
+from autopar.layering import Layered
+from autopar.passes.batch import BatchAnalysis
+from autopar.passes.submeshes import mesh_at
+from autopar.planner import Planner
+from tests import models
+from tests.planned import analyse, cluster_of
+
+_SMALL = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-6)
+
+
+def _mlp(layers: int, width: int = 64, batch: int = 64) -> BatchAnalysis:
+    params = {"layers": [{"w": jnp.zeros((width, width)), "b": jnp.zeros(width)}] * layers}
+    examples = dict.fromkeys("xy", jnp.zeros((batch, width)))
+    return analyse(models.sgd(models.mlp_loss), models.sgd_state(params), examples)
+
+
+def test_one_stage_has_more_microbatches_where_it_needs_more_memory_than_was_counted() -> None:
+    """And is tried before pipelines, so that those which take longer are not."""
+    tried: list[tuple[int, int]] = []  # stages, microbatches
+
+    def finish(self: Finisher, layered: Layered, placed: Any, meshes: Sequence[Mesh], *rest: Any) -> Any:
+        tried.append((len(meshes), layered.step.num_microbatches))
+        return None if tried[-1] == (1, 1) else finished(self, layered, placed, meshes, *rest)
+
+    finished = Finisher.finish
+    with mock.patch.object(Finisher, "finish", finish):
+        plan, _ = Planner(_mlp(4), _SMALL, recipes.auto(baselines=False)).plan()
+    assert (len(plan.stages), plan.num_microbatches) == (1, 2)
+    assert tried[:2] == [(1, 1), (1, 2)]
+    assert len(set(tried)) == len(tried)  # each once
+
+
+def test_a_recipe_has_more_microbatches_where_it_needs_more_memory_than_was_counted() -> None:
+    def finish(self: Finisher, layered: Layered, *rest: Any) -> Any:
+        return None if layered.step.num_microbatches < 4 else finished(self, layered, *rest)
+
+    finished = Finisher.finish
+    planner = Planner(_mlp(4, 256, 512), _SMALL, recipes.auto(baselines=False, num_stages=4))
+    planner.plan(1)
+    rival = planner.beside(recipes.zero(1, None))
+    with mock.patch.object(Finisher, "finish", finish):
+        found = planner.better_by(rival, fewest=1)
+        assert found is not None
+        assert found[0].num_microbatches == 4
+        assert planner.better_by(planner.beside(recipes.zero(1, None)), 1) is None
+
+
+@pytest.mark.parametrize("network", [1e7, 1e9])
+@pytest.mark.parametrize("layers", [3, 8])
+def test_pipelines_that_compute_too_long_with_fewer_microbatches_are_not_missed(layers: int, network: float) -> None:
+    """What is not built is no better: the plan is the same where all is."""
+    cluster = cluster_of(2, 2, flops=1e11, memory_bandwidth=1e10, link=1e9, network=network, launch=1e-6)
+    plan, _ = Planner(_mlp(layers, 128), cluster, recipes.auto(baselines=False)).plan()
+    with mock.patch.object(Planner, "_is_vain", mock.Mock(return_value=False)):
+        whole, _ = Planner(_mlp(layers, 128), cluster, recipes.auto(baselines=False)).plan()
+    assert plan == whole
+
+
+def test_planners_of_one_step_share_what_no_method_changes() -> None:
+    planner = Planner(_mlp(4, 256, 512), cluster_of(2, 2), AUTO)
+    rival = planner.beside(recipes.data_parallel(None))
+    assert rival.layering.layered(2, False) is planner.layering.layered(2, False)
+    assert rival.prices is planner.prices
+    assert planner.beside(recipes.auto(memory_limit=2**20)).prices is not planner.prices
+    assert planner.beside(AUTO, 3).layering.layered(2, False) is not planner.layering.layered(2, False)
+
+
+def test_numbers_of_microbatches_that_give_devices_whole_parts_of_the_batch() -> None:
+    """Where norms are taken of parts of 16 examples, a device that has a whole one need ask no other."""
+
+    def train_step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            h = (x @ w).reshape(24, 16, 32)
+            h = (h - h.mean(1, keepdims=True)) / jnp.sqrt(h.var(1, keepdims=True) + 1e-6)
+            return jnp.mean(jax.nn.relu(h) ** 2)
+
+        return w - 0.1 * jax.grad(loss)(w)
+
+    analysis = analyse(train_step, jnp.zeros((32, 32)), jnp.zeros((384, 32)), batch_axes=(None, 0))
+    assert analysis.most_microbatches == 24
+    assert Planner(analysis, cluster_of(1, 8)).candidates.many == [24, 8, 4, 3, 2]
+    assert Planner(analysis, cluster_of(1, 1)).candidates.many == [24, 8, 4, 2]
+
+
+def test_one_stage_in_any_memory_takes_no_longer_than_in_what_there_is() -> None:
+    planner = Planner(_mlp(4, 256), cluster_of(1, 4, memory=3 * 2**20, link=1e9), AUTO)
+    mesh = mesh_at(0, (4,))
+    for m in (1, 4, 16):
+        layered = planner.layering.layered(m, False)
+        least = planner.stages.least_of_one(layered, mesh)
+        free = planner.stages.in_any_memory(layered, mesh)
+        cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+        assert least <= free
+        assert cost is None or free <= 1.02 * (m * cost.per_microbatch + cost.per_step)
+
+
+def test_garbage_is_looked_for_again_after_planning() -> None:
+    seen: Collection[bool] = []
+
+    def look(*_: Any) -> None:
+        seen.append(gc.isenabled())  # type: ignore[attr-defined]
+        raise InfeasiblePlanError("no plan")
+
+    assert gc.isenabled()
+    with pytest.raises(InfeasiblePlanError), warnings.catch_warnings():
+        uncollected()(look)()
+    assert seen == [False]
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
