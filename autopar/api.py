@@ -51,8 +51,9 @@ class Parallelized:
 
     def __init__(
         self, fun: Callable[..., Any], *, cluster: Cluster | None, method: str | Method | Plan,
-        num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int], static_argnames: Sequence[str],
-        static_leaves: IsStatic, donate_argnums: str | Sequence[int], devices: Sequence[jax.Device] | None,
+        num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int] | int | None,
+        static_argnames: Sequence[str], static_leaves: IsStatic,
+        donate_argnums: str | Sequence[int] | int | None, devices: Sequence[jax.Device] | None,
         follow: Parallelized | None, hints: Mapping[str, Any], narrow_sums: bool,
     ) -> None:  # fmt: skip
         functools.update_wrapper(self, fun)
@@ -61,7 +62,7 @@ class Parallelized:
         number = _microbatches(num_microbatches)
         self._function = StepFunction(
             fun, static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
-            donate_argnums=None if donate_argnums == "auto" else tuple(donate_argnums),
+            donate_argnums=donate_argnums,
         )  # fmt: skip
         self._name = self._function.name
         pinned = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
@@ -502,10 +503,10 @@ def parallelize(
     method: str | Method | Plan = ...,
     num_microbatches: str | int = ...,
     batch_axes: Any = ...,
-    static_argnums: Sequence[int] | int = ...,
+    static_argnums: Sequence[int] | int | None = ...,
     static_argnames: Sequence[str] | str = ...,
     static_leaves: IsStatic = ...,
-    donate_argnums: str | Sequence[int] | int = ...,
+    donate_argnums: str | Sequence[int] | int | None = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
     hints: Mapping[str, Any] | None = ...,
@@ -519,10 +520,10 @@ def parallelize(
     method: str | Method | Plan = ...,
     num_microbatches: str | int = ...,
     batch_axes: Any = ...,
-    static_argnums: Sequence[int] | int = ...,
+    static_argnums: Sequence[int] | int | None = ...,
     static_argnames: Sequence[str] | str = ...,
     static_leaves: IsStatic = ...,
-    donate_argnums: str | Sequence[int] | int = ...,
+    donate_argnums: str | Sequence[int] | int | None = ...,
     devices: Sequence[jax.Device] | None = ...,
     follow: Parallelized | None = ...,
     hints: Mapping[str, Any] | None = ...,
@@ -535,10 +536,10 @@ def parallelize(
     method: str | Method | Plan = "auto",
     num_microbatches: str | int = "auto",
     batch_axes: Any = "auto",
-    static_argnums: Sequence[int] | int = (),
+    static_argnums: Sequence[int] | int | None = (),
     static_argnames: Sequence[str] | str = (),
     static_leaves: IsStatic = callable,
-    donate_argnums: str | Sequence[int] | int = "auto",
+    donate_argnums: str | Sequence[int] | int | None = "auto",
     devices: Sequence[jax.Device] | None = None,
     follow: Parallelized | None = None,
     hints: Mapping[str, Any] | None = None,
@@ -558,7 +559,7 @@ def parallelize(
       static_leaves: which leaves of arguments and results are part of the structure, as in `equinox.filter_jit`; asked
         of leaves that are no arrays. Default: functions. Equinox modules with flags need
         `lambda leaf: not eqx.is_array(leaf)`.
-      donate_argnums: "auto" donates the state (the leaves that come out again, never examples); () keeps it.
+      donate_argnums: "auto" donates the state (the leaves that come out again, never examples); () or None keeps it.
       devices: default `jax.devices()`, those of a host next to one another.
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
       hints: how arguments have to be cut, a spec of `autopar.hint` by the path of a leaf, such as
@@ -577,9 +578,8 @@ def parallelize(
         )  # fmt: skip
     return Parallelized(
         fun, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
-        static_argnums=(static_argnums,) if isinstance(static_argnums, int) else static_argnums,
+        static_argnums=static_argnums,
         static_argnames=(static_argnames,) if isinstance(static_argnames, str) else static_argnames,
-        static_leaves=static_leaves,
-        donate_argnums=(donate_argnums,) if isinstance(donate_argnums, int) else donate_argnums,
+        static_leaves=static_leaves, donate_argnums=donate_argnums,
         devices=devices, follow=follow, hints=hints or {}, narrow_sums=narrow_sums,
     )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from autopar.errors import TraceError
@@ -16,15 +17,33 @@ def positional_names(fun: Callable[..., Any]) -> list[str]:
     return [p.name for p in inspect.signature(fun).parameters.values() if p.kind in _POSITIONAL]
 
 
-def check_argnums(fun: Callable[..., Any], name: str, option: str, numbers: Sequence[Any]) -> None:
-    """Raise unless all are numbers of positional arguments, from 0 on or from -1 back.
+def argnums_of(fun: Callable[..., Any], name: str, option: str, given: Any) -> tuple[int, ...]:
+    """The numbers of positional arguments, from 0 on or from -1 back: one, several, or None for none.
 
     Raises:
       TraceError: one is no whole number, or out of range; where a function takes any number of arguments, none is.
     """
-    for number in numbers:
-        if isinstance(number, bool) or not isinstance(number, int):
+    if given is None:
+        return ()
+    several = given if isinstance(given, Iterable) and not _is_index(given) else (given,)
+    numbers = []
+    for number in several:
+        if not _is_index(number):
             raise TraceError(f"{option} of {name} has {number!r}; it must be numbers of positional arguments.")
+        numbers.append(operator.index(number))
+    _check_range(fun, name, option, numbers)
+    return tuple(numbers)
+
+
+def _is_index(given: Any) -> bool:
+    try:
+        operator.index(given)
+    except TypeError:
+        return False
+    return not isinstance(given, bool)
+
+
+def _check_range(fun: Callable[..., Any], name: str, option: str, numbers: Sequence[int]) -> None:
     try:
         kinds = [p.kind for p in inspect.signature(fun).parameters.values()]
     except (ValueError, TypeError):  # of something built in: nothing is known before it is called

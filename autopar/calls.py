@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.argnums import check_argnames, check_argnums, positional_names, resolved
+from autopar.argnums import argnums_of, check_argnames, positional_names, resolved
 from autopar.errors import TraceError
 from autopar.ir.static_leaf import IsStatic, flatten_arrays, kind_of
 from autopar.trace import call_specs, configuration, name_of
@@ -32,18 +32,18 @@ class StepFunction:
     """
 
     def __init__(
-        self, fun: Callable[..., Any], *, static_argnums: Sequence[int] = (), static_argnames: Sequence[str] = (),
-        static_leaves: IsStatic = callable, donate_argnums: Sequence[Any] | None = None,
+        self, fun: Callable[..., Any], *, static_argnums: Any = (), static_argnames: Sequence[str] = (),
+        static_leaves: IsStatic = callable, donate_argnums: Any = "auto",
     ) -> None:  # fmt: skip
         self.fun = fun
         self.name = name_of(fun)
         self.is_static = static_leaves
-        self._static_argnums = tuple(static_argnums)
+        self._static_argnums = argnums_of(fun, self.name, "static_argnums", static_argnums)
         self._static_argnames = tuple(static_argnames)
-        self._donate_argnums = donate_argnums  # None: whatever comes out again
-        check_argnums(fun, self.name, "static_argnums", self._static_argnums)
         check_argnames(fun, self.name, self._static_argnames)
-        check_argnums(fun, self.name, "donate_argnums", donate_argnums or ())
+        self._donate_argnums: tuple[int, ...] | None = None  # whatever comes out again
+        if not isinstance(donate_argnums, str) or donate_argnums != "auto":
+            self._donate_argnums = argnums_of(fun, self.name, "donate_argnums", donate_argnums)
 
     def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """Take arguments apart.

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -43,6 +44,16 @@ def test_numbers_out_of_range(option: str, numbers: Any) -> None:
 def test_what_names_no_argument(options: dict[str, Any], message: str) -> None:
     with pytest.raises(TraceError, match=f"^{re.escape(message)}$"):
         autopar.parallelize(step, **options)
+
+
+@pytest.mark.parametrize("two", [2, np.int64(2), np.array(2), (2,), [np.int32(2)], np.array([2]), {2}], ids=repr)
+def test_numbers_as_jit_takes_them(two: Any) -> None:
+    args = jnp.ones((2, 2)), jnp.ones((4, 2)), 0.5
+    mine = autopar.parallelize(with_default, static_argnums=two, donate_argnums=None)
+    expected = jax.jit(with_default, static_argnums=two, donate_argnums=None)(*args)
+    for _ in range(2):  # nothing is donated
+        np.testing.assert_allclose(mine(*args)[0], expected[0], rtol=1e-6)
+    assert mine(*args)[1] == 1.0
 
 
 def by_keyword(w: Any, x: Any, *, rate: float = 0.1) -> Any:
