@@ -26,7 +26,7 @@ from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
 from autopar.runtime.host_memory import keep_memory
 from autopar.runtime.mail import Mail, state_of
-from autopar.runtime.placement import Array, absent, is_here, place, private
+from autopar.runtime.placement import Array, absent, is_here, place, private, sliceable
 from autopar.runtime.processes import Processes, compiler_options
 from autopar.runtime.source import Source, compile_options
 from autopar.runtime.transfer import Sending, TileTransfer, needs_waits, send
@@ -601,7 +601,7 @@ def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
     if count == 1:
         return leaf
     size = batch.size // count
-    return leaf[(slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)]
+    return sliceable(leaf)[(slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)]
 
 
 def _compile(sources: Sequence[Source]) -> list[Any]:

@@ -110,7 +110,17 @@ def _pieces(value: Any, sharding: jax.sharding.NamedSharding) -> dict[jax.Device
             )
         value = value.addressable_data(0)
     index = sharding.addressable_devices_indices_map(tuple(jax.numpy.shape(value)))
+    value = sliceable(value)
     return {device: value[at] if at else value for device, at in index.items()}
+
+
+def sliceable(value: Any) -> Any:
+    """The same value, which no mesh with `Explicit` axes keeps from being cut eagerly: its axes are `Auto`."""
+    sharding = value.sharding if isinstance(value, jax.Array) else None
+    if not isinstance(sharding, jax.sharding.NamedSharding) or not sharding.mesh.explicit_axes:
+        return value
+    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(value, jax.sharding.NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
 
 
 def absent(array: Array | jax.ShapeDtypeStruct) -> jax.Array:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import recipes
@@ -560,3 +561,19 @@ def test_a_planner_does_not_outlive_its_plan() -> None:
     before = planners()
     step.plan(jnp.zeros((8, 8)), jnp.zeros((16, 8)))
     assert planners() == before
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_a_batch_on_a_mesh_with_explicit_axes(num_microbatches: int) -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    w, x = jnp.ones((16, 16)), jnp.linspace(0.0, 1.0, 64 * 16).reshape(64, 16)
+    expected = jax.jit(step)(w, x)
+    there = jax.device_put((w, x), tuple(NamedSharding(mesh, spec) for spec in (PartitionSpec(), PartitionSpec("d"))))
+    method = recipes.data_parallel(num_microbatches)
+    found = autopar.parallelize(step, method=method, batch_axes=(None, 0), donate_argnums=())(*there)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
+    np.testing.assert_array_equal(there[1], x)
