@@ -285,12 +285,15 @@ class Planner:
         """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best."""
         number = self.cluster.num_devices
         meshes = [mesh_at(0, shape) for shape in self.candidates.first_shapes(self.cluster, 0, number)]
-        for m in (n for n in (1, *self.candidates.many[::-1]) if n >= fewest and n not in self._in_one_stage):
+        for m in (1, *self.candidates.many[::-1]):
             with contextlib.suppress(MicrobatchError):
                 layered = self.layering.layered(m, False)
                 if all(self.stages.least_of_one(layered, mesh) >= self._best.estimate for mesh in meshes):
                     return  # computing alone takes longer, and with more microbatches no less
-                if any(self.stages.in_any_memory(layered, mesh) < self._best.estimate for mesh in meshes):
+                is_quicker = any(self.stages.in_any_memory(layered, mesh) < self._best.estimate for mesh in meshes)
+                if m == 1 and not is_quicker:
+                    return  # what is sent is no less with more
+                if is_quicker and m >= fewest and m not in self._in_one_stage:
                     yield m
 
     def _without_bubble(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
