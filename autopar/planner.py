@@ -290,10 +290,10 @@ class Planner:
                 layered = self.layering.layered(m, False)
                 if all(self.stages.least_of_one(layered, mesh) >= self._best.estimate for mesh in meshes):
                     return  # computing alone takes longer, and with more microbatches no less
-                is_quicker = any(self.stages.in_any_memory(layered, mesh) < self._best.estimate for mesh in meshes)
-                if m == 1 and not is_quicker:
+                seconds = min(self.stages.in_any_memory(layered, mesh) for mesh in meshes)
+                if m == 1 and self._best.estimate <= seconds < math.inf:
                     return  # what is sent is no less with more
-                if is_quicker and m >= fewest and m not in self._in_one_stage:
+                if seconds < self._best.estimate and m >= fewest and m not in self._in_one_stage:
                     yield m
 
     def _without_bubble(self, plan: Plan, fixed: int | None) -> Iterator[_Found]:
