@@ -127,8 +127,8 @@ def _quickest(planner: Planner, fixed: int | None, below: float) -> _Estimate | 
             least = computing if computing >= below else planner.stages.in_any_memory(layered, mesh)
             if too_long is None and below <= least < math.inf:
                 too_long = _Estimate(least, m, math.inf, fits=False)
-            if computing >= below:
-                break  # and so do more microbatches
+            if computing >= below or (m == 1 and below <= least < math.inf):
+                break  # what is computed and sent is no less with more microbatches
             if least >= below:
                 continue
             cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
