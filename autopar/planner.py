@@ -38,7 +38,7 @@ from autopar.passes.unsplit import find_unsplit
 _LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 _DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 # Relative: what the stage search estimates to be slower than the best plan by more than this is not made, both of one
-# stage. Its errors are much alike for plans of one step, if not always: those of ZeRO-3 for very small models are not.
+# stage: its errors are much alike for plans of one step.
 _EQUALLY_OFF = 0.02
 _USUAL = 8  # microbatches for each stage
 _TIGHT = 0.8
@@ -271,14 +271,17 @@ class Planner:
         found: _Found | None = None
         for m in self._worth_one_stage(fewest):
             self._in_one_stage.add(m)
-            better = self._better(m, 1)
-            if better is None and found is not None:
+            other = self._found_for(m, 1)
+            is_better = other is not None and self._is_better(other)
+            if found is not None and not is_better:
                 return
-            if better is not None:
-                found = better
+            if other is None:
+                continue
+            if is_better:
+                found = other
                 yield found
-                if not any(stage.recomputed for stage in found[0].stages):
-                    return
+            if not any(stage.recomputed for stage in other[0].stages):
+                return
 
     def _worth_one_stage(self, fewest: int) -> Iterator[int]:
         """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best."""
@@ -486,6 +489,11 @@ class Planner:
 
     def _better(self, m: int, stages: int | None, groups: Groups | None = None) -> _Found | None:
         """A plan with so many microbatches and stages that is better than any before; on these groups of devices."""
+        found = self._found_for(m, stages, groups)
+        return found if found is not None and self._is_better(found) else None
+
+    def _found_for(self, m: int, stages: int | None, groups: Groups | None = None) -> _Found | None:
+        """A plan that may be better than any before, if there is one."""
         self._check_time()
         may_be_one = stages is None and self._may_be_one and not (m > 1 and self._one_stage_fits)
         if not may_be_one and self._is_vain(m, stages, self._best.estimate):
@@ -494,12 +502,17 @@ class Planner:
             self.layering.layered(m, stages != 1)
         except MicrobatchError:
             return None
-        found = self._plan_for(m, stages, groups)
-        if found is None or found[0].step_time >= self._best.step_time:
-            return None
-        self._best.step_time, self._best.num_stages = found[0].step_time, len(found[0].stages)
-        self._one_stage_fits |= m == 1 and len(found[0].stages) == 1 and not found[0].stages[0].recomputed
-        return found
+        return self._plan_for(m, stages, groups)
+
+    def _is_better(self, found: _Found) -> bool:
+        """Whether a plan is better than any before; then it is what others must beat."""
+        plan = found[0]
+        if plan.step_time >= self._best.step_time:
+            return False
+        self._best.step_time, self._best.num_stages = plan.step_time, len(plan.stages)
+        is_one = plan.num_microbatches == 1 and len(plan.stages) == 1
+        self._one_stage_fits |= is_one and not plan.stages[0].recomputed
+        return True
 
     def _check_time(self) -> None:
         if time.monotonic() > self._deadline:

@@ -143,3 +143,26 @@ def test_garbage_is_looked_for_again_after_planning() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("times", [1, 2, 4])
+@pytest.mark.parametrize("is_free", [True, False])
+def test_what_a_phase_gathers_for_several_readers_it_gathers_once(times: int, is_free: bool) -> None:
+    """Forward and backward: what is estimated is what is priced, with one layer or the same one several times."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for _ in range(times):
+            x = x @ params["w"]
+        return ((x - batch["y"]) ** 2).mean()
+
+    batch = dict.fromkeys("xy", jnp.zeros((64, 128)))
+    graph = analyse(models.sgd(loss), models.sgd_state({"w": jnp.zeros((128, 128))}), batch)
+    # So fast are the devices and so slow are the links that nothing but what is sent counts.
+    cluster = cluster_of(1, 4, flops=1e15, memory_bandwidth=1e15, link=1e6, latency=1e-9, launch=1e-12)
+    planner = Planner(graph, cluster, recipes.auto(baselines=False) if is_free else recipes.zero(3, None))
+    plan, _ = planner.plan(1)
+    layered = planner.layering.layered(1, False)
+    cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh_at(0, (4,)), 1)
+    assert cost is not None
+    assert cost.per_microbatch + cost.per_step == pytest.approx(plan.step_time, rel=1e-3)

@@ -3,8 +3,9 @@
 Nodes are of two kinds. An *equation* (a lane of it) chooses a strategy: its seconds are the local compute's.
 A *layout* stands for a value that has several readers, crosses programs or is stored: it chooses the sharding in
 which the value is kept. Edges price the resharding from maker to layout to reader, times how often it happens
-(once per microbatch or once per step). State leaves are layouts that the renewed leaf must return to. Memory is
-counted at a few times per program, where most is live.
+(once per microbatch or once per step). State leaves are layouts that the renewed leaf must return to; where one phase
+of a program reads such a leaf several times, it does so from one more layout: what it gathers, it gathers once. Memory
+is counted at a few times per program, where most is live.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from autopar.passes.intra_op.strategies import (
 from autopar.passes.rules.base import Rule
 
 Slot = tuple[int | None, Value]
+Part = tuple[int, Phase]  # of the programs: the index of one, and a phase of it
 _MAX_LAYOUTS = 48
 _ROOMY = 0.5  # of the memory: where the leanest choices need less, whole copies of stacks are offered
 _LARGE_COPY = 0.01  # of a device's memory
@@ -107,6 +109,7 @@ class StageProblem:
         self.stage = stage = setting.stage
         self.programs, self.copied, self.step = stage.programs, stage.copied, stage.step
         self.stored = set(self.step.graph.inputs) | set(self.step.constants)
+        self.state = {self.step.graph.inputs[i] for i in self.step.graph.carried.values()}
         self.numbers = StageNumbers(setting.memory_limit)
         self._edges: dict[tuple[int, int, int], int] = {}  # the index of each in `edges`
         self._edge_counts: list[int] = []
@@ -117,6 +120,9 @@ class StageProblem:
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, _End] = {}
         self.readers: dict[Slot, list[_End]] = defaultdict(list)
+        self._readers_in: dict[tuple[Slot, Part], list[_End]] = defaultdict(list)  # .. in one part
+        self._copies: dict[Any, _End] = {}  # tied ones
+        self.copies: dict[tuple[Slot, Part], int] = {}  # the nodes of layouts from which a part reads a leaf
         self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
         self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
         alike = stage.alike if setting.tied else {}
@@ -158,7 +164,9 @@ class StageProblem:
             found[node] = choice[tied.lanes[key][0]]
         for slot, (node, _) in self.layouts.items():
             found[node] = choice[tied.layouts[slot][0]]
-        taken = {node for node, _ in (*tied.lanes.values(), *tied.layouts.values())}
+        for place, node in self.copies.items():
+            found[node] = choice[tied.copies[place]]
+        taken = {*(node for node, _ in (*tied.lanes.values(), *tied.layouts.values())), *tied.copies.values()}
         rest = [n for n in range(len(self.numbers.costs)) if n not in found]  # what is sent or returned is not tied
         found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
         return [found[n] for n in range(len(self.numbers.costs))]
@@ -220,7 +228,9 @@ class StageProblem:
                 )
             operands, results = self._ends[node]
             for place, v in lane.inputs:
-                self.readers[self._slot(program, v)].append(operands[place])
+                slot = self._slot(program, v)
+                self.readers[slot].append(operands[place])
+                self._readers_in[slot, (program.index, eqn.phase)].append(operands[place])
             for place, v in enumerate(lane.outputs):
                 self.makers[self._slot(program, v)] = results[place]
 
@@ -230,8 +240,7 @@ class StageProblem:
         inputs = set(step.graph.inputs)
         outputs = {v for v in step.outputs if isinstance(v, Value)}
         leaving = {self._slot(p, v) for p in self.programs for v in p.outputs}
-        renewed = {step.graph.inputs[i] for k, i in step.graph.carried.items()}
-        stored = [v for v in renewed if self.stage.placed.home[v] == self.stage.index]
+        stored = [v for v in self.state if self.stage.placed.home[v] == self.stage.index]
         for v in sorted(stored, key=lambda v: v.id):
             self.readers.setdefault((None, v), [])
         sums: dict[Slot, _End] = {}  # running sums of this stage's addends
@@ -253,7 +262,7 @@ class StageProblem:
             here = value in step.constants or value in step.feeds or value is step.microbatch
             if value in inputs:
                 here = self.stage.placed.home[value] == self.stage.index
-            lies = (source is None, here, value in inputs, value in outputs, slot in sums, value in renewed)
+            lies = (source is None, here, value in inputs, value in outputs, slot in sums, value in self.state)
             pins = self.stage.pinned.get(value), self.step.hints.get(value)
             key = (ends, lies, value.shape, value.dtype, value in step.batched, pins)
             tied = self._layouts.get(key) if setting.tied else None
@@ -314,11 +323,12 @@ class StageProblem:
             if maker is not None:
                 self._edge(slot[1], maker, _End(node, shardings, maker.in_loop))
         sent = self._sent()
-        for slot, readers in self.readers.items():
-            value = slot[1]
+        for (slot, part), readers in self._readers_in.items():
             source = self._source(slot)
+            if slot[1] in self.state and len(readers) > 1:
+                source = self._copy(slot, part, source, readers)
             for reader in readers:
-                self._edge(value, source, reader)
+                self._edge(slot[1], source, reader)
         for value in sent:
             source = self._source((None, value))
             full = [s for s in dict.fromkeys(source.shardings.each) if not s.partial]
@@ -341,6 +351,22 @@ class StageProblem:
                 if program.stage == self.stage.index:
                     node, shardings = self.layouts[None, leaf]
                     self._edge(out, self._source(self._slot(program, out)), _End(node, shardings, False))
+
+    def _copy(self, slot: Slot, part: Part, source: _End, readers: Sequence[_End]) -> _End:
+        """A layout in which a part of the programs takes a leaf of the state, for all that read it there."""
+        key = (source.node, id(source.shardings), *sorted((end.node, id(end.shardings)) for end in readers))
+        found = self._copies.get(key) if self.setting.tied else None
+        if found is None:
+            ends = [source, *readers]
+            shardings = dict.fromkeys(s for end in ends for s in end.shardings.each if not s.partial)
+            choices = self.setting.remembered.options.shardings(
+                [s for s in shardings if s.divides(slot[1].shape, self.setting.mesh)]
+            )
+            in_loop = any(end.in_loop for end in readers)
+            found = self._copies[key] = _End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
+        self._edge(slot[1], source, found)
+        self.copies[slot, part] = found.node
+        return found
 
     def _source(self, slot: Slot) -> _End:
         """Where readers take a value from: its layout, or else its maker."""
