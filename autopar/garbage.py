@@ -16,4 +16,8 @@ def uncollected() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():
+                # All that is left becomes old at once: else the next search would go through all that was made here.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

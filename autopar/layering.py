@@ -22,6 +22,7 @@ from autopar.passes.apart import split_loops
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.intra_op.lifetimes import equation_seconds
 from autopar.passes.intra_op.stage import Stage
+from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
 from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
@@ -46,6 +47,7 @@ class Layered:
     rules: Mapping[int, Rule]  # by equation id
     layers: tuple[int, ...]  # by forward equation that is placed
     num_layers: int
+    traffic: KnownTraffic = dataclasses.field(default_factory=KnownTraffic)  # of its programs and others
 
     @property
     def forward(self) -> tuple[Equation, ...]:
@@ -74,7 +76,7 @@ class Layered:
         """One stage of programs of this step, in which no input lies anywhere yet: the same for all methods."""
         key = (placed, index, single_output)
         if key not in self._stages:
-            self._stages[key] = Stage(placed, index, self.rules, {}, single_output)
+            self._stages[key] = Stage(placed, index, self.rules, {}, single_output, self.traffic)
         return self._stages[key]
 
     def placed(self, cuts: Sequence[int], weights_apart: bool = False) -> PlacedStep:
@@ -135,6 +137,7 @@ class _Whole:
 
     steps: dict[int, _Microbatches] = dataclasses.field(default_factory=dict)  # by number of microbatches
     layered: dict[tuple[int, int], Layered] = dataclasses.field(default_factory=dict)  # by that and that of layers
+    traffic: KnownTraffic = dataclasses.field(default_factory=KnownTraffic)
 
 
 class Layering:
@@ -201,7 +204,7 @@ class Layering:
                 layers = cluster_layers(
                     step.forward, number, lambda eqn: rules[eqn.id].products, lambda v: v in step.batched
                 )
-            known[key] = Layered(analysis, step, rules, layers, number)
+            known[key] = Layered(analysis, step, rules, layers, number, self._whole.traffic)
         return known[key]
 
     def joined(self, layered: Layered, cuts: Sequence[int]) -> Layered:
@@ -217,7 +220,7 @@ class Layering:
         for eqn in step.forward:
             latest = max(latest, stage_of.get(eqn.origin, latest))
             stages.append(latest)
-        return Layered(analysis, step, rules, tuple(stages), len(cuts) + 1)
+        return Layered(analysis, step, rules, tuple(stages), len(cuts) + 1, self._whole.traffic)
 
     @property
     def _layers_of_method(self) -> int | None:

@@ -42,7 +42,7 @@ _DEAR = 0.05  # above the estimate of the stage search, and with this share of t
 _EQUALLY_OFF = 0.02
 _USUAL = 8  # microbatches for each stage
 _TIGHT = 0.8
-_IN_VAIN = 2  # numbers of equal stages that take longer, after which others are not tried
+_IN_VAIN = 2  # numbers of equal stages, or of microbatches in one, that take longer, after which no others are tried
 _FULL = 0.9  # of the memory, in the stage search
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 
@@ -287,14 +287,18 @@ class Planner:
         """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best."""
         number = self.cluster.num_devices
         meshes = [mesh_at(0, shape) for shape in self.candidates.first_shapes(self.cluster, 0, number)]
+        in_vain = 0
         for m in (1, *self.candidates.many[::-1]):
             with contextlib.suppress(MicrobatchError):
                 layered = self.layering.layered(m, False)
                 if not meshes or self.stages.least_of_one(layered, meshes[0]) >= self._best.estimate:
                     return  # computing alone takes longer, and with more microbatches no less
                 seconds = min(self.stages.in_any_memory(layered, mesh) for mesh in meshes)
-                if m == 1 and self._best.estimate <= seconds < math.inf:
-                    return  # what is sent is no less with more
+                if self._best.estimate <= seconds < math.inf:
+                    # What is sent is no less with more, unless these are whole parts of the batch again.
+                    in_vain += 1
+                    if m == 1 or in_vain == _IN_VAIN:
+                        return
                 if seconds < self._best.estimate and m >= fewest and m not in self._in_one_stage:
                     yield m
 

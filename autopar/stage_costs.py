@@ -314,7 +314,7 @@ class StageCosts:
             return layered.stage(placed, index, single_output)
         key = (placed, index)
         if key not in self._stages:
-            self._stages[key] = Stage(placed, index, layered.rules, pinned, single_output)
+            self._stages[key] = Stage(placed, index, layered.rules, pinned, single_output, layered.traffic)
         return self._stages[key]
 
     def note_infeasible(self, error: Infeasible, where: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -19,6 +20,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.method import AUTO
 from autopar.layering import Layered
 from autopar.passes.batch import BatchAnalysis
+from autopar.passes.intra_op import traffic
+from autopar.passes.intra_op.traffic import KnownTraffic
+from autopar.passes.rules.fusion import memory_traffic
 from autopar.passes.submeshes import mesh_at
 from autopar.planner import Planner
 from tests import models
@@ -143,6 +147,46 @@ def test_garbage_is_looked_for_again_after_planning() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_planning_leaves_is_old_garbage() -> None:
+    """Else the next search, of what is young, would go through all of it at once."""
+    frozen = gc.get_freeze_count()
+    with uncollected():
+        made: list[Any] = [[number] for number in range(100_000)]
+    young = gc.get_objects(generation=0)
+    assert len(young) < len(made)
+    assert gc.get_freeze_count() == frozen
+    assert gc.is_tracked(made[0])
+    cycle = made[0]
+    cycle.append(cycle)
+    known = weakref.ref(made_of := _Weak())
+    cycle.append(made_of)
+    del made, young, cycle, made_of
+    gc.collect()
+    assert known() is None  # it is collected all the same
+
+
+class _Weak:
+    pass
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+def test_programs_that_do_the_same_have_the_same_traffic(layers: int) -> None:
+    """Updates of layers, forward and backward passes of alike layers, and all of that in other microbatches."""
+    planner = Planner(_mlp(layers), _SMALL, recipes.auto(), num_layers=layers)
+    known = KnownTraffic()
+    looked = 0
+    with mock.patch.object(traffic, "memory_traffic", wraps=memory_traffic) as asked:
+        for m in (1, 2, 4):
+            layered = planner.layering.layered(m, True)
+            for program in layered.finest.programs:
+                looked += 1
+                found = known.of(program, layered.rules, False)
+                expected = memory_traffic(program.equations, layered.rules, program.inputs, program.outputs)
+                assert found == expected
+                assert {k: one.kernel for k, one in found.items()} == {k: one.kernel for k, one in expected.items()}
+    assert asked.call_count < looked
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])

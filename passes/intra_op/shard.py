@@ -65,6 +65,7 @@ class Remembered:
         self.options = options  # of all meshes of this shape
         self.equations: dict[Any, tuple[LaneOptions, Any]] = {}  # with the seconds of each strategy
         self.matrices: dict[Any, Any] = {}  # edges' seconds per step; None: all free
+        self.candidates: dict[Any, list[Sharding]] = {}  # in which values may be kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,18 +289,13 @@ class StageProblem:
     ) -> Shardings:
         """The shardings in which a value may be kept."""
         setting = self.setting
-        found: dict[Sharding, None] = dict.fromkeys(source.shardings.each if source else ())
-        for reader in readers:
-            found.update(dict.fromkeys(reader.shardings.each))
-        if value in self.stored:
-            found.update(dict.fromkeys(_simple_shardings(value, setting.mesh)))
-        candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, setting.mesh)]
+        ends = {id(end.shardings): end.shardings for end in ([source, *readers] if source else readers)}
+        key = (value.shape, *ends, may_be_partial, value in self.stored)
+        known = setting.remembered.candidates
+        if key not in known:
+            known[key] = _candidates(value, [*ends.values()], may_be_partial, value in self.stored, setting.mesh)
+        candidates = known[key]
         replicated = Sharding.replicated(len(value.shape))
-        if replicated not in candidates:
-            candidates.append(replicated)
-        if len(candidates) > _MAX_LAYOUTS:
-            candidates = sorted(candidates, key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
-            candidates = candidates[:_MAX_LAYOUTS]
         hint = self.step.hints.get(value)
         if value in self.stage.pinned:
             candidates = [self.stage.pinned[value]]
@@ -527,6 +523,22 @@ def _is_finer(shardings: Shardings, by_round: Sequence[Sequence[int]]) -> np.nda
         return None
     share = shardings.share
     return np.array([any(share[other] < share[i] for other in others) for i, others in enumerate(by_round)])
+
+
+def _candidates(
+    value: Value, ends: Sequence[Shardings], may_be_partial: bool, is_stored: bool, mesh: Mesh
+) -> list[Sharding]:
+    """The shardings in which a value may be kept that some end of its edges has, and for want of others replicated."""
+    found = dict.fromkeys(sharding for end in ends for sharding in end.each)
+    if is_stored:
+        found.update(dict.fromkeys(_simple_shardings(value, mesh)))
+    candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, mesh)]
+    replicated = Sharding.replicated(len(value.shape))
+    if replicated not in candidates:
+        candidates.append(replicated)
+    if len(candidates) > _MAX_LAYOUTS:
+        candidates.sort(key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
+    return candidates[:_MAX_LAYOUTS]
 
 
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:

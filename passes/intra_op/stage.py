@@ -18,8 +18,8 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
 from autopar.passes.intra_op.strategies import can_sum, lane_operands
+from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.rules.base import Rule
-from autopar.passes.rules.fusion import memory_traffic
 
 
 class StageLane(NamedTuple):
@@ -41,19 +41,16 @@ class Stage:
 
     def __init__(
         self, placed: PlacedStep, index: int, rules: Mapping[int, Rule], pinned: Mapping[Value, Sharding],
-        single_output: bool,
+        single_output: bool, traffic: KnownTraffic,
     ) -> None:  # fmt: skip
         """`rules` by equation id; `pinned`: inputs of the stage that lie somewhere already.
 
-        `single_output`: what the cluster's compiler does (`XlaBackend.single_output`).
+        `single_output`: what the cluster's compiler does (`XlaBackend.single_output`). `traffic`: of other stages, too.
         """
         self.placed, self.index, self.rules, self.pinned = placed, index, rules, pinned
         self.step = placed.step
         self.programs = [p for p in placed.programs if p.stage == index]
-        self.traffic = {
-            p.index: memory_traffic(p.equations, rules, p.inputs, p.outputs, single_output=single_output)
-            for p in self.programs
-        }
+        self.traffic = {p.index: traffic.of(p, rules, single_output) for p in self.programs}
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self._least: dict[str, list[tuple[float, float]]] = {}
         self._state: dict[tuple[int, ...], float] = {}

@@ -1,0 +1,52 @@
+"""Memory traffic of programs, found once for all that do the same.
+
+The update of a layer is the same program in any number of microbatches, and in every layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Mapping, Sequence
+
+from autopar.ir.graph import Equation, Operand, Value
+from autopar.ir.local import Traffic
+from autopar.ir.program import Program
+from autopar.passes.rules.base import Rule
+from autopar.passes.rules.fusion import memory_traffic
+
+
+class KnownTraffic:
+    """That of the programs which were asked for."""
+
+    def __init__(self) -> None:
+        # By what the equations do and how they are wired: their traffic, in order, each with that of them with which
+        # its kernel begins.
+        self._known: dict[Hashable, list[tuple[Traffic, int]]] = {}
+
+    def of(self, program: Program, rules: Mapping[int, Rule], single_output: bool) -> dict[int, Traffic]:
+        """See `memory_traffic`."""
+        equations = program.equations
+        key = (single_output, *_look(program))
+        found = self._known.get(key)
+        if found is None:
+            traffic = memory_traffic(equations, rules, program.inputs, program.outputs, single_output=single_output)
+            at = {eqn.id: k for k, eqn in enumerate(equations)}
+            self._known[key] = [(traffic[eqn.id], at[traffic[eqn.id].kernel]) for eqn in equations]
+            return traffic
+        return {
+            eqn.id: dataclasses.replace(traffic, kernel=equations[first].id)
+            for eqn, (traffic, first) in zip(equations, found, strict=True)
+        }
+
+
+def _look(program: Program) -> Sequence[Hashable]:
+    """Equal for programs that do the same."""
+    numbers: dict[Value, int] = {}
+
+    def name(operand: Operand) -> int:
+        return numbers.setdefault(operand, len(numbers)) if isinstance(operand, Value) else -1
+
+    def look(eqn: Equation) -> Hashable:
+        return eqn.signature, *map(name, (*eqn.inputs, *eqn.outputs))
+
+    return [*map(look, program.equations), *map(name, (*program.inputs, *program.outputs)), len(program.inputs)]
