@@ -18,7 +18,7 @@ from autopar.passes.submeshes import ShapesFn, candidate_shapes, mesh_at
 
 _MOST_STAGES = 64  # that are tried
 _ROUNDS = (2, 3, 4)  # of interleaved stages
-_WORTH_INTERLEAVING = 0.04  # of the step time that a smaller bubble saves: more transfers take a part of it
+_WORTH_INTERLEAVING = 0.02  # of the step time that it saves: more transfers take a part of it
 _MOST_PARTS = 128  # stages of all rounds
 
 Groups = Mapping[tuple[int, int], tuple[int, ...]]  # first device, number of devices -> the shape of their mesh
@@ -78,10 +78,11 @@ class Candidates:
                 return n
         return numbers[0] if numbers else None
 
-    def rounds(self, stages: int, m: int) -> Sequence[int]:
+    def rounds(self, stages: int, m: int, unevenness: float = 0.0) -> Sequence[int]:
         """Numbers of rounds that may be worth it for so many stages, rising.
 
-        Those of which each stage has as many layers of the loops over layers, if any.
+        Those of which each stage has as many layers of the loops over layers, if any. What they save is a part of the
+        bubble, and of the time that the other stages wait for the slowest: `unevenness` is its share of the step.
         """
         if self.method.schedule is not None or m % stages:
             return ()
@@ -89,7 +90,8 @@ class Candidates:
         even = [n for n in range(2, _MOST_PARTS // stages + 1) if all(length % (n * stages) == 0 for length in lengths)]
         numbers = even[: len(_ROUNDS)] if lengths and even else _ROUNDS
         bubble = (stages - 1) / (m + stages - 1)
-        return [n for n in numbers if n * stages <= _MOST_PARTS and (1 - 1 / n) * bubble >= _WORTH_INTERLEAVING]
+        saved = {n: (1 - 1 / n) * bubble + unevenness for n in numbers if n * stages <= _MOST_PARTS}
+        return [n for n, share in saved.items() if share >= _WORTH_INTERLEAVING]
 
     def uniform(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
         """Numbers of equal stages that the search cannot make of the layers that it tells apart, the likely ones first.

@@ -368,7 +368,9 @@ class Planner:
         else:
             planner = self.beside(dataclasses.replace(self.method, num_stages=stages))
         with contextlib.suppress(PlanError):  # the step has too few layers
-            for rounds in self.candidates.rounds(stages, m):
+            busy = [stage.per_microbatch for stage in plan.stages]
+            unevenness = 1 - sum(busy) / (len(busy) * max(busy))
+            for rounds in self.candidates.rounds(stages, m, unevenness):
                 if rounds > best and has_room(plan, rounds):
                     planner.rounds = rounds
                     found = planner._better(m, stages, groups)

@@ -222,7 +222,12 @@ def test_what_divides_a_loop_over_layers_is_tried() -> None:
     assert list(candidates.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
     assert list(candidates.uniform(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
-    assert list(Planner(analyse(train_step, unrolled, examples()), cluster).candidates.rounds(2, 4)) == [2, 3, 4]
+    candidates = Planner(analyse(train_step, unrolled, examples()), cluster).candidates
+    assert list(candidates.rounds(2, 4)) == [2, 3, 4]
+    # Half of a bubble of 1 / 65 of the step is not worth it, half of 1 / 21 is; and that none waits for the slowest.
+    assert list(candidates.rounds(2, 64)) == []
+    assert list(candidates.rounds(2, 20)) == [2, 3, 4]
+    assert list(candidates.rounds(2, 64, unevenness=0.02)) == [2, 3, 4]
 
 
 def test_rounds_must_be_alike() -> None:
