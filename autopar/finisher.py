@@ -31,7 +31,7 @@ from autopar.stage_costs import StageCosts
 _SECONDS = 1.0  # the work limit of a solution
 _MORE_SECONDS = 4.0  # .. of one that may be far from the best
 _WIDE_GAP = 0.5  # relative to the bound: so far
-_GOOD_GAP = 0.01  # relative: what is better by less is not looked for
+_GOOD_GAP = 0.002  # relative: what is better by less is not looked for
 _CLOSE = 0.05  # relative: a solution of the search this close to its bound is good enough to begin with
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess

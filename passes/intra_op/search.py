@@ -48,6 +48,7 @@ _BRANCH_CLIMBS = (5, 8)
 _MIXTURE = 4  # of a climb's best cuts
 _LIGHT = 60  # evaluations in search of the least memory
 _WHOLE = 200_000  # pair entries up to which CP-SAT gets all that is left
+_TOLD = 1e4  # work for each of them, to tell CP-SAT of it
 _BLOCK = 5_000  # pair entries of a neighbourhood
 _BLOCK_SECONDS = 0.2  # CP-SAT's deterministic time for one
 _STALL = 20  # neighbourhoods without success after which the search ends
@@ -199,7 +200,7 @@ class Search(Books):
                 break
         if self._closed() or self._spent() or not self.stall:
             return
-        if network.pair_entries <= _WHOLE:
+        if network.pair_entries <= min(_WHOLE, self.work / _TOLD / 2):
             self.bound = max(self.bound, self._by_program(network, prices, self.work / RATE / 2))
         self._anneal(self._relaxation(network, prices, relaxation))
         self._neighbourhoods(network, prices)
@@ -496,6 +497,7 @@ class Search(Books):
         The costs are what messages at these prices leave over their bound; the price of what a choice leaves free of
         the memory is part of its cost. So the objective starts at the bound.
         """
+        self.work -= _TOLD * network.pair_entries
         relaxation = Relaxation(network, prices, self.seed)
         for _ in range(_SWEEPS):
             relaxation.sweep()
