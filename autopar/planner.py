@@ -369,7 +369,7 @@ class Planner:
             planner = self.beside(dataclasses.replace(self.method, num_stages=stages))
         with contextlib.suppress(PlanError):  # the step has too few layers
             busy = [stage.per_microbatch for stage in plan.stages]
-            unevenness = 1 - sum(busy) / (len(busy) * max(busy))
+            unevenness = 1 - sum(busy) / (len(busy) * max(busy)) if max(busy) > 0 else 0.0
             for rounds in self.candidates.rounds(stages, m, unevenness):
                 if rounds > best and has_room(plan, rounds):
                     planner.rounds = rounds
