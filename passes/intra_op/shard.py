@@ -321,7 +321,7 @@ class StageProblem:
         sent = self._sent()
         for (slot, part), readers in self._readers_in.items():
             source = self._source(slot)
-            if slot[1] in self.state and len(readers) > 1:
+            if slot[1] in self.state and len(readers) > 1 and all(end.stacked is None for end in readers):
                 source = self._copy(slot, part, source, readers)
             for reader in readers:
                 self._edge(slot[1], source, reader)
