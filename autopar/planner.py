@@ -89,6 +89,7 @@ class Planner:
         self._schedule: ScheduleName = method.schedule or "1f1b"
         self._in_one_stage: set[int] = set()  # numbers of microbatches that were tried in one stage
         self._one_stage_fits = False  # with one microbatch, and nothing computed again
+        self._of_equal_groups: Plan | None = None  # the latest plan of several stages on as many devices each
         self._deadline = time.monotonic() + (method.time_limit or math.inf)
 
     def plan(self, num_microbatches: int | None = None) -> _Found:
@@ -175,8 +176,13 @@ class Planner:
             best = finer
             yield finer
         if best is not None:
-            yield from self._interleaved(best[0], fixed)
-            yield from self._without_bubble(best[0], fixed)
+            plan = best[0]
+            if self._of_equal_groups is not None and not _has_equal_groups(plan):
+                # Others were quicker without: its stages, interleaved, may be quicker than those.
+                other = dataclasses.replace(self._of_equal_groups, num_microbatches=plan.num_microbatches)
+                yield from self._interleaved(other, fixed)
+            yield from self._interleaved(plan, fixed)
+            yield from self._without_bubble(plan, fixed)
 
     def _likely(self, fixed: int | None) -> Iterator[_Found]:
         """Better plans, what is likely to be good first: a stage of no better plan is not solved any more."""
@@ -361,7 +367,7 @@ class Planner:
         """
         groups, m = groups_of(plan), plan.num_microbatches
         stages, best = len(groups), len(plan.stages) // len(groups)
-        if self.method.schedule is not None or self.method.num_stages is not None or len({n for _, n in groups}) > 1:
+        if self.method.schedule is not None or self.method.num_stages is not None or not _has_equal_groups(plan):
             return
         if stages <= self.layering.layered(m, True).num_layers:
             planner = copy.copy(self)  # with all that it knows
@@ -373,7 +379,8 @@ class Planner:
             for rounds in self.candidates.rounds(stages, m, unevenness):
                 if rounds > best and has_room(plan, rounds):
                     planner.rounds = rounds
-                    found = planner._better(m, stages, groups)
+                    # Its estimate knows nothing of parts that are more even than whole stages.
+                    found = planner._better(m, stages, groups) if best > 1 else planner._better_dealt_out(m, plan)
                     if found is None:
                         break  # what is sent more often costs more than the bubble
                     best, plan = rounds, found[0]
@@ -387,6 +394,13 @@ class Planner:
                 if found is None:
                     return
                 yield found
+
+    def _better_dealt_out(self, m: int, plan: Plan) -> _Found | None:
+        """The stages of a plan divided into all rounds, if that is better than any plan before."""
+        self._check_time()
+        groups = list(dict.fromkeys(stage.mesh for stage in plan.stages))
+        found = self._dealt_out(m, groups)
+        return found if found is not None and self._is_better(found) else None
 
     def _dealt_out(self, m: int, meshes: Sequence[Mesh]) -> _Found | None:
         """The stages on these meshes divided into all rounds."""
@@ -515,6 +529,8 @@ class Planner:
         plan = found[0]
         if plan.step_time >= self._best.step_time:
             return False
+        if len(plan.stages) > 1 and _has_equal_groups(plan):
+            self._of_equal_groups = plan
         self._best.step_time, self._best.num_stages = plan.step_time, len(plan.stages)
         is_one = plan.num_microbatches == 1 and len(plan.stages) == 1
         self._one_stage_fits |= is_one and not plan.stages[0].recomputed
@@ -682,6 +698,10 @@ class Planner:
         if least is None or m * least.per_microbatch >= self._best.step_time:
             return None  # the slowest stage alone would take longer than the best plan
         return least
+
+
+def _has_equal_groups(plan: Plan) -> bool:
+    return len({size for _, size in groups_of(plan)}) == 1
 
 
 def _is_dear(plan: Plan, estimate: float) -> bool:
