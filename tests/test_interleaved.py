@@ -188,6 +188,10 @@ def test_interleaved_stages_have_fewer_microbatches_by_other_shardings() -> None
     assert stage.memory.total + stage.memory.activations > stage.memory.capacity
     assert Planner(analysis, cluster, tight).candidates.fewer(more) == 8  # tried all the same
     assert interleaved(16) == [more]
+    # The stage search's estimate is not asked: it knows nothing of parts that are more even than whole stages.
+    planner = Planner(analysis, cluster, tight)
+    planner._best.step_time, planner._best.estimate = plain.step_time, 0.0
+    assert [plan for plan, _ in planner._interleaved(plain, 16)] == [more]
 
 
 def test_fixed_interleaved_stages_have_few_microbatches_too() -> None:
