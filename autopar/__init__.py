@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar import recipes
 from autopar.api import Parallelized, parallelize
-from autopar.calibrator import calibrate
+from autopar.calibration.calibrator import calibrate
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
 from autopar.errors import AutoparError, InternalError, UserError
 from autopar.executable import Executable
@@ -19,12 +19,15 @@ from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.why import Alternative, Why
-from autopar.launcher import initialize
 from autopar.passes.rules.table import register_sharding_rule
+from autopar.planned import Planned
+from autopar.reporting.report import Report
+from autopar.runtime.launcher import initialize
+from autopar.stages import Traced
 from autopar.state import gather
 
 if TYPE_CHECKING:
-    from autopar.checkpoints import latest_step, restore, save, wait_until_saved
+    from autopar.checkpointing.checkpoints import latest_step, restore, save, wait_until_saved
 
 __all__ = [
     "Alternative",
@@ -41,6 +44,9 @@ __all__ = [
     "Parallelized",
     "Pieces",
     "Plan",
+    "Planned",
+    "Report",
+    "Traced",
     "UserError",
     "Why",
     "XlaBackend",
@@ -69,7 +75,7 @@ def __getattr__(name: str) -> Any:
     if name not in ("latest_step", "restore", "save", "wait_until_saved"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from autopar import checkpoints
+        from autopar.checkpointing import checkpoints
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"autopar.{name} needs {error.name}, which is not here: pip install 'autopar[checkpoint]'"

@@ -29,7 +29,7 @@ class Batches(Iterator[Any]):
     """
 
     def __init__(self, executable: Executable, batches: Iterable[Any]) -> None:
-        graph = executable._graph
+        graph = executable.graph
         args, kwargs = graph.in_tree.children()
         is_example = [value in graph.examples for value in graph.inputs]
         self._numbers: list[list[int]] = []  # of the leaves of each argument of examples
@@ -110,7 +110,7 @@ class Batches(Iterator[Any]):
         position = _position_of(self._positioned)
         state = None if position is None else position.get()
         parts = [given] if len(self._trees) == 1 else list(given)
-        graph = self._executable._graph
+        graph = self._executable.graph
         if len(parts) != len(self._trees):
             raise PlanMismatchError(
                 f"{graph.name} takes {len(self._trees)} arguments of examples, the iterator gives {len(parts)}."
@@ -135,7 +135,7 @@ class Batches(Iterator[Any]):
 
     def _checked(self, number: int, leaf: Any) -> np.ndarray[Any, Any]:
         """As an array of the host, whole or this process's part."""
-        graph = self._executable._graph
+        graph = self._executable.graph
         found, axis, count = np.asarray(leaf), self._axes.get(number), self._executable.data_shard.shard_count
         if axis is None:  # nobody reads it
             return found

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +15,8 @@ import numpy as np
 
 from autopar.errors import NotFiniteError, PlanMismatchError, StateError
 from autopar.ir.graph import Graph
-from autopar.ir.in_place import Renewed, renew
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
-from autopar.ir.plan import Plan
-from autopar.ir.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.runtime.callbacks import Callbacks
 from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import is_deleted
@@ -27,16 +25,29 @@ from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.placement import Home
 from autopar.runtime.processes import this_job
 from autopar.state import pieces_of
-from autopar.trace import call_specs, configuration, leaf_specs
+from autopar.tracing.in_place import Renewed, renew
+from autopar.tracing.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
+from autopar.tracing.trace import call_specs, configuration, leaf_specs
+
+if TYPE_CHECKING:
+    from autopar.planned import Planned
+
+
+class HasExecutable(abc.ABC):
+    """An executable, or what compiles one."""
+
+    @abc.abstractmethod
+    def executable_for(self, what: str) -> Executable:
+        """The executable that has the state; `what` for is told where there is none. Raises PlanError then."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Executable:
+class Executable(HasExecutable):
     """A step compiled for given shapes."""
 
-    plan: Plan
+    plan: Planned
     _runtime: RuntimeExecutable
-    _graph: Graph  # as traced
+    graph: Graph  # as traced
     _planned: Graph  # with an input for each piece of a leaf that is cut between stages
     _devices: tuple[jax.Device, ...]
     _is_static: IsStatic
@@ -81,6 +92,10 @@ class Executable:
         """XLA's optimised HLO of each program, by name."""
         return {s.name: p.as_text() for s, p in zip(self._runtime.sources, self._runtime.programs, strict=True)}
 
+    def executable_for(self, what: str) -> Executable:
+        """Itself."""
+        return self
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step; static arguments are left out, as in `jax.stages.Compiled`.
 
@@ -89,7 +104,7 @@ class Executable:
           StateError, StateLostError: see `autopar.errors`.
         """
         leaves, tree = flatten_arrays((args, kwargs), self._is_static)
-        graph = self._graph
+        graph = self.graph
         if tree != graph.in_tree:
             raise PlanMismatchError(
                 f"{graph.name} was compiled for arguments of structure {graph.in_tree}, called with {tree}."
@@ -108,7 +123,7 @@ class Executable:
         """The arguments of the step that follows: those of a call, with the state that this returned in its place."""
         leaves, tree = flatten_arrays((args, dict(kwargs)), self._is_static)
         returned, _ = flatten_arrays(result, self._is_static)
-        for output, at in self._graph.carried.items():
+        for output, at in self.graph.carried.items():
             if output < len(returned):  # else it is of an object that was changed in place
                 leaves[at] = returned[output]
         following: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(tree, leaves)
@@ -137,7 +152,7 @@ class Executable:
             tuple(feeds[pieces[0]]) if pieces[0] in feeds else self.home_of(i).shardings
             for i, pieces in enumerate(self._planned.inputs_of)
         ]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self._graph.in_tree, leaves)
+        found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self.graph.in_tree, leaves)
         return found
 
     @functools.cached_property
@@ -149,12 +164,12 @@ class Executable:
     def place_examples(self, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
         """Leaves of examples, whole or this process's part of them, where the step wants them; by number."""
         numbers = {i: self._planned.inputs_of[i][0] for i in leaves}
-        found = self._runtime.place_examples(self._graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
+        found = self._runtime.place_examples(self.graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
         return {i: found[at] for i, at in numbers.items()}
 
     def home_of(self, leaf: int) -> Home:
         """Where a leaf of the arguments, by its number, lies."""
-        value, cut = self._graph.inputs[leaf], self._planned.input_cuts.get(leaf)
+        value, cut = self.graph.inputs[leaf], self._planned.input_cuts.get(leaf)
         pieces = [self._planned.inputs[at] for at in self._planned.inputs_of[leaf]]
         homes = [self._runtime.wiring.homes.get(piece) for piece in pieces]
         shardings = tuple(None if home is None else home.sharding for home in homes)
@@ -172,8 +187,8 @@ class Executable:
                 Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
                 for o, at in enumerate(self._planned.outputs_of)
             ]
-        tree = self._graph.out_tree
-        if self._graph.callbacks:
+        tree = self.graph.out_tree
+        if self.graph.callbacks:
             self._call_back(results[tree.num_leaves :])
         unflatten = unflatten_arrays if self._returns_static else jax.tree.unflatten
         return unflatten(tree, results[: tree.num_leaves])
@@ -193,7 +208,7 @@ class Executable:
                 if found:
                     gone = any(map(is_deleted, leaves))
                     raise NotFiniteError(
-                        f"invalid value ({found}) encountered in {path} of {self._graph.name}"
+                        f"invalid value ({found}) encountered in {path} of {self.graph.name}"
                         + (", and the state that the step was given is gone" if gone else "")
                         + ". To see the line where it arises, call its __wrapped__ on autopar.gather(state) from "
                         "before, on one device."
@@ -212,11 +227,11 @@ class Executable:
 
     @functools.cached_property
     def _returns_static(self) -> bool:
-        return has_static(self._graph.out_tree)
+        return has_static(self.graph.out_tree)
 
     @functools.cached_property
     def _callbacks(self) -> Callbacks:
-        return Callbacks(self._graph.callbacks, self._devices[0])
+        return Callbacks(self.graph.callbacks, self._devices[0])
 
     def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments' leaves, in the pieces that the plan cuts them into."""
@@ -233,8 +248,8 @@ class Executable:
             else:
                 kept = "whole" if cut is None else f"in pieces {cut.bounds} of axis {cut.axis}"
                 raise StateError(
-                    f"{self._graph.input_paths[i]} lies in pieces {leaf.cut.bounds} of axis {leaf.cut.axis}, but the "
-                    f"plan of {self._graph.name} keeps it {kept}. State is never moved silently: make the function "
+                    f"{self.graph.input_paths[i]} lies in pieces {leaf.cut.bounds} of axis {leaf.cut.axis}, but the "
+                    f"plan of {self.graph.name} keeps it {kept}. State is never moved silently: make the function "
                     "with follow=, or pass autopar.gather(state)."
                 )
         return found
@@ -299,7 +314,7 @@ def steady_calls(
     them into the result's structure.
     """
     flat, structure = jax.tree.flatten(arguments)
-    runtime, graph = executable._runtime, executable._graph
+    runtime, graph = executable._runtime, executable.graph
     inputs = executable._inputs(leaves)
     alike = len(flat) == len(inputs) and all(map(operator.is_, flat, inputs))
     if not alike or not runtime.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():

@@ -9,16 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compiling.programs import device_mesh
 from autopar.errors import PlanError
-from autopar.finisher import LeafHome
 from autopar.ir.graph import Graph, LeafCut
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
-from autopar.programs import device_mesh
+from autopar.planning.finisher import LeafHome
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.processes import this_job
-from autopar.trace import matching_leaves, state_specs
+from autopar.tracing.trace import matching_leaves, state_specs
 
 
 def argument_like(graph: Graph, tree: Any, leaves: Sequence[Any]) -> tuple[int, Any]:

@@ -30,7 +30,7 @@ from autopar.errors import InfeasiblePlanError, PlanError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
-from autopar.traced import Traced
+from autopar.planning.traced import TracedStep
 from benchmarks import common, published
 from benchmarks.published import Measurement, Way
 from benchmarks.traced import trace
@@ -81,7 +81,7 @@ def _predict(row: Measurement, way: Way) -> Prediction:
     return Prediction(plan.step_time, plan.peak_memory, time.process_time() - started)
 
 
-def _searched(step: Traced, cluster: Cluster, method: Method) -> Plan:
+def _searched(step: TracedStep, cluster: Cluster, method: Method) -> Plan:
     """The plan of a method, with the shardings that Alpa's solver would have chosen where they were its choice."""
     if method.objective == "step":
         return step.search(cluster, method)[0]

@@ -23,8 +23,8 @@ import scipy.stats
 
 import autopar
 from autopar import recipes
+from autopar.calibration.timer import time_steps
 from autopar.ir.method import Method
-from autopar.timer import time_steps
 from benchmarks import common
 from benchmarks.models import gpt, moe, wide_resnet
 from benchmarks.verify import COUPLED
@@ -61,7 +61,7 @@ def measured(model: str, method: str, cluster: autopar.Cluster) -> dict[str, Any
         how = dataclasses.replace(how, num_microbatches=1)
     step = autopar.parallelize(module.make_train_step(config, optimizer()), cluster=cluster, method=how)
     state = jax.eval_shape(module.make_init(config, optimizer()), jax.random.key(0))
-    found = time_steps(step, (state, module.abstract_batch(config, examples)), {}, STEPS)
+    found = time_steps(step.compile(state, module.abstract_batch(config, examples)), STEPS)
     return {
         "model": model, "method": method, "predicted": found.predicted, "measured": found.median,
         "seconds": found.seconds, "error": found.predicted / found.median - 1.0,

@@ -25,14 +25,14 @@ import jax
 import optax
 
 from autopar import recipes
-from autopar.compiler import transfers_of
+from autopar.compiling.compiler import transfers_of
+from autopar.compiling.programs import device_mesh, instructions_of
 from autopar.cost_model import reshard
 from autopar.cost_model.hardware import load_preset
 from autopar.cost_model.targets import load_target
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.launches import check_launches
-from autopar.pricing import Prices
-from autopar.programs import device_mesh, instructions_of
+from autopar.planning.pricing import Prices
 from autopar.runtime.ahead import absent_gpus
 from benchmarks import common
 from benchmarks.growth import CONFIG

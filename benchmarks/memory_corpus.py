@@ -31,8 +31,8 @@ from autopar import recipes
 from autopar.cost_model.program import temporaries
 from autopar.cost_model.xla_memory import program_kind
 from autopar.errors import UserError
-from autopar.finisher import Finisher
 from autopar.ir.method import Method
+from autopar.planning.finisher import Finisher
 from benchmarks import common
 from benchmarks.models import encoder_decoder, gpt, moe, unet, wide_resnet
 from benchmarks.verify import plan_on_h100s
@@ -117,7 +117,7 @@ def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
             verdict = plan.verify_with_xla()
         except UserError as error:
             return [], f"{name}: {type(error).__name__}: {error}"
-    finisher = Finisher(plan.origin.analysis, plan.cluster)  # type: ignore[union-attr]
+    finisher = Finisher(plan.step.analysis, plan.cluster)
     programs = {local.program.name: local for local in finisher.restore(plan)[1].programs}
     rows = []
     for check in verdict.programs:

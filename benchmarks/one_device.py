@@ -28,8 +28,8 @@ import numpy as np
 
 import autopar
 from autopar import recipes
+from autopar.calibration.timer import time_steps
 from autopar.errors import InfeasiblePlanError, UserError
-from autopar.timer import time_steps
 from benchmarks import common
 from benchmarks.verify import COUPLED, MODELS
 
@@ -74,7 +74,7 @@ def filled(module: Any, config: Any, optimizer: Any, cluster: autopar.Cluster, m
         except InfeasiblePlanError:
             break
         examples *= 2
-    found = time_steps(step, (state, module.abstract_batch(config, examples)), {}, STEPS)
+    found = time_steps(step.compile(state, module.abstract_batch(config, examples)), STEPS)
     stats = jax.local_devices()[0].memory_stats() or {}
     peak = stats.get("peak_bytes_in_use")
     return {

@@ -23,7 +23,9 @@ from typing import Any
 
 ROOT = pathlib.Path(__file__).parent.parent
 _ROOMS = ("autopar", "benchmarks")
-_DATA = {"autopar.cost_model": "cost_model/data", "autopar.ir": "autopar/ir", "benchmarks": "benchmarks/data"}
+_DATA = {
+    "autopar.cost_model": "cost_model/data", "autopar.reporting": "autopar/reporting", "benchmarks": "benchmarks/data",
+}  # fmt: skip
 _NO_DATA = ("", ".md", ".py", ".pyc")  # suffixes: licences, notes, code
 
 
@@ -108,7 +110,7 @@ def _read(path: pathlib.Path) -> _Module:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     imports: list[tuple[int, str, tuple[str, ...]]] = []
     strings = set()
-    for node in ast.walk(tree):
+    for node in _executed(tree):
         if isinstance(node, ast.Import):
             imports += [(0, alias.name, ()) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -121,6 +123,15 @@ def _read(path: pathlib.Path) -> _Module:
                 if option == "-m" and isinstance(name, str):
                     imports += [(0, name, ()), (0, f"{name}.__main__", ())]
     return _Module(path, tuple(imports), frozenset(strings), hashlib.sha256(_plain(tree).encode()).hexdigest())
+
+
+def _executed(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a syntax tree, without what only checkers of types read."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        for_types = isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
+        if not for_types:
+            yield from _executed(child)
 
 
 def _plain(node: Any) -> str:

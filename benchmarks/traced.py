@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from autopar.calls import StepFunction
-from autopar.traced import Traced, TraceOptions, trace_step
+from autopar.planning.traced import TracedStep, TraceOptions, trace_step
+from autopar.tracing.calls import StepFunction
 
 
 def trace(
     function: Callable[..., Any], *args: Any, num_microbatches: int | None = None, narrow_sums: bool = False
-) -> Traced:
+) -> TracedStep:
     """For arguments of these shapes; the options are those of `parallelize`."""
     step = StepFunction(function)
     options = TraceOptions(num_microbatches=num_microbatches, narrow_sums=narrow_sums)

@@ -31,8 +31,8 @@ from autopar import recipes
 from autopar.cost_model.hardware import load_preset
 from autopar.errors import UserError
 from autopar.ir.method import Method
-from autopar.ir.plan import Plan
 from autopar.ir.verification import Verification
+from autopar.planned import Planned
 from benchmarks import common, published
 from benchmarks.models import gpt, moe, wide_resnet
 from benchmarks.verifiable import plan
@@ -86,7 +86,7 @@ def cases() -> list[Case]:
     ]
 
 
-def plan_on_h100s(model: Any, config: Any, optimizer: Any, devices: int, per_device: int, method: Method) -> Plan:
+def plan_on_h100s(model: Any, config: Any, optimizer: Any, devices: int, per_device: int, method: Method) -> Planned:
     """Of a train step of so many examples a device."""
     cluster = load_preset("dgx-h100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
     batch = model.abstract_batch(config, per_device * devices)

@@ -13,12 +13,12 @@ from typing import Any
 import jax
 import networkx as nx
 
-from autopar.ir.build import Builder, trace_emission
 from autopar.ir.graph import Equation, Graph, Literal, Operand, Phase, Value
-from autopar.ir.unmap import scan_counts
-from autopar.passes.rules.base import Rule, bind
+from autopar.ir.rule import Rule, bind
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.nested import Body, make_body
+from autopar.tracing.build import Builder, trace_emission
+from autopar.tracing.unmap import scan_counts
 
 IsHeavy = Callable[[Equation], bool]
 

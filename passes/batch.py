@@ -34,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import BatchAxisError, MicrobatchError
-from autopar.ir.build import live_equations
 from autopar.ir.graph import BatchDim, Equation, Graph, Phase, Value
-from autopar.passes.rules.base import Rule
+from autopar.ir.rule import Rule
 from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, split_of
+from autopar.tracing.build import live_equations
 
 RuleOf = Callable[[Equation], Rule]
 

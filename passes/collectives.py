@@ -18,8 +18,8 @@ from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
 from autopar.ir.graph import sum_dtype
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import halo_hops
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum_itemsize
-from autopar.passes.rules.base import halo_hops
 
 
 def apply_steps(

@@ -16,6 +16,7 @@ from autopar.errors import InternalError
 from autopar.ir.graph import Literal, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Local, Rule, emit_piece
 from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.collectives import (
@@ -29,7 +30,6 @@ from autopar.passes.collectives import (
     take_piece,
 )
 from autopar.passes.intra_op.strategies import Kept, combined_axes, kept_operands, kept_results, pieces, splitting_axes
-from autopar.passes.rules.base import Local, Rule, emit_piece
 
 # The operations for which there is an all-reduce, and whether it is of the largest. Booleans go as bytes, for which
 # "and" is the smallest and "or" the largest.

@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer, step_result
 from autopar.ir.graph import Equation, Literal, Phase, Value
 from autopar.ir.local import (
@@ -26,6 +27,7 @@ from autopar.ir.local import (
 )
 from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
+from autopar.ir.rule import Rule, product_sizes
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, Lane
 from autopar.passes.emit import combination
@@ -39,8 +41,6 @@ from autopar.passes.intra_op.strategies import (
     temporaries,
 )
 from autopar.passes.merge import merge_equal_ops
-from autopar.passes.rules.base import Rule, product_sizes
-from autopar.passes.rules.fusion import memory_traffic
 
 # Steps of a resharding that send each element as it is.
 _SENDING = frozenset({"all_gather", "all_to_all", "permute"})

@@ -15,8 +15,8 @@ import numpy as np
 
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, Port, Reread, Reshard
+from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
-from autopar.passes.rules.base import Rule
 
 _Held = tuple[Value, Sharding]
 

@@ -15,10 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import MicrobatchError
-from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, operand_signature
+from autopar.ir.rule import Local, Rule, emit_piece
 from autopar.passes.batch import BatchAnalysis, Kind, When
-from autopar.passes.rules.base import Local, Rule, emit_piece
 from autopar.passes.rules.split import (
     Split,
     Unsplittable,
@@ -27,6 +26,7 @@ from autopar.passes.rules.split import (
     check_position,
     slice_units,
 )
+from autopar.tracing.build import Builder, live_equations, trace_emission
 
 
 @dataclasses.dataclass

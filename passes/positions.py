@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import Equation, Graph, Literal, Operand, Value
+from autopar.tracing.build import Builder, live_equations, trace_emission
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _LARGEST_CONSTANT = 2**20  # elements of a captured array that are looked at

@@ -20,9 +20,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 import numpy as np
 from ortools.sat.python import cp_model
 
-from autopar.ir.build import barrier
 from autopar.ir.graph import Block, Equation, Operand, Phase, StepGraph, Value
 from autopar.passes.layers import FlopsFn, Ints, cluster_layers, heavy_equations
+from autopar.tracing.build import barrier
 
 _TOGETHER = (2, 3, 4, 6, 8)  # layers that are a block
 _PARTS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)  # of a layer, each a block

@@ -18,10 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.ir.build import Builder, live_equations, trace_emission
 from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value, operand_signature
+from autopar.ir.rule import Local, Rule
 from autopar.passes.batch import BatchAnalysis, Kind, When
-from autopar.passes.rules.base import Local, Rule
 from autopar.passes.rules.loops import Chain, chain_of
 from autopar.passes.rules.split import (
     Split,
@@ -31,6 +30,7 @@ from autopar.passes.rules.split import (
     check_position,
     split_of,
 )
+from autopar.tracing.build import Builder, live_equations, trace_emission
 
 Bounds = tuple[int, ...]  # rounds at which a loop is cut, from 0 to its length
 RuleOf = Callable[[Equation], Rule]

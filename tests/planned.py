@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from autopar.compiler import build
+from autopar.compiling.compiler import build
 from autopar.cost_model.program import program_cost, temporaries
 from autopar.ir.local import LocalProgram, Reread, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
@@ -21,13 +21,13 @@ from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.collectives import count_collectives
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of
-from autopar.planner import Planner
-from autopar.pricing import Prices
+from autopar.planning.planner import Planner
+from autopar.planning.pricing import Prices
 from autopar.runtime.executable import Executable
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.runtime.processes import Processes
 from autopar.runtime.source import Source
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from tests.clusters import IN_TURN
 
 

@@ -14,12 +14,12 @@ from unittest import mock
 
 import numpy as np
 
-from autopar import finisher
 from autopar.ir.graph import Block, Equation
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.problem import Problem, Solution
+from autopar.planning import finisher
 from tests.planned import Planned, cluster_of
 
 MESHES = ((1,), (2,), (4,), (8,), (2, 2), (2, 4))

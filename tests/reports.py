@@ -12,6 +12,7 @@ import autopar
 from autopar import recipes
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
+from autopar.planned import Planned
 from tests import models
 from tests.planned import cluster_of
 
@@ -54,7 +55,7 @@ def step_and_args(name: str) -> tuple[autopar.Parallelized, tuple[Any, Any]]:
 
 
 @functools.cache
-def plan_of(name: str) -> Plan:
+def plan_of(name: str) -> Planned:
     """Its plan, which knows its step."""
     step, args = step_and_args(name)
     return step.plan(*args)

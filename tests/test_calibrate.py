@@ -19,19 +19,20 @@ from click.testing import CliRunner
 from jax.sharding import SingleDeviceSharding
 
 import autopar
-from autopar import calibrator, recipes
-from autopar.calibrator import _Calibrator, _Machine, _Task, pooled_by, products_of
-from autopar.cli import main
+from autopar import recipes
+from autopar.calibration import calibrator, probes
+from autopar.calibration.calibrator import _Calibrator, _Machine, _Task, pooled_by, products_of
+from autopar.calibration.probe_steps import probe_steps
+from autopar.calibration.probes import Clock, Probe, Ready, Timed
+from autopar.calibration.slowdowns import StepRun, slowed
+from autopar.cli.main import main
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import product_family
 from autopar.cost_model.hardware import load_preset, make_cluster
 from autopar.errors import ClusterError
 from autopar.ir.mesh import Busy, Cluster, Host, Link, Patches, ProductSizes, ProductSpeed
-from autopar.probe_steps import probe_steps
-from autopar.runtime import probes
 from autopar.runtime.hlo_traffic import kernels_in_hlo
-from autopar.runtime.probes import Clock, Probe, Ready, Timed
-from autopar.slowdowns import StepRun, slowed
+from autopar.stages import Options, trace
 from tests.h100 import h100_devices, needs_cuda_compiler
 
 
@@ -364,12 +365,13 @@ def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
     cluster = Cluster("test", (Host(kind, 4, host.link, (Busy(2, kind, host.link),)),), host.link)
     runs, truth = [], []
     for probe in probe_steps(1, 8):
-        step = autopar.parallelize(probe.step, cluster=cluster, method=recipes.data_parallel(1))
-        plan = step.plan(probe.state, probe.batch)
+        options = Options(cluster=cluster, method=recipes.data_parallel(1))
+        traced = trace(probe.step, (probe.state, probe.batch), options)
+        plan = traced.plan()
         larger = dataclasses.replace(kind, temporaries={"convolutions": 4.0, "others": 2.0})
         with_larger = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=larger),))
         convolves = probe.name == "convolutions"
-        run = StepRun(probe, step, plan, 1.0, 0.5, 4.0 if convolves else 2.0, convolves)
+        run = StepRun(probe, traced, plan, 1.0, 0.5, 4.0 if convolves else 2.0, convolves)
         assert (run.normalised(1.0).seconds, run.normalised(1.0).reference) == (2.0, 1.0)
         truth.append(3 * run.predicted(with_larger))
         runs.append(dataclasses.replace(run, seconds=truth[-1]))
@@ -446,7 +448,7 @@ def test_the_command_writes_a_cluster_file(
         asked.update(options, devices=devices)
         return found
 
-    monkeypatch.setattr("autopar.cli.measure", measure)
+    monkeypatch.setattr("autopar.cli.main.measure", measure)
     output = tmp_path / "mine.json"
     result = CliRunner().invoke(main, ["calibrate", "--devices", "2", "--seconds", "30", "-o", str(output), "--json"])
     assert result.exit_code == 0, result.stderr

@@ -110,10 +110,10 @@ def test_configuration(configured: Callable[[], Any]) -> None:
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), autopar.gather(found), expected)
 
     check()
-    graph = parallel.trace(p, x, key)
+    graph = parallel.trace(p, x, key).graph
     with configured():
         check()
         assert len(parallel._executables) == 2
-        assert parallel.trace(p, x, key) is not graph
+        assert parallel.trace(p, x, key).graph is not graph
     check()
     assert len(parallel._executables) == 2

@@ -15,7 +15,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 import autopar
-from autopar import checkpoints
+from autopar.checkpointing import checkpoints
 from autopar.errors import CheckpointError, PlanError, StateError
 from autopar.ir.graph import LeafCut
 from autopar.ir.pieces import Pieces
@@ -302,7 +302,7 @@ def test_the_end_of_the_program_waits_for_it(tmp_path: pathlib.Path, what: str) 
 
 
 def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "autopar.checkpoints", raising=False)
+    monkeypatch.delitem(sys.modules, "autopar.checkpointing.checkpoints", raising=False)
     monkeypatch.delattr(autopar, "checkpoints", raising=False)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ModuleNotFoundError, match=r"autopar\.save needs orbax.*: pip install 'autopar\[checkpoint\]'"):

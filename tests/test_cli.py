@@ -16,11 +16,13 @@ import jax
 import pytest
 
 import autopar
-from autopar import arguments, cli, recipes
-from autopar.arguments import read_cluster, read_method
+from autopar import recipes
+from autopar.calibration.timer import time_steps
+from autopar.cli import arguments
+from autopar.cli import main as cli
+from autopar.cli.arguments import read_cluster, read_method
 from autopar.errors import ArgumentError, UserError
-from autopar.ir.comparison import Candidate, Comparison
-from autopar.timer import time_steps
+from autopar.reporting.comparison import Candidate, Comparison
 from tests.h100 import needs_cuda_compiler
 
 MODEL = """
@@ -290,7 +292,7 @@ def test_timed_steps_follow_one_another() -> None:
 
     parallel = autopar.parallelize(step, static_argnums=1, devices=jax.devices()[:1])
     shapes = {"w": jax.ShapeDtypeStruct((), "float32")}, True, jax.ShapeDtypeStruct((4,), "float32")
-    timing = time_steps(parallel, shapes, {}, 2)
+    timing = time_steps(parallel.compile(*shapes), 2)
     assert len(timing.seconds) == 2
     assert met == [(1, 1), (2, 1), (3, 1)]
 

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar import compiler, recipes
+from autopar import recipes
+from autopar.compiling import compiler
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.sharding import Collective

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.ir.graph import Graph
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 Tree = Any
 

@@ -20,7 +20,7 @@ from autopar.ir.hint import FREE, Hint, hint_p
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
-from autopar.planner import Planner
+from autopar.planning.planner import Planner
 from tests.models import chain_loss, sgd
 
 LAYERS, WIDTH, BATCH = 4, 64, 32

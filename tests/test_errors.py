@@ -31,8 +31,8 @@ from autopar.errors import (
 )
 from autopar.ir.graph import Equation
 from autopar.ir.instructions import Run
+from autopar.ir.rule import Rule
 from autopar.passes.rules import table
-from autopar.passes.rules.base import Rule
 
 BATCH, WIDTH = 8, 16
 
@@ -407,7 +407,7 @@ def test_a_number_among_the_leaves_that_a_shape_is_made_of() -> None:
     ), text
     assert "static_leaves=lambda leaf: not isinstance(leaf, jax.Array)" in text
     static = autopar.parallelize(heads_step, static_leaves=lambda leaf: not isinstance(leaf, jax.Array))
-    assert static.trace(model, {"x": jnp.ones((8, 8))}).name == "heads_step"
+    assert static.trace(model, {"x": jnp.ones((8, 8))}).graph.name == "heads_step"
 
 
 def test_what_a_step_itself_raises_is_raised() -> None:
@@ -603,7 +603,7 @@ def halve_rule(eqn: Equation) -> Rule:
 def test_rule_for_a_users_primitive(registered: None) -> None:
     """Without it there is a warning and no microbatching; with it neither."""
     with pytest.warns(MissingRuleWarning, match="'halve'"):
-        coupled = autopar.parallelize(halving).trace(params(), examples(16))
+        coupled = autopar.parallelize(halving).trace(params(), examples(16)).graph
     assert any(e.primitive is halve_p for e in coupled.equations)
     assert autopar.register_sharding_rule("halve")(halve_rule) is halve_rule
     step = autopar.parallelize(halving, method=recipes.data_parallel(2))

@@ -61,7 +61,7 @@ def test_a_named_batch_takes_no_place_of_the_state() -> None:
 
     x, w = examples(WIDTH), weights()
     parallel = autopar.parallelize(step, batch_axes=(0, None), method=recipes.zero(3))
-    graph = parallel.trace(x, w)
+    graph = parallel.trace(x, w).graph
     assert {graph.output_paths[k]: graph.input_paths[i] for k, i in graph.carried.items()} == {"output": "w"}
     parallel.compile(x, w)
     born = parallel.init(weights)
@@ -135,5 +135,5 @@ def test_square_weights_of_the_batch_size_are_state() -> None:
         return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w), jnp.sum(x)
 
     w, x = jnp.ones((BATCH, 4)), jnp.ones((BATCH, BATCH))
-    graph = autopar.parallelize(step).trace(w, x)
+    graph = autopar.parallelize(step).trace(w, x).graph
     assert {graph.input_paths[i] for i in graph.carried.values()} == {"w"}

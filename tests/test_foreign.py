@@ -16,8 +16,8 @@ from jax.interpreters import ad, batching, mlir
 import autopar
 from autopar.errors import MissingRuleWarning
 from autopar.ir.graph import Equation
+from autopar.ir.rule import Rule
 from autopar.passes.rules import table
-from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import warn_missing
 from tests.planned import analyse
 from tests.random_plans import plan_by_lot

@@ -13,10 +13,10 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.candidates import has_room
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan, StagePlan
-from autopar.planner import Planner
+from autopar.planning.candidates import has_room
+from autopar.planning.planner import Planner
 from tests.models import chain_loss, sgd
 from tests.planned import analyse, cluster_of
 

@@ -14,11 +14,11 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError
-from autopar.finisher import Finisher
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
 from autopar.ir.plan import LeafPlan, Plan
-from autopar.planner import Planner
+from autopar.planning.finisher import Finisher
+from autopar.planning.planner import Planner
 from benchmarks import scan_layers
 from benchmarks.models import gpt, moe
 from tests import models

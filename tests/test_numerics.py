@@ -13,12 +13,12 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.compiling.programs import device_mesh
 from autopar.ir.local import Accumulate
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.sharding import ReshardStep, Sharding
 from autopar.passes.collectives import apply_steps
-from autopar.programs import device_mesh
 from autopar.runtime.executable import Executable
 from tests import models
 from tests.planned import Planned, analyse, cluster_of, lowered_collectives, plan_step

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import pytest
 
+from autopar.compiling.programs import instructions_of
 from autopar.ir.instructions import Copy, Register, Run
 from autopar.ir.mesh import Cluster
-from autopar.pricing import Played, Prices
-from autopar.programs import instructions_of
+from autopar.planning.pricing import Played, Prices
 from autopar.recipes import gpipe, megatron, pipeline
 from benchmarks.models import gpt, shared
 from tests.planned import Planned, cluster_of, plan_step

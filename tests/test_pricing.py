@@ -13,18 +13,18 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.program import op_costs
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Compute, LocalOp, LocalProgram, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
 from autopar.ir.program import Program
+from autopar.ir.rule import product_sizes
 from autopar.ir.sharding import ReshardStep, Sharding
-from autopar.passes.rules.base import product_sizes
-from autopar.passes.rules.fusion import memory_traffic
 from autopar.passes.rules.table import rule_of
 from autopar.passes.submeshes import candidate_shapes, mesh_at
-from autopar.pricing import Prices
-from autopar.trace import trace
+from autopar.planning.pricing import Prices
+from autopar.tracing.trace import trace
 from tests import models
 from tests.clusters import IN_TURN
 from tests.planned import cluster_of

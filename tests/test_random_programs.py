@@ -15,8 +15,8 @@ from jax import lax
 
 from autopar.errors import MicrobatchError
 from autopar.ir.graph import Graph, Value
+from autopar.ir.rule import bind
 from autopar.passes.batch import Kind, When
-from autopar.passes.rules.base import bind
 from tests.planned import analyse
 from tests.random_plans import MESHES, plan_by_lot
 from tests.random_programs import BATCH, RandomProgram, programs

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import compiler, recipes
+from autopar import recipes
+from autopar.compiling import compiler
 from autopar.cost_model.xla_memory import memory_factors
 from autopar.ir.local import Reread
 from autopar.ir.mesh import Cluster, XlaBackend

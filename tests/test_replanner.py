@@ -12,7 +12,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError, TargetError
 from autopar.ir.method import Method
-from autopar.ir.plan import Plan
+from autopar.planned import Planned
 from tests import models
 from tests.planned import cluster_of
 
@@ -29,7 +29,7 @@ def with_memory(cluster: autopar.Cluster, nbytes: int) -> autopar.Cluster:
     return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(h, kind=kind) for h in cluster.hosts))
 
 
-def too_small_for(method: Method, devices: int) -> tuple[autopar.Cluster, Plan]:
+def too_small_for(method: Method, devices: int) -> tuple[autopar.Cluster, Planned]:
     """A cluster on which the method's plan is predicted to fit, and by XLA's verdict does not."""
     cluster = cluster_of(1, devices)
     step, args = loop_step(method, cluster)

@@ -22,12 +22,12 @@ from rich.console import Console
 import autopar
 from autopar import recipes
 from autopar.errors import ReportError
-from autopar.finisher import Finisher, Restored
 from autopar.ir.plan import Plan
-from autopar.ir.plan_diff import PlanDiff
-from autopar.ir.report import Report
-from autopar.ir.report_record import Details
 from autopar.ir.why import Alternative
+from autopar.planning.finisher import Finisher, Restored
+from autopar.reporting.diff import PlanDiff
+from autopar.reporting.record import Details
+from autopar.reporting.report import Report
 from tests import models
 from tests.planned import cluster_of
 from tests.reports import LAYERS, METHODS, from_file, plan_of, step_and_args
@@ -274,7 +274,7 @@ def test_what_an_alternative_would_do_to_its_stage() -> None:
 def test_a_plan_from_a_file_reports_what_the_file_holds() -> None:
     plan = plan_of("pipeline")
     loaded = from_file(plan)
-    report = loaded.report()
+    report = Report(loaded)
     assert report.details is None
     assert report.utilisation is None
     assert report.groups == plan.report(explain=0).groups
@@ -282,8 +282,8 @@ def test_a_plan_from_a_file_reports_what_the_file_holds() -> None:
     assert json.loads(report.to_json())["details"] is None
     with pytest.raises(ReportError, match=r"has no step to draw the timeline of: report on step\.plan"):
         report.to_trace()
-    with pytest.raises(ReportError, match=r"compare=True.*has no step to plan"):
-        loaded.report(compare=True)
+    with pytest.raises(AttributeError, match=r"report: the plan for .* has no step\. Use step\.plan\("):
+        loaded.report()  # type: ignore[attr-defined]
     step, args = step_and_args("pipeline")
     again = step.plan(*args, method=loaded).report(explain=0)
     assert details_of(again).planning_seconds is None
@@ -441,7 +441,7 @@ def test_names_cannot_break_the_page() -> None:
 
 
 def test_a_page_of_a_plan_from_a_file() -> None:
-    page = _Page(from_file(plan_of("pipeline")).report().to_html())
+    page = _Page(Report(from_file(plan_of("pipeline"))).to_html())
     assert "figure-timeline" not in page.ids
     assert "leaves" in page.ids
     assert "report on step.plan(state, batch, method=plan)" in page.text

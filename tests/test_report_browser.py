@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar.reporting.report import Report
 from benchmarks.browser import PHONE, Opened, missing, opened
 from tests.reports import LAYERS, from_file, plan_of
 
@@ -134,7 +135,7 @@ def test_memory_of_other_devices_is_shown(page: Opened) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_a_plan_from_a_file_has_a_page_without_figures(tmp_path: pathlib.Path, width: int) -> None:
-    from_file(plan_of("pipeline")).report().save(tmp_path / "report.html")
+    Report(from_file(plan_of("pipeline"))).save(tmp_path / "report.html")
     with opened(tmp_path / "report.html", width, figures=False) as found:
         assert found.errors() == []
         assert found.overflow <= 0

@@ -13,18 +13,18 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import recipes
+from autopar.cost_model.fusion import memory_traffic
 from autopar.errors import InfeasiblePlanError
-from autopar.finisher import Finisher
-from autopar.garbage import uncollected
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import AUTO
-from autopar.layering import Layered
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op import traffic
 from autopar.passes.intra_op.traffic import KnownTraffic
-from autopar.passes.rules.fusion import memory_traffic
 from autopar.passes.submeshes import mesh_at
-from autopar.planner import Planner
+from autopar.planning.finisher import Finisher
+from autopar.planning.garbage import uncollected
+from autopar.planning.layering import Layered
+from autopar.planning.planner import Planner
 from tests import models
 from tests.planned import analyse, cluster_of
 

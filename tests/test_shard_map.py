@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from autopar.errors import TraceError
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from tests.planned import analyse
 from tests.random_plans import plan_by_lot
 from tests.test_random_programs import close, numbers

@@ -16,7 +16,7 @@ import pytest
 
 import autopar
 from autopar.ir.graph import Graph, Phase
-from autopar.trace import leaf_specs, matching_leaves, name_of, trace
+from autopar.tracing.trace import leaf_specs, matching_leaves, name_of, trace
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -290,4 +290,4 @@ def a_step(x: Any, rate: float = 0.1) -> Any:
 )
 def test_a_step_is_called_by_its_own_name(function: Any, name: str) -> None:
     assert name_of(function) == name
-    assert autopar.parallelize(function, batch_axes=None).trace(jnp.ones(4)).name == name
+    assert autopar.parallelize(function, batch_axes=None).trace(jnp.ones(4)).graph.name == name

@@ -12,14 +12,14 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.finisher import Finisher
 from autopar.ir.graph import Phase
 from autopar.ir.instructions import Free, Run
 from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule, schedule_for
 from autopar.passes.instructions import _Writer
-from autopar.planner import Planner
+from autopar.planning.finisher import Finisher
+from autopar.planning.planner import Planner
 from tests.models import chain_loss, sgd
 from tests.planned import analyse, cluster_of
 from tests.test_interleaved import examples, init, loss_of, train_step

@@ -34,6 +34,7 @@ from autopar.cost_model.hardware import load_preset
 from autopar.errors import UserError
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
+from autopar.planned import Planned
 from benchmarks import common, growth
 from benchmarks.public import linen_models, linen_vision
 from benchmarks.public.program import Sizes, Step, Variant, cross_entropy
@@ -227,7 +228,7 @@ def measure(case: Case) -> Measured:
     return Measured(case.name, case.series, case.limit, number, seconds, text)
 
 
-def _plan(step: Step, devices: int, method: Method | Plan) -> Plan:
+def _plan(step: Step, devices: int, method: Method | Plan) -> Planned:
     cluster = load_preset("dgx-a100", num_hosts=-(-devices // 8), devices_per_host=min(8, devices))
     return plan(step.function, *step.abstract(), cluster=cluster, method=method)
 

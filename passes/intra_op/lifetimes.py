@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping
 import numpy as np
 
 from autopar.cost_model.compute import compute_time
+from autopar.cost_model.fusion import live_until, moved_values
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import Program
-from autopar.passes.rules.base import Rule
-from autopar.passes.rules.fusion import live_until, moved_values
+from autopar.ir.rule import Rule
 
 _MEMORY_TIMES_PER_PROGRAM = 6
 

@@ -14,9 +14,9 @@ import numpy as np
 from autopar.ir.graph import BatchDim, Equation, Operand, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
+from autopar.ir.rule import DimMap, Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, Lane
-from autopar.passes.rules.base import DimMap, Rule
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
 

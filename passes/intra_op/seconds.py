@@ -19,6 +19,7 @@ from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind, Mesh, Pooling
+from autopar.ir.rule import Rule, Sides, product_sizes
 from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.intra_op.strategies import (
     LaneOptions,
@@ -28,7 +29,6 @@ from autopar.passes.intra_op.strategies import (
     lane_operands,
     pieces,
 )
-from autopar.passes.rules.base import Rule, Sides, product_sizes
 
 
 class StrategySeconds:

@@ -25,6 +25,7 @@ from autopar.ir.graph import Equation, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.program import Program
+from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.intra_op.limits import Limits
@@ -38,7 +39,6 @@ from autopar.passes.intra_op.strategies import (
     Shardings,
     temporaries,
 )
-from autopar.passes.rules.base import Rule
 
 Slot = tuple[int | None, Value]
 Part = tuple[int, Phase]  # of the programs: the index of one, and a phase of it

@@ -13,13 +13,13 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import DeviceKind
 from autopar.ir.program import PlacedStep, Program
+from autopar.ir.rule import Rule
 from autopar.ir.same import signature_of
 from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
 from autopar.passes.intra_op.strategies import can_sum, lane_operands
 from autopar.passes.intra_op.traffic import KnownTraffic
-from autopar.passes.rules.base import Rule
 
 
 class StageLane(NamedTuple):

@@ -13,10 +13,10 @@ import numpy as np
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import DimMap, Halo, Rule, halo_hops
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
 from autopar.passes.collectives import shift, sum_kinds
-from autopar.passes.rules.base import DimMap, Halo, Rule, halo_hops
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 
+from autopar.cost_model.fusion import memory_traffic
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.local import Traffic
 from autopar.ir.program import Program
-from autopar.passes.rules.base import Rule
-from autopar.passes.rules.fusion import memory_traffic
+from autopar.ir.rule import Rule
 
 
 class KnownTraffic:

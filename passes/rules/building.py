@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.graph import Equation, Literal, Operand
-from autopar.passes.rules.base import DimMap, Local, Rule
+from autopar.ir.rule import DimMap, Local, Rule
 
 RuleBuilder = Callable[[Equation], Rule]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import Local, Rule, bind
+from autopar.ir.rule import Local, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
     Factors,

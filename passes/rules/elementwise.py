@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Emit, Hinted, Local, Rule, emit_cast, emit_same
+from autopar.ir.rule import FUNCTION, DimMap, Emit, Hinted, Local, Rule, emit_cast, emit_same
 from autopar.passes.rules.building import Factors, RuleBuilder, is_inexact, linear_sets
 
 LinearOperands = Callable[[Equation], Iterable[Iterable[int]]]
@@ -110,7 +110,6 @@ def _hint(eqn: Equation) -> Rule:
 _SIMPLE = """abs and ceil clamp clz eq eq_to floor ge gt is_finite le le_to lt lt_to max min mulhi ne nextafter not
     one_minus_square or population_count rem round shift_left shift_right_arithmetic shift_right_logical sign square
     xor"""
-FUNCTION = 4.0  # operations of a function that XLA has an instruction for
 _FUNCTIONS = """acos acosh asin asinh atan atan2 atanh cbrt cos cosh erf exp exp2 expm1 log log1p log2 logistic pow
     rsqrt sin sinh sqrt tan tanh"""
 # Functions that XLA has no instruction for, and how many operations it makes of one for GPUs (jaxlib 0.10.2). What a

@@ -10,11 +10,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.errors import InternalError
-from autopar.ir.build import live_equations
 from autopar.ir.graph import Equation, Literal, Value
-from autopar.passes.rules.base import Local, Rule, emit_piece
+from autopar.ir.rule import Local, Rule, emit_piece
 from autopar.passes.rules.nested import PARTIAL, Body, Cut
 from autopar.passes.rules.split import Split, check_position, slice_units
+from autopar.tracing.build import live_equations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

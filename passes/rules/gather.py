@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend import core as jex_core
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import Local, ReduceOp, Rule, bind
+from autopar.ir.rule import Local, ReduceOp, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
     Factors,

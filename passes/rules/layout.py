@@ -10,7 +10,7 @@ from typing import Any
 from jax import lax
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Local, Rule, bind
+from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
     Factors,

@@ -13,7 +13,7 @@ from typing import Any
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Local, Rule, bind
+from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.passes.rules.building import Factors, RuleBuilder, linear_sets, work_per_point
 
 

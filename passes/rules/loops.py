@@ -16,12 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from autopar.cost_model.fusion import memory_traffic, moved_values, stored
 from autopar.cost_model.order import Kernels, held_by, live
-from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Operand, Value
-from autopar.ir.same import Signature, program_signature
-from autopar.ir.unmap import scan_counts
-from autopar.passes.rules.base import (
+from autopar.ir.rule import (
     Branches,
     DimMap,
     Gathering,
@@ -36,11 +34,13 @@ from autopar.passes.rules.base import (
     Unit,
     bind,
 )
+from autopar.ir.same import Signature, program_signature
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.fusion import memory_traffic, moved_values, stored
 from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
 from autopar.passes.rules.random import is_partitionable
+from autopar.tracing.build import Builder, live_equations
+from autopar.tracing.unmap import scan_counts
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 Each = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]  # what each branch computes

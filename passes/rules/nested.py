@@ -18,9 +18,8 @@ from typing import Any
 
 import jax
 
-from autopar.ir.build import Builder, live_equations
 from autopar.ir.graph import BatchDim, Equation, Operand, Value
-from autopar.passes.rules.base import DimMap, Local, Rule, emit_cast, emit_same
+from autopar.ir.rule import DimMap, Local, Rule, emit_cast, emit_same
 from autopar.passes.rules.building import is_number
 from autopar.passes.rules.split import (
     Split,
@@ -30,6 +29,7 @@ from autopar.passes.rules.split import (
     check_position,
     split_of,
 )
+from autopar.tracing.build import Builder, live_equations
 
 RuleOf = Callable[[Equation], Rule]
 

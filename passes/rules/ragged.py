@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import Local, ReduceOp, Rule, bind
+from autopar.ir.rule import Local, ReduceOp, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
     Factors,

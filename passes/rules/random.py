@@ -21,7 +21,7 @@ from jax.extend.random import threefry2x32_p
 from jax.interpreters import mlir
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Local, Rule, bind
+from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.passes.rules.building import Factors, RuleBuilder, local_shape, replicated
 from autopar.passes.rules.elementwise import THREEFRY_FLOPS
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax import lax
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind
+from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind
 from autopar.passes.rules.building import (
     Factors,
     RuleBuilder,

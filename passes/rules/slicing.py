@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from autopar.ir.graph import Equation
-from autopar.passes.rules.base import DimMap, Local, Rule, bind
+from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.passes.rules.building import DimFactors, Factors, RuleBuilder, linear_sets, local_size
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autopar.ir.graph import BatchDim
-from autopar.passes.rules.base import DimMap, Rule
+from autopar.ir.rule import DimMap, Rule
 
 
 @dataclasses.dataclass(frozen=True)

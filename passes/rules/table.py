@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from autopar.errors import MissingRuleWarning, UserError
 from autopar.ir.graph import Equation, Value
+from autopar.ir.rule import Local, Rule
 from autopar.ir.same import Signature
 from autopar.passes.rules import (
     dot,
@@ -27,7 +28,6 @@ from autopar.passes.rules import (
     slicing,
     windows,
 )
-from autopar.passes.rules.base import Local, Rule
 from autopar.passes.rules.building import RuleBuilder, replicated
 from autopar.passes.rules.omitted import OMITTED
 

@@ -18,7 +18,7 @@ from jax import lax
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Patches
-from autopar.passes.rules.base import DimMap, Halo, Local, Rule, bind
+from autopar.ir.rule import DimMap, Halo, Local, Rule, bind
 from autopar.passes.rules.building import (
     DimFactors,
     Factors,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import optax
 import pytest
@@ -28,10 +26,10 @@ def test_the_plan_is_the_one_that_users_get(method: Method, narrow_sums: bool) -
     cluster = autopar.load_preset("dgx-h100", num_hosts=1, devices_per_host=4)
     plan, _ = trace(function, state, batch, narrow_sums=narrow_sums).search(cluster, method)
     theirs = autopar.parallelize(function, cluster=cluster, method=method, narrow_sums=narrow_sums).plan(state, batch)
-    assert plan == dataclasses.replace(theirs, origin=None)
+    assert plan == theirs
     if not narrow_sums:
         found = verifiable.plan(function, state, batch, cluster=cluster, method=method)
-        assert dataclasses.replace(found, origin=None) == plan
+        assert found == plan
         mine, verdict = (p.verify_with_xla("cpu") for p in (found, theirs))
         assert [p.found for p in mine.programs] == [p.found for p in verdict.programs]
 
@@ -39,13 +37,13 @@ def test_the_plan_is_the_one_that_users_get(method: Method, narrow_sums: bool) -
 @pytest.mark.parametrize("suite", ["benchmarks.planner", "benchmarks.accuracy"])
 def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(suite: str) -> None:
     modules = Sources().modules(suite)
-    assert "autopar.planner" in modules
+    assert "autopar.planning.planner" in modules
     assert not [name for name in modules if name in ("autopar", "autopar.api") or ".runtime" in name]
 
 
 @pytest.mark.parametrize("suite", ["benchmarks.verify", "benchmarks.memory_corpus", "benchmarks.public.planned"])
 def test_verdicts_depend_on_nothing_that_runs_steps(suite: str) -> None:
     modules = Sources().modules(suite)
-    assert "autopar.verifier" in modules
+    assert "autopar.compiling.verifier" in modules
     running = {"autopar", "autopar.api", "autopar.executable", "autopar.runtime.executable", "autopar.runtime.transfer"}
     assert running.isdisjoint(modules)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.same import Signature, parameters_signature, program_signature
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 X = jax.ShapeDtypeStruct((4,), jnp.float32)
 TABLE = np.arange(4.0, dtype=np.float32)

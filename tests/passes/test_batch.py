@@ -14,13 +14,13 @@ import pytest
 import autopar
 from autopar.errors import BatchAxisError, MicrobatchError
 from autopar.ir.graph import Equation, Phase, Value
+from autopar.ir.rule import bind
 from autopar.passes.batch import BatchAnalysis, Kind, State, When, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
-from autopar.passes.rules.base import bind
 from autopar.passes.rules.table import rule_of
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from tests.passes.steps import BATCH, CASES, CLASSES, WIDTH, Case
 
 DEVICES = 2

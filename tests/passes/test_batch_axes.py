@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.passes.batch import analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.rules.table import rule_of
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 
 def f32(*shape: int) -> jax.ShapeDtypeStruct:

@@ -18,7 +18,7 @@ from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
 from autopar.passes.rules.table import rule_of
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
 LAYERS = 4

@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.passes.positions import index_within_examples
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 BATCH, TIME, CLASSES = 16, 4, 8
 CONSTANT = np.arange(BATCH)

@@ -14,11 +14,11 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError
-from autopar.ir.build import Builder, barrier
 from autopar.ir.graph import Block, Equation, Phase, StepGraph
 from autopar.ir.plan import Plan
 from autopar.passes.microbatch import split_batch
 from autopar.passes.recompute import Forward, best_saved, recompute
+from autopar.tracing.build import Builder, barrier
 from tests.planned import analyse, cluster_of, plan_step
 from tests.test_regathering import step_of
 

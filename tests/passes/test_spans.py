@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.ir.method import AUTO
-from autopar.layering import Layered, Layering
 from autopar.passes.spans import Span, StageLook, stage_looks
+from autopar.planning.layering import Layered, Layering
 from tests.equivalence.compare import either
 from tests.equivalence.subjects import SUBJECTS
 from tests.planned import analyse, cluster_of

@@ -14,17 +14,17 @@ from jax import lax
 
 import autopar
 from autopar.errors import PlanError, StateError, UnsplitWarning
-from autopar.finisher import Finisher
 from autopar.ir.graph import Graph, Literal, Operand
 from autopar.ir.program import PlacedStep
-from autopar.layering import Layered
+from autopar.ir.rule import bind
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
-from autopar.passes.rules.base import bind
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.table import rule_of
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, finest
-from autopar.trace import trace
+from autopar.planning.finisher import Finisher
+from autopar.planning.layering import Layered
+from autopar.tracing.trace import trace
 
 LAYERS, BATCH, WIDTH = 6, 8, 16
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))

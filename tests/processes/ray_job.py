@@ -14,8 +14,8 @@ import ray.train
 from ray.cluster_utils import Cluster
 
 import autopar
-from autopar import launcher
 from autopar.errors import ArgumentError
+from autopar.runtime import launcher
 from examples.launch import ray_train
 
 STOPS = "stops"  # the file that says that a checkpoint is complete after which a host is lost

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import launcher
 from autopar.errors import ArgumentError, CheckpointError
-from autopar.launcher import Membership, membership
+from autopar.runtime import launcher
+from autopar.runtime.launcher import Membership, membership
 from tests.processes.start import free_port, run_job, run_under
 
 SCRIPT = pathlib.Path(__file__).parent / "small.py"

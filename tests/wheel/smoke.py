@@ -15,7 +15,7 @@ from pathlib import Path
 import autopar
 
 _ORBAX = ("etils", "orbax", "tensorstore")
-OF_EXTRAS = {"autopar.checkpoints": _ORBAX, "autopar.runtime.stored_leaves": _ORBAX}
+OF_EXTRAS = {"autopar.checkpointing.checkpoints": _ORBAX, "autopar.checkpointing.stored_leaves": _ORBAX}
 
 
 def check_installation() -> None:

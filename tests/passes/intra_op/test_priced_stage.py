@@ -12,13 +12,13 @@ import numpy as np
 import optax
 import pytest
 
-from autopar import finisher
 from autopar.ir.mesh import Mesh
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.problem import Infeasible, Solution, evaluate
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.intra_op.solve import solve
-from autopar.planner import Planner
+from autopar.planning import finisher
+from autopar.planning.planner import Planner
 from benchmarks.models import gpt
 from tests import models
 from tests.planned import analyse, cluster_of

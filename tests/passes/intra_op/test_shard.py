@@ -12,15 +12,15 @@ import pytest
 
 from autopar import recipes
 from autopar.cost_model.compute import partial_sum_bytes
+from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.program import program_cost
 from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.method import Method
 from autopar.passes import lower
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.stage import most_pieces
-from autopar.passes.rules.fusion import memory_traffic
-from autopar.planner import Planner
-from autopar.pricing import Prices
+from autopar.planning.planner import Planner
+from autopar.planning.pricing import Prices
 from benchmarks.models import gpt, moe
 from tests.clusters import IN_TURN
 from tests.planned import analyse, cluster_of

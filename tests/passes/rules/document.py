@@ -8,10 +8,10 @@ from pathlib import Path
 
 import jax
 
-from autopar.ir.build import CALLS, LINEAR_SOLVE, SHARD_MAP
-from autopar.passes.rules.base import DimMap, Rule
+from autopar.ir.rule import DimMap, Rule
 from autopar.passes.rules.omitted import OMITTED
 from autopar.passes.rules.table import has_rule, rule_of
+from autopar.tracing.build import CALLS, LINEAR_SOLVE, SHARD_MAP
 from tests.passes.rules.cases import CLOSE, EXACT
 from tests.passes.rules.harness import equations_of
 from tests.passes.rules.primitives import primitives_of_jax

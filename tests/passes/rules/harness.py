@@ -16,12 +16,12 @@ from jax.extend import core
 
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, sum_dtype
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
 from autopar.passes.collectives import Halos
 from autopar.passes.emit import SpaceLocal, partition_spec
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings
-from autopar.passes.rules.base import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.passes.rules.table import find_fault, rule_of
 
 _CALLS = {

@@ -5,9 +5,9 @@ from __future__ import annotations
 import jax
 import pytest
 
-from autopar.ir.build import CALLS, LINEAR_SOLVE, SHARD_MAP
 from autopar.passes.rules.omitted import OMITTED
 from autopar.passes.rules.table import has_rule
+from autopar.tracing.build import CALLS, LINEAR_SOLVE, SHARD_MAP
 from tests.passes.rules.document import DOCUMENT, ELSEWHERE, document, rules_of_cases
 from tests.passes.rules.primitives import primitives_of_jax
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import optax
 import pytest
 
+from autopar.cost_model.fusion import live_until, memory_traffic, moved_values
 from autopar.ir.graph import Value
-from autopar.passes.rules.fusion import live_until, memory_traffic, moved_values
 from autopar.passes.rules.table import rule_of
 from autopar.runtime.hlo_traffic import kernels_in_hlo
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from benchmarks.models import gpt, moe, wide_resnet
 from tests.h100 import h100_devices, needs_cuda_compiler
 

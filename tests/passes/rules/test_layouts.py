@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar.cost_model.fusion import memory_traffic
 from autopar.ir.graph import Value
 from autopar.ir.local import Traffic
-from autopar.passes.rules.fusion import memory_traffic
 from autopar.passes.rules.table import rule_of
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 
 
 def shape(*sizes: int) -> jax.ShapeDtypeStruct:

@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
+from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.ir.sharding import Collective, Sharding
 from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings
 from autopar.passes.rules import nested as bodies
 from autopar.passes.rules import table
-from autopar.passes.rules.base import DimMap, Local, Rule, bind
 from autopar.passes.rules.table import find_fault, rule_of
-from autopar.trace import trace
+from autopar.tracing.trace import trace
 from tests.passes.rules import harness
 
 WIDTH, HEADS, DEPTH, HIDDEN, LAYERS, BATCH, TIME = 8, 4, 2, 16, 3, 4, 6

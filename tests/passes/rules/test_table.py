@@ -13,8 +13,8 @@ from jax.extend.core import Primitive
 
 from autopar.errors import MissingRuleWarning, UserError
 from autopar.ir.graph import Equation
+from autopar.ir.rule import Rule
 from autopar.passes.rules import table
-from autopar.passes.rules.base import Rule
 from autopar.passes.rules.table import find_fault, has_rule, register_sharding_rule, rule_names, rule_of, warn_missing
 from tests.passes.rules.harness import equations_of
 

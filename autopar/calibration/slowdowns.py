@@ -1,0 +1,174 @@
+"""What takes longer in a train step than alone: a few steps are run as a whole.
+
+A kernel finds less of what it reads in a cache, devices come to a collective at different times, and XLA copies what
+the cost model takes for free. One factor for all says more of steps of another kind than factors for kernels, products
+and collectives apart: these change places with one another from one kind of step to the next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from autopar import recipes
+from autopar.calibration.probe_steps import ProbeStep, probe_steps
+from autopar.calibration.probes import Clock
+from autopar.calibration.timer import time_steps
+from autopar.errors import InfeasiblePlanError
+from autopar.ir.calibration import Measurement
+from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link
+from autopar.ir.method import Method
+from autopar.ir.plan import Plan
+from autopar.passes.rules.table import rule_of
+from autopar.reporting.progress import ProgramBar
+from autopar.stages import Options, Traced, trace
+
+_DOUBLINGS = 8  # of the sizes of steps, at most
+_EXAMPLES = 8  # of a step, on each device
+_RUNS = 5
+_SHORT, _LONG = 0.02, 0.3  # predicted seconds of the steps that are run
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRun:
+    """A step that was run."""
+
+    probe: ProbeStep
+    traced: Traced
+    plan: Plan
+    seconds: float
+    reference: float  # seconds of the reference kernel then
+    temporaries: float  # how many times as large as predicted they are
+    convolves: bool
+
+    def predicted(self, cluster: Cluster) -> float:
+        """Seconds on this cluster."""
+        plan = dataclasses.replace(self.plan, cluster=cluster)
+        return self.traced.plan(method=plan).step_time
+
+    def normalised(self, reference: float) -> StepRun:
+        """With what it would have taken where the reference kernel takes so many seconds."""
+        return dataclasses.replace(self, seconds=self.seconds * reference / self.reference, reference=reference)
+
+
+def run_steps(
+    cluster: Cluster, devices: Sequence[jax.Device], clock: Clock, ends: float, show_progress: bool
+) -> tuple[list[StepRun], int]:
+    """Of the sizes that take neither too little time nor too much, until `ends`, and how many were left out then."""
+    wanted: list[tuple[ProbeStep, Method]] = []
+    for size in (2**i for i in range(_DOUBLINGS)):
+        for probe in probe_steps(size, _EXAMPLES * len(devices)):
+            with warnings.catch_warnings(action="ignore"):
+                options = Options(cluster=cluster, method=recipes.data_parallel(1))
+                seconds = trace(probe.step, (probe.state, probe.batch), options).plan().step_time
+            if _SHORT < seconds < _LONG:
+                wanted += [(probe, method) for method in _methods(len(devices), probe.couples)]
+        if wanted and seconds > _LONG:
+            break
+    found, late = [], 0
+    with ProgramBar("measuring steps", show_progress) as bar, warnings.catch_warnings(action="ignore"):
+        for done, (probe, method) in enumerate(wanted):
+            bar(done, len(wanted))
+            if time.monotonic() > ends:
+                late += 1
+            elif (run := _run(probe, method, cluster, devices, clock)) is not None:
+                found.append(run)
+    return found, late
+
+
+def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Measurement]]:
+    """A cluster on which all takes as much longer as in the steps, and each of these beside what the others predict."""
+    if not runs:
+        return cluster, []
+    cluster = _with_temporaries(cluster, runs)
+    alone = [run.predicted(cluster) for run in runs]
+    ratios = [run.seconds / seconds for run, seconds in zip(runs, alone, strict=True)]
+    found = []
+    for at, (run, seconds) in enumerate(zip(runs, alone, strict=True)):
+        others = [*ratios[:at], *ratios[at + 1 :]] or [1.0]
+        predicted = seconds * statistics.geometric_mean(others)
+        name = f"{run.probe.name}, {run.plan.method}"
+        found.append(Measurement("steps", name, cluster.num_devices, run.seconds, predicted))
+    factor = statistics.geometric_mean(ratios)
+    slower = _changed(cluster, lambda kind: _slower_kind(kind, factor), lambda link: slower_link(link, factor, factor))
+    return slower, found
+
+
+def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
+    """Whose programs set aside as much as those of steps did, where nothing else says how much that is."""
+    factors = {}
+    for name, convolves in (("convolutions", True), ("others", False)):
+        found = [run.temporaries for run in runs if run.convolves is convolves] or [run.temporaries for run in runs]
+        factors[name] = statistics.median(found)
+
+    def kind(of: DeviceKind) -> DeviceKind:
+        return of if of.xla.hides_latency else dataclasses.replace(of, temporaries=factors)
+
+    return _changed(cluster, kind, lambda link: link)
+
+
+def _changed(cluster: Cluster, kind: Callable[[DeviceKind], DeviceKind], link: Callable[[Link], Link]) -> Cluster:
+    """All of a cluster but its network, whatever of it is busy."""
+
+    def host(of: Host) -> Host:
+        busy = (Busy(each.num_devices, kind(each.kind), link(each.link)) for each in of.busy)
+        return Host(kind(of.kind), of.num_devices, link(of.link), tuple(busy))
+
+    return dataclasses.replace(cluster, hosts=tuple(map(host, cluster.hosts)))
+
+
+def _slower_kind(kind: DeviceKind, factor: float) -> DeviceKind:
+    return dataclasses.replace(
+        kind,
+        launch_overhead=kind.launch_overhead * factor,
+        dispatch_overhead=kind.dispatch_overhead * factor,
+        matmul_efficiency=min(1.0, kind.matmul_efficiency / factor),
+        memory_efficiency=min(1.0, kind.memory_efficiency / factor),
+        products=tuple(dataclasses.replace(each, flops=each.flops / factor) for each in kind.products),
+        bandwidths=tuple((nbytes, speed / factor) for nbytes, speed in kind.bandwidths),
+        reorderings=tuple((nbytes, speed / factor) for nbytes, speed in kind.reorderings),
+        pooling={of: speed / factor for of, speed in kind.pooling.items()},
+        allocations=tuple((nbytes, speed / factor) for nbytes, speed in kind.allocations),
+    )
+
+
+def slower_link(link: Link, latency: float, bandwidth: float) -> Link:
+    """A link with so many times the latency, on which a byte takes so many times as long."""
+    pair = None if link.pair_bandwidth is None else link.pair_bandwidth / bandwidth
+    return dataclasses.replace(
+        link, latency=link.latency * latency, bandwidth=link.bandwidth / bandwidth, pair_bandwidth=pair
+    )
+
+
+def _methods(num_devices: int, couples: bool) -> Iterator[Method]:
+    yield recipes.data_parallel(1)
+    if num_devices > 1:
+        yield recipes.zero(3, 1)
+        yield recipes.megatron(1, num_devices, 1, 1)
+    if num_devices % 2 == 0 and num_devices > 2:
+        yield recipes.megatron(num_devices // 2, 2, 1, 1)
+    if num_devices % 4 == 0:
+        yield recipes.megatron(num_devices // 4, 2, 2, 1 if couples else 4)
+
+
+def _run(
+    probe: ProbeStep, method: Method, cluster: Cluster, devices: Sequence[jax.Device], clock: Clock
+) -> StepRun | None:
+    options = Options(cluster=cluster, devices=tuple(devices), method=method)
+    traced = trace(probe.step, (probe.state, probe.batch), options)
+    try:
+        executable = traced.compile()
+    except InfeasiblePlanError:
+        return None
+    timing, reference = clock.with_reference(lambda: time_steps(executable, _RUNS))
+    found = max(executable.temporaries.values())
+    predicted = max(stage.memory.temporaries for stage in executable.plan.stages)
+    rules = map(rule_of, traced.graph.equations)
+    convolves = any(rule.patches is not None for rule in rules)
+    more = found / predicted if found and predicted else 1.0
+    return StepRun(probe, traced, executable.plan, timing.median, reference, more, convolves)

@@ -1,0 +1,534 @@
+"""Checkpoints of a state that lies on many devices: written by all processes, restored under any other plan."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import itertools
+import json
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from etils import epath
+
+from autopar.batches import Batches
+from autopar.checkpointing import checksums
+from autopar.checkpointing.stored_leaves import LeafHandler, ReadLeaf, StoredLeaf
+from autopar.errors import CheckpointError, StateError
+from autopar.executable import HasExecutable
+from autopar.ir.pieces import Pieces
+from autopar.runtime.placement import Home
+from autopar.runtime.processes import plain_struct, this_job
+from autopar.tracing.static_leaf import unflatten_arrays
+
+_ITEM = "state"  # the folder of a step in which Orbax finds the state
+_BATCHES = "batches"  # the files of its positions
+_BYTES = "base64"
+_MOST_NAMED = 5  # differences in one message
+
+_Key = tuple[str, ...]
+
+
+def save(
+    path: Any, state: Any, *, step: int, metrics: Mapping[str, float] | None = None,
+    batches: Batches | None = None, options: ocp.CheckpointManagerOptions | None = None,
+) -> bool:  # fmt: skip
+    """Write a checkpoint of the state after so many steps into the folder `path/step`; whether one was due.
+
+    When this returns the state has been copied to the hosts and may be given away; the files are written while the
+    steps go on, and a checkpoint that is not complete is none. The end of the program, the next `save` and `restore`
+    wait for it (the end of a job that fails does not). In a job of several processes all of them have to call this,
+    with the same state; each writes what its own devices hold. `path` has to be a folder that all of them see.
+
+    The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
+    path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor
+    texts (functions, bytes) are left out.
+
+    Args:
+      batches: what `step.batches(..)` returned: its position is kept with the state.
+      metrics: numbers by which `options.best_fn` tells the best checkpoints.
+      options: which checkpoints are written and kept (`max_to_keep`, `save_interval_steps`, `best_fn`, ..); the first
+        call for a path that says so does for all that follow.
+
+    Raises:
+      CheckpointError: there is a checkpoint of this or a later step, or another `options` was given before.
+      StateError: a leaf was donated to a step and is gone.
+      OSError, ValueError: the checkpoint before could not be written; what the storage says.
+    """
+    _check_present(state)
+    manager = _opened(path, options, create=True).manager
+    latest = manager.latest_step()
+    if latest is not None and step <= latest:
+        raise CheckpointError(
+            f"save(step={step}): {manager.directory} holds a checkpoint of step {latest} already. Save later steps, or "
+            "into another folder."
+        )
+    if not manager.should_save(step):
+        return False
+    _agree("autopar.save", manager, step)
+    stored = jax.tree.map(_stored, state, is_leaf=_is_pieces)
+    position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)
+    items = ocp.args.Composite(**{_ITEM: _Save(stored, position)})
+    return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
+
+
+def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches | None = None) -> Any:
+    """The state of a checkpoint that `save` has written, each leaf read to where it belongs.
+
+    No host reads more than its devices hold, and the numbers that every process knows. In a job of several processes
+    all of them have to call this. Every file is read a first time to compare its checksum, by one of the processes.
+
+    Args:
+      like: a parallelized or compiled step, whose argument of the checkpoint's structure says what lies where; or a
+        pytree of arrays or `jax.ShapeDtypeStruct`s with shardings (without: onto the first device), NumPy arrays,
+        numbers and texts.
+      batches: a new `step.batches(..)`, which goes on where that of `save` was: by the position of its iterator, or,
+        where that cannot tell it or each process reads another part than then, by reading again what was taken.
+      step: default: the latest. If that is damaged it is said, it is set aside as `damaged.STEP`, and the one before
+        is taken.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, it is damaged, or holds another structure, or other shapes, or no
+        position of batches.
+      PlanError: `like` has no plan yet.
+    """
+    wanted = _arguments(like) if isinstance(like, HasExecutable) else [_Argument.of(like)]
+    opened = _opened(path, None, create=False)
+    manager = opened.manager
+    _agree("autopar.restore", manager, step)
+    manager.wait_until_finished()
+    while True:
+        chosen = _chosen(manager, step)
+        folder = epath.Path(manager.directory) / str(chosen) / _ITEM
+        problem = _damage(folder)
+        if not problem:
+            position = {} if batches is None else _position(folder, batches)
+            state = _read(opened.handler, folder, wanted)
+            if batches is not None:
+                batches.set_state(position)
+            return state
+        if step is not None:
+            raise CheckpointError(f"the checkpoint {folder.parent} is damaged: {problem}. Restore another step.")
+        _set_aside(manager, chosen, problem)
+
+
+def latest_step(path: Any) -> int | None:
+    """The step of the latest complete checkpoint that `save` has written into a folder; None: there is none.
+
+    In a job of several processes all of them have to call this.
+
+    Raises:
+      CheckpointError: the folder cannot be read as one of checkpoints.
+      OSError, ValueError: a checkpoint that `save` began before could not be written; what the storage says.
+    """
+    folder = _folder(path)
+    if _of_first(lambda: str(int(folder.exists()))) == "0":
+        return None
+    manager = _opened(path, None, create=False).manager
+    manager.wait_until_finished()
+
+    def find() -> str:
+        manager.reload()
+        return json.dumps(manager.latest_step())
+
+    found: int | None = json.loads(_of_first(find))
+    return found
+
+
+def wait_until_saved() -> None:
+    """Return once all checkpoints of `save` are complete.
+
+    For processes that are ended without coming to the end of their program, as those of a notebook or of Ray are.
+
+    Raises:
+      OSError, ValueError: one could not be written; what the storage says.
+    """
+    failed: Exception | None = None
+    for opened in _open.values():
+        try:
+            opened.manager.wait_until_finished()
+        except Exception as error:  # the others are waited for all the same
+            failed = failed or error
+    if failed is not None:
+        raise failed
+
+
+# The folder and its manager.
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Open:
+    """A folder of checkpoints that this process uses."""
+
+    manager: ocp.CheckpointManager
+    handler: _StateHandler
+    options: ocp.CheckpointManagerOptions | None
+
+
+_open: dict[str, _Open] = {}
+_managers = itertools.count()  # in the same order on all processes
+
+
+def _opened(path: Any, options: ocp.CheckpointManagerOptions | None, *, create: bool) -> _Open:
+    folder = _folder(path)
+    name = str(folder)
+    found = _open.get(name)
+    if found is not None and options is not None and _fields(options) != _fields(found.options):
+        if found.options is not None:
+            raise CheckpointError(f"save: {folder} is open with options={found.options}, and not with {options}.")
+        found.manager.close()  # so far it was read, or saved into without any
+        found = None
+    if found is None:
+        if not _open:
+            # Earlier than `atexit`, whose functions are called when no thread can start another any more.
+            threading._register_atexit(_finish)  # type: ignore[attr-defined]
+        found = _open[name] = _made(folder, options, create)
+    return found
+
+
+def _folder(path: Any) -> epath.Path:
+    folder = epath.Path(path)
+    return folder if "://" in str(path) else epath.Path(str(folder.expanduser().absolute()))
+
+
+def _of_first(make: Callable[[], str]) -> str:
+    """What process 0 makes, on all processes."""
+    job = this_job()
+    return make() if job is None else job.from_first(make)
+
+
+def _fields(options: ocp.CheckpointManagerOptions | None) -> Any:
+    """To compare options by: functions that are written in place are others each time, of the same code."""
+    return {} if options is None else {name: getattr(x, "__code__", x) for name, x in vars(options).items()}
+
+
+def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None, create: bool) -> _Open:
+    """Barriers are those of the coordination service: Orbax's others are programs, which would meet those of steps."""
+    job = this_job()
+    chosen = dataclasses.replace(options or ocp.CheckpointManagerOptions())
+    if chosen.step_prefix or chosen.step_format_fixed_length or chosen.step_name_format:
+        raise CheckpointError("save: options give the steps' folders other names than their numbers. Leave that out.")
+
+    def find() -> str:
+        if create:
+            folder.mkdir(parents=True, exist_ok=True)
+        elif not folder.exists():
+            raise CheckpointError(f"restore: there is no folder {folder}.")
+        return ""
+
+    _of_first(find)
+    if job is not None:
+        chosen.multiprocessing_options = ocp.options.MultiprocessingOptions(
+            primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{next(_managers)}"
+        )
+    chosen.create = False
+    handler = _StateHandler(chosen.multiprocessing_options)
+    registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    registry.add(_ITEM, _Save, handler)
+    try:
+        manager = ocp.CheckpointManager(folder, handler_registry=registry, options=chosen)
+    except json.JSONDecodeError as error:
+        raise CheckpointError(
+            f"the metrics of a checkpoint in {folder} cannot be read ({error}): move that checkpoint away."
+        ) from error
+    return _Open(manager, handler, options)
+
+
+def _agree(what: str, manager: ocp.CheckpointManager, step: int | None) -> None:
+    job = this_job()
+    if job is not None:
+        job.agree(what, {"the path": str(manager.directory), "the step": str(step)})
+
+
+def _finish() -> None:
+    """At the end of the program: a checkpoint that cannot be written is a failure of it."""
+    failed = False
+    for found in _open.values():
+        try:
+            found.manager.close()
+        except BaseException as error:
+            failed = True
+            sys.excepthook(type(error), error, error.__traceback__)
+    if failed:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _chosen(manager: ocp.CheckpointManager, step: int | None) -> int:
+    """A step that there is, for all processes the same."""
+
+    def choose() -> str:
+        manager.reload()
+        steps = sorted(manager.all_steps())
+        if not steps or (step is not None and step not in steps):
+            there = f"there are those of steps {', '.join(map(str, steps))}" if steps else "there is none"
+            which = "checkpoint" if step is None else f"checkpoint of step {step}"
+            raise CheckpointError(f"restore: {manager.directory} holds no complete {which}; {there}.")
+        return str(steps[-1] if step is None else step)
+
+    return int(_of_first(choose))
+
+
+def _damage(folder: epath.Path) -> str:
+    job = this_job()
+    if job is None:
+        return checksums.damage(folder, 0, 1)
+    mine = checksums.damage(folder, job.index, job.count)
+    return job.combined(mine, lambda said: next(filter(None, said), ""), "to compare checksums")
+
+
+def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
+    directory = epath.Path(manager.directory)
+
+    def move() -> str:
+        names = itertools.chain([f"damaged.{step}"], (f"damaged.{step}.{k}" for k in itertools.count(2)))
+        name = next(name for name in names if not (directory / name).exists())
+        (directory / str(step)).rename(directory / name)
+        return name
+
+    aside = _of_first(move)
+    manager.reload()
+    warnings.warn(
+        f"the checkpoint {directory / str(step)} is damaged: {problem}. It is set aside as {aside}, and the one "
+        "before is restored.",
+        stacklevel=3,
+    )
+
+
+# What is written.
+
+
+class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
+    """Orbax's handler of pytrees, with checksums of what it writes, and leaves that lie on some processes only."""
+
+    def __init__(self, processes: Any) -> None:
+        leaves = LeafHandler()
+        registry = ocp.type_handlers.create_type_handler_registry(
+            (jax.Array, leaves),  # for Orbax, which asks how these would be handled
+            (StoredLeaf, leaves),
+            (int, ocp.type_handlers.ScalarHandler()),
+            (float, ocp.type_handlers.ScalarHandler()),
+            (np.ndarray, ocp.type_handlers.NumpyHandler()),
+            (str, ocp.type_handlers.StringHandler()),
+        )
+        options: dict[str, Any] = {"type_handler_registry": registry, "multiprocessing_options": processes}
+        # Arrays of no elements are valid, and have no numbers in the files.
+        merging = ocp.BasePyTreeCheckpointHandler(enable_post_merge_validation=False, **options)
+        self._trees = ocp.PyTreeCheckpointHandler(handler_impl=merging, **options)
+
+    async def async_save(self, directory: Any, args: _Save) -> list[Any]:
+        written = await self._trees.async_save(directory, args=ocp.args.PyTreeSave(args.state))
+        return [
+            ocp.future.CommitFutureAwaitingContractedSignals(
+                _recorded(directory, written, args.position), name="autopar_state"
+            )
+        ]
+
+    def save(self, directory: epath.Path, args: _Save) -> None:
+        raise NotImplementedError  # checkpoints are written while the steps go on
+
+    def restore(self, directory: epath.Path, args: Any) -> Any:
+        """The tree; `args`: of it as `metadata` has it, one for each leaf."""
+        return self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=args))
+
+    def metadata(self, directory: epath.Path) -> Any:
+        """The tree, of the shapes and types of its leaves."""
+        return self._trees.metadata(directory).tree
+
+    def finalize(self, directory: epath.Path) -> None:
+        with _told():
+            self._trees.finalize(directory)
+            checksums.record_rest(directory)
+
+    def close(self) -> None:
+        self._trees.close()
+
+
+async def _recorded(directory: Any, written: Sequence[Any], position: str | None) -> None:
+    """Wait for what this process writes, and note its checksums."""
+    with _told():
+        for future in written:
+            await asyncio.to_thread(future.result)
+        if position is not None:
+            file = epath.Path(directory) / f"{_BATCHES}.{jax.process_index()}.json"
+            await asyncio.to_thread(file.write_text, position)
+        await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """In a job, one that fails to write ends all: the others would wait for it as long as Orbax does."""
+    try:
+        yield
+    except Exception as error:
+        if this_job() is not None:
+            sys.excepthook(type(error), error, error.__traceback__)
+        raise
+
+
+@ocp.args.register_with_handler(_StateHandler, for_save=True)
+@dataclasses.dataclass
+class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
+    state: Any
+    position: str | None  # of batches, on this process
+
+
+def _key(key: Sequence[Any]) -> _Key:
+    return tuple(map(str, key))
+
+
+def _by_key(tree: Any) -> dict[_Key, Any]:
+    """The leaves of a tree, by names that a class and the dictionary that is stored for it have in common."""
+    return {_key(key): leaf for key, leaf in ocp.tree.to_flat_dict(tree, is_leaf=_is_pieces).items()}
+
+
+def _is_pieces(x: Any) -> bool:
+    return isinstance(x, Pieces)
+
+
+def _check_present(state: Any) -> None:
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise StateError(
+                f"save: state{jax.tree_util.keystr(path)} was donated to a step and is gone. Save the state that that "
+                "step returned."
+            )
+
+
+def _stored(leaf: Any) -> Any:
+    if isinstance(leaf, jax.Array | Pieces):
+        return StoredLeaf.of(leaf)
+    if isinstance(leaf, np.generic | complex):
+        return np.asarray(leaf)
+    return leaf if isinstance(leaf, np.ndarray | int | float | str) else None
+
+
+# What is read.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Argument:
+    """A tree to fill: of what its leaves become, by their keys, where they are no parts of it already."""
+
+    tree: Any
+    wanted: Mapping[_Key, ocp.RestoreArgs]
+
+    @classmethod
+    def of(cls, tree: Any) -> _Argument:
+        """`tree`: with a `Home` for each leaf that is an array, or arrays and shapes."""
+        wanted = {key: _wanted(leaf) for key, leaf in _by_key(tree).items()}
+        return cls(tree, {key: wish for key, wish in wanted.items() if wish is not None})
+
+    def differences(self, stored: Mapping[_Key, Any]) -> list[str]:
+        """From what a checkpoint has."""
+        own = _by_key(self.tree)
+        found = [f"{_name(key)} is not there" for key in self.wanted.keys() - stored.keys()]
+        found += [f"{_name(key)} is there, but not wanted" for key in stored.keys() - own.keys()]
+        for key in self.wanted.keys() & stored.keys():
+            home = getattr(self.wanted[key], "home", None)
+            if home is None:
+                continue
+            numbers = plain_struct(jax.ShapeDtypeStruct(home.shape, home.dtype))
+            shape, dtype = getattr(stored[key], "shape", None), getattr(stored[key], "dtype", None)
+            if dtype is None or shape != numbers.shape or jax.dtypes.canonicalize_dtype(dtype) != numbers.dtype:
+                found.append(
+                    f"{_name(key)} is {dtype}{list(shape or ())}, but {numbers.dtype}{list(numbers.shape)} is wanted"
+                )
+        return sorted(found)
+
+    def filled(self, leaves: Mapping[_Key, Any]) -> Any:
+        """With what was read in the place of what stands for it."""
+        structure = jax.tree.structure(self.tree, is_leaf=_is_pieces)
+        every = [_as(leaf, leaves[key]) if key in self.wanted else leaf for key, leaf in _by_key(self.tree).items()]
+        return jax.tree.unflatten(structure, every)
+
+
+def _as(leaf: Any, found: Any) -> Any:
+    """Scalars are stored as arrays."""
+    return type(leaf)(np.asarray(found)[()]) if isinstance(leaf, np.generic | complex) else found
+
+
+def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
+    """None: the leaf is there already, as a function is."""
+    if isinstance(leaf, Home):
+        return ReadLeaf(home=leaf)
+    if isinstance(leaf, Pieces):
+        pieces = tuple(getattr(piece, "sharding", None) for piece in leaf.pieces)
+        return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf.pieces[0]), pieces, leaf.cut))
+    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+        return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf), (leaf.sharding,)))
+    if isinstance(leaf, np.ndarray | np.generic | complex):
+        return ocp.RestoreArgs(restore_type=np.ndarray)
+    if isinstance(leaf, int | float | str):
+        return ocp.RestoreArgs(restore_type=type(leaf))
+    return None
+
+
+def _is_weak(x: Any) -> bool:
+    return bool(getattr(x, "weak_type", False))  # random keys have none
+
+
+def _arguments(step: HasExecutable) -> list[_Argument]:
+    """Of a step: what a checkpoint can be of."""
+    executable = step.executable_for("restore")
+    found, first = [], 0
+    args, kwargs = executable.graph.in_tree.children()
+    for child in (*args.children(), *kwargs.children()):
+        homes = [executable.home_of(first + i) for i in range(child.num_leaves)]
+        found.append(_Argument.of(unflatten_arrays(child, homes)))
+        first += child.num_leaves
+    return found
+
+
+def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argument]) -> Any:
+    tree = handler.metadata(folder)
+    stored = _by_key(tree)
+    if not arguments:
+        raise CheckpointError("restore: the step that is given as like has no arguments.")
+    differing = [argument.differences(stored) for argument in arguments]
+    argument, differences = min(zip(arguments, differing, strict=True), key=lambda pair: len(pair[1]))
+    if differences:
+        more = f", and {len(differences) - _MOST_NAMED} more" if len(differences) > _MOST_NAMED else ""
+        raise CheckpointError(
+            f"the checkpoint {folder.parent} holds something else than what shall be restored: "
+            f"{'; '.join(differences[:_MOST_NAMED])}{more}."
+        )
+    wanted = {key: argument.wanted.get(_key(key), ReadLeaf()) for key in ocp.tree.to_flat_dict(tree)}
+    return argument.filled(_by_key(handler.restore(folder, ocp.tree.from_flat_dict(wanted, target=tree))))
+
+
+def _position(folder: epath.Path, batches: Batches) -> Any:
+    """Of the iterator over batches of a process that read the same part, if there was one."""
+    files = sorted(folder.glob(f"{_BATCHES}.*.json"))
+    if not files:
+        raise CheckpointError(f"the checkpoint {folder.parent} holds no position of batches: leave out batches.")
+    found = [json.loads(file.read_text(), object_hook=_from_bytes) for file in files]
+    shard = batches.get_state()["shard"]
+    return next((position for position in found if position["shard"] == shard), found[0])
+
+
+def _bytes(x: Any) -> Any:
+    """Bytes as JSON: Grain's positions are such."""
+    if isinstance(x, bytes):
+        return {_BYTES: base64.b64encode(x).decode()}
+    if isinstance(x, np.generic | np.ndarray):
+        return x.tolist()
+    raise CheckpointError(f"save: the position of batches holds {type(x).__name__}, which is neither text nor number.")
+
+
+def _from_bytes(x: dict[str, Any]) -> Any:
+    return base64.b64decode(x[_BYTES]) if set(x) == {_BYTES} else x
+
+
+def _name(key: _Key) -> str:
+    return "/".join(key)

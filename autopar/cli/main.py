@@ -1,0 +1,587 @@
+"""The command line: `autopar plan | report | verify | compare | run TARGET`, and `autopar calibrate`.
+
+Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import click
+import jax
+from click.shell_completion import CompletionItem
+from rich.console import Console
+
+from autopar.api import Parallelized, parallelize
+from autopar.calibration.calibrator import calibrate as measure
+from autopar.calibration.timer import time_steps
+from autopar.cli.arguments import RECIPES, Call, load_call, read_cluster, read_method
+from autopar.cost_model.hardware import devices_by_host, preset_names
+from autopar.cost_model.targets import CPU, load_target, target_names, target_of
+from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
+from autopar.ir.mesh import Cluster
+from autopar.ir.method import Method
+from autopar.ir.plan import Plan
+from autopar.planned import Planned
+from autopar.planning.baselines import usual_methods
+from autopar.reporting.comparison import Comparison
+from autopar.reporting.page import check_page
+from autopar.reporting.progress import ProgramBar
+from autopar.reporting.report import Report
+from autopar.runtime.ahead import absent_gpus
+from autopar.runtime.launcher import initialize, is_launched, launch, leave_job, run_script
+from autopar.runtime.processes import is_of_peer, this_job
+
+NO, MISTAKE, BUG = 1, 2, 3  # exit codes; 0 is fine
+
+
+class Answer(Protocol):
+    """What a command has found out."""
+
+    def __str__(self) -> str: ...
+
+    def to_json(self) -> str: ...
+
+
+# What is typed
+
+
+class Noun(click.ParamType):  # type: ignore[type-arg]  # generic in the newest only
+    """A value that is read from text; what completes it is of `names`, or a file."""
+
+    def __init__(self, name: str, read: Callable[[str], Any], names: Callable[[], Sequence[str]]) -> None:
+        self.name, self._read, self._names = name, read, names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return self._read(value)
+        except UserError as error:
+            self.fail(str(error), param, ctx)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        found = [name for name in self._names() if name.startswith(incomplete)]
+        if found:
+            return [CompletionItem(name) for name in found]
+        return [CompletionItem(incomplete, type="file")]
+
+
+def _chip(name: str) -> str:
+    if name != CPU:
+        load_target(name)
+    return name
+
+
+def _output(name: str) -> pathlib.Path:
+    """A file that can be written, as far as can be told before there is anything to write."""
+    path = pathlib.Path(os.path.realpath(name))
+    if path.is_dir():
+        raise ArgumentError(f"{name!r} is a folder; name a file in it.")
+    if not path.parent.is_dir():
+        raise ArgumentError(f"{name!r}: there is no folder {os.fspath(path.parent)!r}; make it first.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ArgumentError(f"{name!r}: the folder {os.fspath(path.parent)!r} cannot be written to; name another.")
+    return path
+
+
+CLUSTER = Noun("CLUSTER", read_cluster, preset_names)
+METHOD = Noun("METHOD", read_method, lambda: tuple(RECIPES))
+PLAN = Noun("FILE", Plan.load, tuple)
+CHIP = Noun("CHIP", _chip, lambda: (*target_names(), CPU))
+OUTPUT = Noun("FILE", _output, tuple)
+
+_cluster_option = click.option(
+    "--cluster", type=CLUSTER,
+    help=f"What to plan for: a preset ({', '.join(preset_names())}), with the number of hosts, dgx-h100:8, and of "
+    "devices on each, dgx-h100:8x4; or a cluster file. Default: the step's own, or the devices at hand.",
+)  # fmt: skip
+_METHOD_HELP = (
+    "auto, or a recipe with its arguments as in Python: 'zero(2)', 'megatron(2,4,1,8)', 'auto(num_stages=2)'. "
+    "Default: the step's own, or auto."
+)
+_method_option = click.option("--method", type=METHOD, help=_METHOD_HELP)
+_chip_option = click.option(
+    "--target", "chip", type=CHIP,
+    help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
+    "the chips of the cluster.",
+)  # fmt: skip
+_plan_option = click.option(
+    "--plan", "made", type=PLAN, help="Take the plan in this file, which names its cluster, instead of searching."
+)
+
+
+# Running a command
+
+
+class _Commands(click.Group):
+    """Ends with an exit code; of a mistake it prints one line, of a bug the traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*args, **{**options, "standalone_mode": False})
+        except click.ClickException as error:
+            code = _end(error, error.format_message(), MISTAKE)
+        except InfeasiblePlanError as error:
+            code = _end(error, str(error), NO)
+        except UserError as error:
+            code = _end(error, str(error), MISTAKE)
+        except click.Abort as error:
+            code = _end(error, "interrupted", 130)
+        except Exception as error:
+            if not is_of_peer(error):
+                click.echo(traceback.format_exc(), err=True)
+            leave_job(error, BUG)
+            code = BUG
+        sys.exit(code)
+
+
+def _end(error: Exception, message: str, code: int) -> int:
+    """Say what is wrong, once in a job, whose other processes are told."""
+    if not is_of_peer(error):
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
+    leave_job(error, code)
+    return code
+
+
+@click.group(
+    cls=_Commands,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(package_name="autopar")
+@click.pass_context
+def main(context: click.Context) -> None:
+    """Plan how a JAX train step runs on many devices, hold the plan against XLA, compare and run.
+
+    TARGET is package.module:function or path/to/file.py:function, a function without arguments that returns
+    (step, args) or (step, args, kwargs): the step, plain or made by autopar.parallelize, and its arguments, of which
+    shapes are enough (jax.ShapeDtypeStruct, jax.eval_shape). Modules of the current folder are found.
+
+    \b
+      def train():  # in model.py
+          return train_step, (jax.eval_shape(init, jax.random.key(0)), abstract_batch)
+
+    \b
+      autopar plan model:train --cluster dgx-h100:4 -o plan.json
+      autopar report model:train --plan plan.json --html report.html
+      autopar verify model:train --plan plan.json
+      autopar compare model:train --cluster dgx-a100
+      autopar run model.py:train --devices 8
+      autopar run --processes 4 train.py
+      autopar calibrate -o mine.json
+
+    Exit codes: 0 fine, 1 the answer is no (nothing fits), 2 a mistake in what was asked, 3 a bug, with its traceback.
+
+    \b
+    Completion of commands, presets and recipes, in ~/.bashrc (or zsh, fish alike):
+      eval "$(_AUTOPAR_COMPLETE=bash_source autopar)"
+    """
+    if context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+def _command(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
+    """A command about a target."""
+    return _answering(click.argument("target")(body))
+
+
+def _answering(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
+    """A command of a function that returns an answer, and whether it is yes."""
+
+    @main.command(name=body.__name__, short_help=(body.__doc__ or "").partition("\n")[0])
+    @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+    @functools.wraps(body)
+    def command(as_json: bool, **options: Any) -> int:
+        return _give_answer(functools.partial(body, **options), as_json)
+
+    return command
+
+
+def _give_answer(find: Callable[[], tuple[Answer, bool]], as_json: bool) -> int:
+    """Print what is found; the exit code. Of several processes that find it together the first says it."""
+    try:
+        with contextlib.redirect_stdout(sys.stderr), _short_warnings():
+            answer, is_yes = find()
+    except InfeasiblePlanError as error:
+        if as_json and not is_of_peer(error):
+            click.echo(json.dumps({"fits": False, "error": str(error)}))
+        raise
+    if this_job() is not None and jax.process_index():
+        pass
+    elif as_json:
+        click.echo(answer.to_json().rstrip())
+    elif sys.stdout.isatty() and hasattr(answer, "__rich_console__"):
+        Console().print(answer)
+    else:
+        click.echo(str(answer))
+    return 0 if is_yes else NO
+
+
+@contextlib.contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Warnings as a line each, without the source line that raised them."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        click.echo(f"{category.__name__}: {message}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        yield
+
+
+@contextlib.contextmanager
+def _waiting(text: str) -> Iterator[None]:
+    """Says so on a terminal while it lasts."""
+    console = Console(stderr=True)
+    with console.status(text) if console.is_terminal else contextlib.nullcontext():
+        yield
+
+
+def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, Call]:
+    """The step and its arguments."""
+    _wake_cpus_only(cluster)
+    call = load_call(target)
+    return call.step if isinstance(call.step, Parallelized) else parallelize(call.step), call
+
+
+def _wake_cpus_only(cluster: Cluster | None) -> None:
+    """Where it is known what to plan for, unless another platform was asked for."""
+    if cluster is not None and not jax.config.values["jax_platforms"]:
+        jax.config.update("jax_platforms", CPU)
+
+
+def _planned(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, verify: bool | str = False
+) -> Planned:
+    cluster = _one_cluster(cluster, method, made)
+    step, call = _load(target, cluster)
+    with _waiting(f"planning {target}") if not verify else contextlib.nullcontext():  # which has a bar of its own
+        return step.plan(*call.args, cluster=cluster, method=made or method, verify=verify, **call.kwargs)
+
+
+def _wake_compilers(known: Cluster | None, chip: str | None) -> None:
+    """Let JAX start with what the target needs, which is looked for before a long search."""
+    chips = {chip} if chip is not None else {target_of(host.kind) for host in known.hosts} if known else set()
+    if known is not None and CPU in chips:
+        _virtual_devices(known.num_devices)
+    _wake_cpus_only(known)
+    for each in chips - {CPU}:
+        absent_gpus(load_target(each), 1, 1)
+
+
+def _one_cluster(cluster: Cluster | None, method: Method | None, made: Plan | None) -> Cluster | None:
+    if made is None:
+        return cluster
+    if cluster is not None or method is not None:
+        name = "--cluster" if cluster is not None else "--method"
+        raise click.UsageError(f"--plan and {name} exclude each other: the plan says it already. Leave out one.")
+    return made.cluster
+
+
+def _virtual_devices(number: int) -> None:
+    """Let JAX have so many CPU devices, if it has not started, nor been told a number."""
+    told = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
+    if not told and jax.config.values["jax_num_cpu_devices"] < number:
+        with contextlib.suppress(RuntimeError):  # it has started
+            jax.config.update("jax_num_cpu_devices", number)
+
+
+def _devices_at_hand(number: int | None) -> Sequence[jax.Device]:
+    """The first so many, or all."""
+    if number is not None:
+        _virtual_devices(number)
+    there = devices_by_host()
+    if number is not None and len(there) < number:
+        raise ArgumentError(
+            f"--devices {number}: there are {len(there)} of platform {there[0].platform}; ask for these."
+        )
+    return there[:number]
+
+
+# The commands
+
+
+@dataclasses.dataclass(frozen=True)
+class _EveryRow:
+    """A plan or report whose tables are not cut short."""
+
+    answer: Plan | Report
+
+    def __str__(self) -> str:
+        return self.answer.to_text(max_rows=None)
+
+    def to_json(self) -> str:
+        return self.answer.to_json()
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
+@click.option(
+    "--verify", "verified", is_flag=True, help="Compile the plan, and plan again where XLA finds it too large."
+)
+@_chip_option
+@click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
+@click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")
+def plan(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, verified: bool, chip: str | None,
+    output: pathlib.Path | None, every_row: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Plan a step, for a cluster that need not be there.
+
+    Prints for each stage its devices, mesh, layers, predicted times and memory, and the sharding of each argument.
+    With --json that is the plan file itself.
+
+    \b
+      autopar plan model:train --cluster dgx-h100:4 -o plan.json
+      autopar plan model:train --method 'megatron(2,4,1,8)'
+      autopar plan model:train --cluster dgx-a100 --method 'auto(num_stages=2, time_limit=60)'
+      autopar plan model:train --cluster dgx-h100:4 --verify -o plan.json
+    """
+    if verified:
+        _wake_compilers(cluster or (None if made is None else made.cluster), chip)
+    elif chip is not None:
+        raise click.UsageError("--target is what --verify compiles for. Add --verify, or leave out --target.")
+    found = _planned(target, cluster, method, made, (chip or True) if verified else False)
+    if output is not None:
+        found.save(output)
+        click.echo(f"autopar: the plan is in {output}", err=True)
+    return (_EveryRow(found) if every_row else found), True
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
+@click.option("--html", "page", type=OUTPUT, help="Write one page that needs no network (needs autopar[report]).")
+@click.option(
+    "--trace", type=OUTPUT, help="Write the timeline for Perfetto (ui.perfetto.dev) and Chrome's about:tracing."
+)
+@click.option("--against", type=PLAN, help="Say what differs from the plan in this file.")
+@click.option("--compare/--no-compare", default=False, help="Plan by every usual recipe, too; takes as long for each.")
+@click.option("--verify/--no-verify", default=False, help="Compile every program by XLA, as `autopar verify` does.")
+@click.option(
+    "--explain", type=click.IntRange(min=0), default=12, show_default=True,
+    help="Of so many operators, say what other shardings would cost.",
+)  # fmt: skip
+@click.option("--all", "every_row", is_flag=True, help="Print all rows of the tables.")
+def report(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, page: pathlib.Path | None,
+    trace: pathlib.Path | None, against: Plan | None, compare: bool, verify: bool, explain: int, every_row: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Say all that is known and predicted of a plan: where time and memory go, and why.
+
+    Step time, throughput, utilisation, memory, the pipeline's timeline, layers, operators with their shardings and what
+    others would cost, collectives by link, where each leaf lies, and what was verified.
+
+    \b
+      autopar report model:train --cluster dgx-h100:4 --html report.html
+      autopar report model:train --plan plan.json --compare --verify --html report.html
+      autopar report model:train --plan after.json --against before.json --trace step.trace.json
+    """
+    if page is not None:
+        check_page()  # before the long search
+    if verify:
+        _wake_compilers(cluster or (None if made is None else made.cluster), None)
+    planned = _planned(target, cluster, method, made)
+    shown = sys.stderr.isatty()
+    verdict = planned.verify_with_xla(show_progress=shown) if verify else None
+    found = planned.report(compare=compare, verification=verdict, against=against, explain=explain, show_progress=shown)
+    if page is not None:
+        found.save(page)
+        click.echo(f"autopar: the report is in {page}", err=True)
+    if trace is not None:
+        found.save_trace(trace)
+        click.echo(f"autopar: the timeline is in {trace}", err=True)
+    return (_EveryRow(found) if every_row else found), verdict is None or verdict.fits
+
+
+@_command
+@_cluster_option
+@_method_option
+@_plan_option
+@_chip_option
+@click.option(
+    "--most-operations", type=click.IntRange(min=1), default=200_000, show_default=True,
+    help="Refuse to compile programs of more operations together.",
+)  # fmt: skip
+@click.option("-o", "--output", type=OUTPUT, help="Save the verdict in this file, as JSON.")
+def verify(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, chip: str | None,
+    most_operations: int, output: pathlib.Path | None,
+) -> tuple[Answer, bool]:  # fmt: skip
+    """Hold a plan against XLA; exit code 1 if it does not fit.
+
+    Every program of the plan is compiled for the chips of its cluster, none of which has to be there, and XLA's
+    figures of memory and collectives are printed beside the predicted ones. NVIDIA's chips need the extra
+    autopar[verify].
+
+    \b
+      autopar verify model:train --plan plan.json
+      autopar verify model:train --cluster dgx-h100:4 --method 'zero(3)'
+      autopar verify model:train --cluster dgx-h100 --target cpu
+    """
+    _wake_compilers(cluster or (None if made is None else made.cluster), chip)
+    planned = _planned(target, cluster, method, made)
+    if chip == CPU:
+        _virtual_devices(max(stage.mesh.size for stage in planned.stages))
+    verdict = planned.verify_with_xla(chip, show_progress=sys.stderr.isatty(), most_operations=most_operations)
+    if output is not None:
+        verdict.save(output)
+        click.echo(f"autopar: the verdict is in {output}", err=True)
+    return verdict, verdict.fits
+
+
+@_command
+@_cluster_option
+@click.option("--method", "methods", type=METHOD, multiple=True, help="One to compare; may be given several times.")
+@click.option("--plan", "made", type=PLAN, multiple=True, help="A plan file to compare; may be given several times.")
+def compare(
+    target: str, cluster: Cluster | None, methods: Sequence[Method], made: Sequence[Plan]
+) -> tuple[Answer, bool]:
+    """Compare methods, or plan files, in the same cost model; exit code 1 if none fits.
+
+    Without --method and --plan: the search beside data parallelism, ZeRO, Megatron's tensor parallelism with and
+    without a pipeline, and a pipeline of single devices, each in the number of microbatches that is best for it. What
+    each gives is said on stderr as soon as it is planned.
+
+    \b
+      autopar compare model:train --cluster dgx-h100:2
+      autopar compare model:train --cluster dgx-h100 --method auto --method 'zero(3, 4)'
+      autopar compare model:train --plan before.json --plan after.json
+    """
+    step, call = _load(target, cluster or (made[0].cluster if made else None))
+    graph = step.trace(*call.args, **call.kwargs).graph  # what is wrong with the step is so under all methods
+    cluster = cluster or (made[0].cluster if made else step.cluster)
+    named: list[tuple[str, Cluster, Method | Plan]] = [
+        *((method.name, cluster, method) for method in methods or (() if made else usual_methods(cluster))),
+        *((f"plan {number}: {each.method}", each.cluster, each) for number, each in enumerate(made, 1)),
+    ]
+    trials = [
+        (name, where, functools.partial(step.plan, *call.args, cluster=where, method=method, **call.kwargs))
+        for name, where, method in named
+    ]
+    with ProgramBar(f"planning {graph.name}", sys.stderr.isatty()) as bar:
+        comparison = Comparison.tried(graph.name, trials, bar, bar.say)
+    return comparison, comparison.best is not None
+
+
+class _RunsScripts(click.Command):
+    """What follows the name of a script is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = list(args)
+        script = next((at for at, text in enumerate(args) if text.endswith(".py")), None)
+        return super().parse_args(ctx, args if script is None else [*args[: script + 1], "--", *args[script + 1 :]])
+
+
+_TYPED = "autopar.typed"
+
+
+@main.command(cls=_RunsScripts)
+@click.option(
+    "--processes", type=click.IntRange(min=1),
+    help="So many processes on this machine. Default: this one, in the job that it was started in (by Slurm, mpirun, "
+    "Kubernetes) or alone.",
+)  # fmt: skip
+@click.option(
+    "--devices-per-process", type=click.IntRange(min=1),
+    help="GPUs of each process, or virtual devices on CPUs. Default: what JAX finds.",
+)  # fmt: skip
+@click.argument("target")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@_cluster_option
+@_method_option
+@_plan_option
+@click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many to measure.")
+@click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
+@click.pass_context
+def run(
+    context: click.Context, /, target: str, arguments: tuple[str, ...], processes: int | None,
+    devices_per_process: int | None, as_json: bool, **options: Any,
+) -> int:  # fmt: skip
+    """Run a script, or measure steps, on the devices at hand, also as several processes.
+
+    TARGET is a Python script with its ARGUMENTS. It runs as it does alone; of several processes each runs it, for the
+    devices that it has. What they print comes with the number of the process before it. When one fails, all end.
+
+    \b
+      autopar run train.py --epochs 3
+      autopar run --processes 4 --devices-per-process 2 train.py --epochs 3
+      srun autopar run train.py
+      mpirun -n 4 -x JAX_COORDINATOR_ADDRESS=node1:1234 autopar run train.py
+
+    Or TARGET is a function as for the other commands: measured seconds beside predicted ones. All arguments are made
+    up from their shapes: floating point numbers are ones, all others zeros, random keys those of zero bits. The time
+    is the median over the steps, after one that warms up, and none begins before the last one has ended.
+
+    \b
+      autopar run model:train --steps 20
+      autopar run model:train --devices 8 --plan plan.json
+      autopar run --processes 2 model:train --plan plan.json
+    """
+    is_script = target.endswith(".py")
+    if arguments and not is_script:
+        raise ArgumentError(f"TARGET {target!r} takes no further arguments ({' '.join(arguments)}): a script does.")
+    if processes is not None and not is_launched():
+        command = [sys.executable, "-m", "autopar", "run", *context.meta[_TYPED]]
+        return launch(command, processes, devices_per_process, bare=as_json)
+    joined = initialize(devices_per_process)
+    if is_script:
+        run_script(target, arguments)
+        return 0
+    return _give_answer(functools.partial(_timed, target, joined=joined, **options), as_json)
+
+
+def _timed(
+    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, steps: int, devices: int | None,
+    joined: bool,
+) -> tuple[Answer, bool]:  # fmt: skip
+    if joined and devices is not None:
+        raise ArgumentError(f"--devices {devices}: the processes of a job take all; say --devices-per-process.")
+    _one_cluster(cluster, method, made)
+    if devices is not None:
+        _virtual_devices(devices)
+    step, call = _load(target, None)
+    step = step.with_options(cluster=cluster, method=made or method, devices=_devices_at_hand(devices))
+    with _waiting(f"running {target}"):
+        return time_steps(step.compile(*call.args, **call.kwargs), steps), True
+
+
+@_answering
+@click.option("-o", "--output", type=OUTPUT, required=True, help="Write the cluster to this file.")
+@click.option(
+    "--seconds", type=float, default=300.0, show_default=True,
+    help="How long it may take; the most telling probes come first.",
+)  # fmt: skip
+@click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+def calibrate(output: pathlib.Path, seconds: float, devices: int | None) -> tuple[Answer, bool]:
+    """Measure this machine, for plans whose times can be trusted on it.
+
+    Products and convolutions over sizes and types, memory, launches, collectives over groups of devices, and a few
+    train steps, in a cluster file for --cluster; prints how well the cost model fits them. One host is measured: for
+    several that are alike, edit "num_hosts" in the file. Nothing else should run on the machine meanwhile.
+
+    \b
+      autopar calibrate -o mine.json
+      autopar calibrate --devices 8 --seconds 120 -o mine.json
+      autopar plan model:train --cluster mine.json
+    """
+    there = _devices_at_hand(devices)
+    found = measure(there, seconds=seconds, show_progress=sys.stderr.isatty())
+    found.save(output)
+    click.echo(f"autopar: the cluster is in {output}", err=True)
+    return found, True

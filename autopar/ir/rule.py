@@ -1,0 +1,379 @@
+"""What a sharding rule is: the factors (loop dimensions) of one equation, and how its piece is computed.
+
+A rule serves two masters alike. Cutting the batch into microbatches (time) and cutting arrays over mesh
+axes (space) are both "split a factor": the operands that carry it become smaller, a reduced factor leaves
+addends to be summed, and `emit` computes the same primitive on the local pieces. Engines know no primitive.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from autopar.ir.graph import Equation, Operand, Value
+from autopar.ir.hint import Hint
+from autopar.ir.mesh import Patches, Pooling, ProductSizes
+
+DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
+Unit = Literal["matmul", "vector", "none"]
+ReduceOp = Literal["sum", "max", "min", "prod", "and", "or"]
+
+FUNCTION = 4.0  # operations of a transcendental function that XLA has an instruction for
+
+
+class Local(Protocol):
+    """The piece that `emit` computes."""
+
+    def size(self, factor: int) -> int:
+        """Local size of the factor."""
+
+    def is_split(self, factor: int) -> bool: ...
+
+    def start(self, factor: int) -> Any:
+        """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
+
+    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+        """The sum of every piece's `x`, addends of a value of type `dtype`, on every piece: in that or a wider type.
+
+        `narrow`: two bytes are enough while it is made, see `sum_dtype`.
+        """
+
+    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
+        """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
+
+    def gather(self, operand: int, x: Any) -> Any:
+        """A round's slice of an operand, whole; see `Gathering`."""
+        return x
+
+    def scatter(self, result: int, x: Any) -> Any:
+        """A round's slice of a result, as it is kept; see `Gathering`."""
+        return x
+
+
+Emit = Callable[[Local, Equation, Sequence[Any]], Sequence[Any]]  # results in the types of the equation's
+
+Branches = Callable[[Local, Equation, Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]
+
+
+def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    """Apply the equation's primitive to other operands, with some parameters changed."""
+    result = eqn.primitive.bind(*operands, **{**eqn.params, **changed})
+    return result if eqn.primitive.multiple_results else [result]
+
+
+def emit_piece(
+    rule: Rule, local: Local, eqn: Equation, operands: Sequence[Any], addends: Sequence[bool]
+) -> Sequence[Any]:
+    """The results of a piece. `addends` says which are addends: these come in the type in which they are summed.
+
+    So do operands that are addends: 16-bit floats are rounded after the sum, as on one device, and not before.
+    """
+    wide = {v.dtype: v.sum_dtype for v, addend in zip(eqn.outputs, addends, strict=True) if addend}
+    if all(narrow == dtype for narrow, dtype in wide.items()):
+        return rule.emit(local, eqn, operands)
+    outputs = tuple(
+        dataclasses.replace(v, dtype=v.sum_dtype) if addend else v
+        for v, addend in zip(eqn.outputs, addends, strict=True)
+    )
+    if not rule.separable and any(_is_wider(x, v) for x, v in zip(operands, eqn.inputs, strict=True)):
+        operands = [
+            _widened(x, v, wide[v.dtype]) if v.dtype in wide else x for x, v in zip(operands, eqn.inputs, strict=True)
+        ]
+    results = rule.emit(local, dataclasses.replace(eqn, outputs=outputs), operands)
+    return [
+        jax.lax.convert_element_type(x, v.dtype) if addend else x
+        for x, v, addend in zip(results, outputs, addends, strict=True)
+    ]
+
+
+def _widened(x: Any, operand: Operand, dtype: Any) -> Any:
+    narrow = x if isinstance(operand, Value) else jnp.asarray(x, operand.dtype)
+    return jax.lax.convert_element_type(narrow, dtype)
+
+
+def _is_wider(x: Any, operand: Operand) -> bool:
+    return isinstance(operand, Value) and x.dtype != operand.dtype
+
+
+def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """For primitives whose parameters name no sizes."""
+    return bind(eqn, operands)
+
+
+def emit_cast(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """For the conversion to another type: that of the result, which is wider where it is an addend."""
+    return bind(eqn, operands, new_dtype=eqn.outputs[0].dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class InnerSum:
+    """A sum over the pieces of a factor in the midst of an equation with a body."""
+
+    factor: int
+    size: int  # elements of the whole array
+    itemsize: int  # bytes of an element, before and after
+    held: frozenset[int]  # factors whose pieces it is cut into
+    times: int
+    narrow: bool  # whether two bytes are enough while it is made
+
+
+@dataclasses.dataclass(frozen=True)
+class RoundSlice:
+    """A round's slice of a stacked operand or result."""
+
+    position: int  # of the operand or result
+    nbytes: int  # of the whole slice, as it is gathered or summed; 0: nothing is sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathering:
+    """A further way to split a factor of a loop: stacks that it leaves whole are kept in pieces.
+
+    Every round gathers its slices of the operands; of results it keeps a piece of each slice, summed if the slices are
+    addends. That is how parameters of layers are fully sharded (FSDP; Zhao et al. 2023).
+    """
+
+    factor: int
+    operands: tuple[RoundSlice, ...]
+    results: tuple[RoundSlice, ...]
+    times: int
+
+
+Moment = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the factors that cut them
+
+
+Side = tuple[float, frozenset[int]]  # a size, and the factors that cut it
+
+
+class Sides(NamedTuple):
+    """Of `ProductSizes`."""
+
+    batch: Side
+    rows: Side
+    columns: Side
+    depth: Side
+    patches: Patches | None
+
+    @property
+    def each(self) -> tuple[Side, Side, Side, Side]:
+        return self[:4]
+
+
+def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes | None:
+    """The sizes of one piece of a product, with some factors cut in so many pieces; None if it is no product."""
+    if sides is None:
+        return None
+    batch, rows, columns, depth = (size / math.prod(split.get(f, 1) for f in held) for size, held in sides.each)
+    return ProductSizes(batch, rows, columns, depth, sides.patches)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What one equation of a body does in all rounds, on whole arrays."""
+
+    flops: float
+    held: frozenset[int]  # factors that cut them
+    traffic: tuple[tuple[float, frozenset[int]], ...]  # bytes through memory, and the factors that cut them
+    sides: Sides | None  # of a product, in one round
+    dtype: str
+    times: float  # that it is launched
+    again: bool = False  # see `Equation`
+    pooling: Pooling | None = None
+    rounds: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Halo:
+    """What each piece of an operand borrows from the pieces before and after it along a dimension."""
+
+    operand: int
+    dim: int
+    factor: int  # that cuts the dimension
+    before: int  # elements along the dimension
+    after: int
+    itemsize: int  # bytes
+    fill: Hashable  # says what is beyond the ends
+
+
+def halo_hops(width: int, piece: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """From how far away (in pieces) how many elements come; beyond the ends of the whole there are none."""
+    for distance in range(1, min(math.ceil(width / piece), pieces - 1) + 1):
+        yield distance, min(piece, width - (distance - 1) * piece)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hinted:
+    """An array, in the equation or in its body, whose sharding the user has pinned: it may be no addend."""
+
+    hint: Hint
+    dims: tuple[frozenset[int], ...]  # per dimension the factors that cut it
+    addend: frozenset[int]  # factors over whose pieces it is an addend
+
+    def renamed(self, outer: Mapping[int, int], passing: Collection[int]) -> Hinted:
+        """In the factors of the equation in whose body it is.
+
+        `outer`: by outer factor the one that its cut splits; `passing`: outer factors that leave all as addends.
+        """
+        dims = tuple(frozenset(f for f, inner in outer.items() if inner in dim) for dim in self.dims)
+        addend = frozenset(f for f, inner in outer.items() if inner in self.addend)
+        return dataclasses.replace(self, dims=dims, addend=addend.union(passing))
+
+
+_FUNCTIONS = ("emit", "branches")  # fields of a rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """The factors of one equation.
+
+    A factor in several operands or results cuts all of them together. A factor that occurs in operands only is
+    reduced and must be listed in `reduced` (or be `whole`). A factor that no operand has (iota, broadcast) is free.
+    """
+
+    factors: tuple[int, ...]  # sizes
+    inputs: tuple[DimMap, ...]  # one per operand, literals included (scalars: ())
+    outputs: tuple[DimMap, ...]
+    reduced: Mapping[int, ReduceOp] = dataclasses.field(default_factory=dict)
+    whole: frozenset[int] = frozenset()  # factors that cannot be split
+    # Sets of operands in which the equation is jointly linear, the others fixed: if exactly these are partial
+    # sums, so is every result. `mul`: {0}, {1}; `add`: {0, 1}; `dot_general`: {0}, {1}.
+    linear: tuple[frozenset[int], ...] = ()
+    emit: Emit = emit_same
+    flops: float = 1.0  # per point of the iteration space (the product of all factors)
+    unit: Unit = "vector"  # "none": moves or renames data at most
+    is_bitcast: bool = False  # a reshape: elements keep their order, even where the factors do not show it
+    patches: Patches | None = None  # of a product of windows
+    separable: bool = False  # result i depends on operand i alone: each may be split in its own way
+    replicates: bool = False  # the fallback: nothing can be split
+    # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).
+    places: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+    halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
+    windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
+    pooling: Pooling | None = None
+    # Of an equation with a body:
+    unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
+    sums: tuple[InnerSum, ...] = ()
+    kernels: tuple[Kernel, ...] = ()
+    gatherings: tuple[Gathering, ...] = ()
+    moments: tuple[Moment, ...] = ()  # when most of what one round makes for itself is live
+    hints: tuple[Hinted, ...] = ()
+    # Of an equation whose first operand says which of several it computes: what each computes. Such equations with the
+    # same first operand may be computed as one.
+    branches: Branches | None = None
+
+    @functools.cached_property
+    def key(self) -> Hashable:
+        """Equal for rules that can be split alike at the same costs."""
+        values = (getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in _FUNCTIONS)
+        return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
+
+    @functools.cached_property
+    def lanes(self) -> tuple[Rule, ...]:
+        """What is split in ways of its own: the rule itself, or of a separable one each operand with its result."""
+        if not self.separable:
+            return (self,)
+        return tuple(
+            dataclasses.replace(self, inputs=(ins,), outputs=(outs,), separable=False, linear=(frozenset({0}),))
+            for ins, outs in zip(self.inputs, self.outputs, strict=True)
+        )
+
+    def points(self) -> int:
+        """Size of the iteration space."""
+        return math.prod(self.factors)
+
+    def work(self, split: Mapping[int, int]) -> float:
+        """FLOPs of one piece, with some factors cut in so many pieces."""
+        if self.kernels:
+            return sum(k.flops / math.prod(split.get(f, 1) for f in k.held) for k in self.kernels)
+        if not self.flops:
+            return 0.0  # the points of a separable rule may be more than a float can say
+        return self.flops * self.points() / math.prod(split.values())
+
+    def factor_of(self, choice: int) -> int:
+        """The factor that a mesh axis splits by its choice; choices beyond the factors are `gatherings`."""
+        return choice if choice < len(self.factors) else self.gatherings[choice - len(self.factors)].factor
+
+    def temporaries(self, split: Mapping[int, int]) -> float:
+        """Most bytes of one piece that a body holds at once beyond operands and results."""
+        return max(
+            (sum(n / math.prod(split.get(f, 1) for f in held) for n, held in moment) for moment in self.moments),
+            default=0.0,
+        )
+
+    @functools.cached_property
+    def splittable(self) -> tuple[int, ...]:
+        """Factors that mesh axes may split: contiguous pieces in every operand and result."""
+        maps = (*self.inputs, *self.outputs)
+        present = {f for dims in maps for dim in dims for f in dim}
+        found = []
+        for factor, size in enumerate(self.factors):
+            if size <= 1 or factor in self.whole or factor not in present:
+                continue
+            major = all(
+                factor not in dim or math.prod(self.factors[f] for f in dim[: dim.index(factor)]) == 1
+                for dims in maps
+                for dim in dims
+            )
+            once = all(sum(factor in dim for dim in dims) <= 1 for dims in maps)
+            held = any(factor in dim for dims in self.outputs for dim in dims)
+            if major and once and (held or factor in self.reduced or factor in self.unaffected):
+                found.append(factor)
+        return tuple(found)
+
+    @property
+    def products(self) -> float:
+        """FLOPs in matrix products."""
+        if self.kernels:
+            return sum(k.flops for k in self.kernels if k.sides)
+        return self.work({}) if self.unit == "matmul" else 0.0
+
+    @functools.cached_property
+    def sides(self) -> Sides | None:
+        """Of a product: factors of the result that one operand has, or both, and the work that each element is."""
+        if self.unit != "matmul" or self.kernels:
+            return None
+        left, right, result = ({f for dim in dims for f in dim} for dims in (*self.inputs[:2], self.outputs[0]))
+        both, columns = result & left & right, result & right - left
+        batch, rows, wide = (
+            (math.prod(self.factors[f] for f in side), frozenset(side))
+            for side in (both, result - both - columns, columns)
+        )
+        size = batch[0] * rows[0] * wide[0]
+        depth = self.work({}) / (2 * size) if size else 0.0
+        summed = frozenset(range(len(self.factors))) - result
+        return Sides(batch, rows, wide, (depth, summed), self.patches)
+
+    def communicates(self, factor: int) -> bool:
+        """Whether the pieces of a factor need something of one another while they are computed."""
+        return factor in {*(total.factor for total in self.sums), *(halo.factor for halo in self.halos)}
+
+    def is_addend(self, factor: int, result: int) -> bool:
+        """Whether the pieces of a factor leave addends of a result."""
+        held = any(factor in dim for dim in self.outputs[result])
+        return self.reduced.get(factor) == "sum" and not held and result not in self.unaffected.get(factor, ())
+
+
+def is_fusible(rule: Rule) -> bool:
+    """Whether XLA would fuse the equation into its readers, so that its result need not go through memory.
+
+    That is what moves elements, and what computes each from one of each operand.
+    """
+    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places or rule.pooling == "gradient":
+        return False
+    return not rule.flops or not (rule.reduced or rule.whole)
+
+
+def is_reduction(eqn: Equation, rule: Rule) -> bool:
+    """Whether the results are made of all elements of one operand along some dimensions."""
+    return bool(rule.reduced) and rule.unit == "vector" and not rule.whole and len(eqn.values) == 1
+
+
+def reduced_dims(rule: Rule) -> list[bool]:
+    """Of a reduction, by dimension of its operand: whether it is reduced."""
+    return [bool(dim) and all(f in rule.reduced for f in dim) for dim in rule.inputs[0]]

@@ -1,0 +1,175 @@
+"""A plan with the step that it was made for: so it can be reported on, compared, held against XLA and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from autopar.compiling.verifier import verify
+from autopar.errors import ReportError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Cluster
+from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
+from autopar.ir.plan_record import PlanRecord
+from autopar.ir.verification import Verification
+from autopar.ir.why import Why
+from autopar.passes.lower import LoweredStep
+from autopar.planning.baselines import plan_beside_recipes, usual_methods
+from autopar.planning.details import gather_details
+from autopar.planning.finisher import Finisher, Restored
+from autopar.planning.garbage import uncollected
+from autopar.planning.traced import TracedStep
+from autopar.planning.why import explain
+from autopar.reporting.comparison import Comparison
+from autopar.reporting.diff import PlanDiff
+from autopar.reporting.progress import ProgramBar
+from autopar.reporting.report import Report
+
+if TYPE_CHECKING:
+    from autopar.executable import Executable
+    from autopar.reporting.comparison import Trial
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Planned(Plan):
+    """A plan of a step that is at hand, as `step.plan` and `Traced.plan` give it; equal to the plan alone.
+
+    A plan from a file has no step: `step.plan(.., method=plan)` gives one that has.
+    """
+
+    step: TracedStep = dataclasses.field(kw_only=True, repr=False)
+    memory_limit: int | None = dataclasses.field(kw_only=True, repr=False)  # bytes of each device
+    seconds: float | None = dataclasses.field(kw_only=True, repr=False)  # that planning took; None: the plan was given
+    # Its programs, and how they were restored, as long as they are at hand: they can be made again.
+    lowered: LoweredStep | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    restored: Restored | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    compiler: Callable[[Planned], Executable] | None = dataclasses.field(default=None, kw_only=True, repr=False)
+
+    @staticmethod
+    def of(
+        plan: Plan, step: TracedStep, method: Method | Plan, seconds: float | None = None,
+        lowered: LoweredStep | None = None, restored: Restored | None = None,
+    ) -> Planned:  # fmt: skip
+        """A plan with its step, found by a method or given."""
+        limit = method.memory_limit if isinstance(method, Method) else None
+        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(PlanRecord)}
+        return Planned(**fields, step=step, memory_limit=limit, seconds=seconds, lowered=lowered, restored=restored)
+
+    def compile(self) -> Executable:
+        """Compile the plan's programs for the devices that there are.
+
+        Raises:
+          ClusterError: there are fewer devices than it is for.
+        """
+        assert self.compiler is not None, "`Traced.plan` gives a compiler"
+        return self.compiler(self)
+
+    def verify_with_xla(
+        self, target: str | None = None, *, show_progress: bool = False, most_operations: int | None = 200_000
+    ) -> Verification:
+        """XLA's verdict: every program compiled ahead of time for the cluster, which need not be there.
+
+        Args:
+          target: a chip ("h100", ..), a file with XLA's description of one, or "cpu" for virtual CPU devices. Default:
+            the chips of the plan's cluster.
+          show_progress: a progress bar on the terminal.
+          most_operations: of all programs together, lest this takes long.
+
+        Raises:
+          TargetError: the target is not known, its compiler is not installed, or there is too much to compile.
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        finisher = self._finisher()
+        fresh, lowered, _ = self._restored(finisher)
+        donated = inputs_of(self.step.donated, lowered.placed.step.graph)
+        with ProgramBar(f"compiling {self.function}", show_progress) as bar:
+            return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
+
+    @uncollected()
+    def report(
+        self, *, compare: bool = False, verification: Verification | None = None, against: Plan | None = None,
+        explain: int = 12, show_progress: bool = False,
+    ) -> Report:  # fmt: skip
+        """All that is known and predicted of the plan: `print` it, or `save("report.html")` one page of it.
+
+        Of a plan from a file alone `autopar.Report(plan)` is what the file holds.
+
+        Args:
+          compare: plan by every usual recipe, too, which takes about as long as planning did for each.
+          verification: XLA's verdict on this plan, to be shown beside what is only predicted.
+          against: another plan, to say what differs.
+          explain: of so many operators, those that take longest, say what other shardings would cost, and why.
+          show_progress: a progress bar on the terminal.
+
+        Raises:
+          ReportError: `explain` is no whole number of 0 or more.
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        if type(explain) is not int or explain < 0:
+            raise ReportError(f"report(explain={explain!r}): explain must be a whole number of 0 or more.")
+        finisher = self._finisher()
+        restored = self._restored(finisher)
+        details = gather_details(finisher, restored, explain, self.seconds)
+        fresh = restored.plan
+        comparison = self._compared(fresh, show_progress) if compare else None
+        diff = None if against is None else PlanDiff.of(fresh, against)
+        return Report(fresh, details, comparison, verification, diff)
+
+    @uncollected()
+    def why(self, where: str = "", most: int = 3) -> tuple[Why, ...]:
+        """Why operators are cut as they are: what each of their other strategies costs, and would cost their stage.
+
+        Of the operators with `where` in their name or in their line of code (`"model.py:55"`, `"dot_general"`) those
+        of most work, at most `most`. Each strategy of each operator is a problem to solve: this takes seconds.
+
+        Raises:
+          PlanError: there is no such operator.
+        """
+        finisher = self._finisher()
+        return explain(finisher, self._restored(finisher), where, most)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan, tuple(getattr(self, field.name) for field in dataclasses.fields(PlanRecord))  # the plan alone
+
+    def _restored(self, finisher: Finisher) -> Restored:
+        known = self.restored
+        return known if known is not None and known.plan == self else finisher.restore(self)
+
+    def _finisher(self) -> Finisher:
+        return Finisher(self.step.analysis, self.cluster, dataclasses.replace(AUTO, memory_limit=self.memory_limit))
+
+    def _compared(self, plan: Plan, show_progress: bool) -> Comparison:
+        """The plan beside those of other methods."""
+
+        def planned(method: Method) -> Plan:
+            limited = dataclasses.replace(method, memory_limit=self.memory_limit)
+            return plan_beside_recipes(self.step.analysis, plan.cluster, limited, None)[0]
+
+        others = [method for method in usual_methods(plan.cluster) if method.name != plan.method]
+        trials: list[Trial] = [
+            (f"this plan: {plan.method}", plan.cluster, lambda: plan),
+            *((method.name, plan.cluster, functools.partial(planned, method)) for method in others),
+        ]
+        with ProgramBar(f"planning {plan.function}", show_progress) as bar:
+            return Comparison.tried(plan.function, trials, bar, bar.say if show_progress else lambda _: None)
+
+
+def planned_for(step: TracedStep, cluster: Cluster, method: Method | Plan, *, with_relaxations: bool = True) -> Planned:
+    """A step by a method, or as a plan says that was made before.
+
+    Raises:
+      InfeasiblePlanError, MicrobatchError, PlanMismatchError, PlanError: as `TracedStep.search` and `restore`.
+    """
+    if isinstance(method, Method):
+        plan, lowered = step.search(cluster, method, with_relaxations=with_relaxations)
+        return Planned.of(plan, step, method, lowered=lowered)
+    restored = step.restore(method, cluster)
+    return Planned.of(restored.plan, step, method, lowered=restored.lowered, restored=restored)
+
+
+def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:
+    """The inputs that argument leaves have become."""
+    return frozenset(k for i in leaves for k in graph.inputs_of[i])

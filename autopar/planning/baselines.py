@@ -1,0 +1,237 @@
+"""Recipes beside the planner, in the same cost model: a user's plan is none the worse for an inexact search."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import warnings
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from autopar import recipes
+from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError
+from autopar.ir.mesh import Cluster
+from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
+from autopar.ir.units import seconds_text
+from autopar.passes.batch import BatchAnalysis
+from autopar.passes.lower import LoweredStep
+from autopar.passes.submeshes import mesh_at
+from autopar.planning.planner import OutOfTime, Planner
+
+_CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
+_ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
+
+_Found = tuple[Plan, LoweredStep]
+
+
+def plan_beside_recipes(
+    analysis: BatchAnalysis, cluster: Cluster, method: Method, num_microbatches: int | None
+) -> tuple[Plan, LoweredStep]:
+    """The planner's plan, with a note of what recipes within one stage take; one of these where it is quicker.
+
+    Each recipe has as many microbatches as is best for it, unless their number is fixed. Where the planner finds
+    nothing, the best of these and of Megatron-LM's degrees of parallelism. Without time for any plan, it is the best of
+    a few recipes, with a warning.
+
+    Raises:
+      InfeasiblePlanError: nothing fits, or no recipe does and there was too little time for anything else.
+    """
+    planner = Planner(analysis, cluster, method)
+    fixed = num_microbatches or method.num_microbatches
+    try:
+        best = planner.plan(num_microbatches)
+    except OutOfTime:
+        return _best_recipe(planner, num_microbatches)
+    except InfeasiblePlanError:
+        rivals = (*_within_one_stage(fixed), *_degrees(planner, fixed)) if method.baselines else ()
+        found = [better for rival in rivals if (better := _better(planner, rival)) is not None]
+        if not found:
+            raise
+        text = f"The search found no plan that fits; {found[-1][0].method} is the best recipe that does."
+        return _with_note(found[-1], text)
+    if not method.baselines or cluster.num_devices == 1:
+        return best
+    if (least := _least_within_one_stage(planner, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
+        return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
+    notes = []
+    estimates: dict[_Estimate, Planner] = {}  # recipes that come to the same are made once
+    for recipe in _within_one_stage(None):
+        if not _heeds(recipe, method):
+            continue
+        rival = planner.beside(_adapted(recipe, method))
+        if (estimate := _quickest(rival, fixed, planner.most_estimate)) is None:
+            continue
+        m = estimate.num_microbatches
+        known = "" if estimate.fits else "at least "
+        notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {known}{seconds_text(estimate.seconds)}")
+        if estimate.fits:
+            estimates.setdefault(estimate, rival)
+    for estimate, rival in sorted(estimates.items(), key=lambda each: each[0]):
+        if estimate.seconds < planner.most_estimate:
+            best = planner.better_by(rival, fixed, None if fixed else estimate.num_microbatches) or best
+    text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
+    return _with_note(best, f"{text}.")
+
+
+def _with_note(found: _Found, note: str) -> _Found:
+    return dataclasses.replace(found[0], notes=(*found[0].notes, note)), found[1]
+
+
+def _better(planner: Planner, recipe: Method) -> _Found | None:
+    """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
+    if not _heeds(recipe, planner.method):
+        return None
+    return planner.better_by(planner.beside(_adapted(recipe, planner.method)))
+
+
+def _least_within_one_stage(planner: Planner, fixed: int | None) -> float:
+    """Seconds per step that no recipe within one stage beats, as far as the stage search knows; 0 if it knows nothing.
+
+    More microbatches take no less there: what is done once for each is done more often.
+    """
+    mesh = mesh_at(0, (planner.cluster.num_devices,))
+    with contextlib.suppress(UserError):
+        return planner.stages.known_bound(planner.layering.layered(fixed or 1, False), mesh, _CLOSE / 2)
+    return 0.0
+
+
+class _Estimate(NamedTuple):
+    """What a recipe within one stage takes, as the stage search estimates it."""
+
+    seconds: float  # per step
+    num_microbatches: int
+    memory: float  # bytes per device at the peak
+    fits: bool = True  # False: it was not asked whether it does, since it takes too long in any memory
+
+
+def _quickest(planner: Planner, fixed: int | None, below: float) -> _Estimate | None:
+    """A recipe within one stage with the microbatches that are best for it; None if it does not fit.
+
+    The fewest that fit are, or where they leave little memory the next.
+
+    Args:
+      planner: by the recipe.
+      fixed: the number of microbatches, if it is.
+      below: seconds per step; what takes longer in any memory need not be known better.
+    """
+    mesh = mesh_at(0, (planner.cluster.num_devices,))
+    best: _Estimate | None = None
+    too_long: _Estimate | None = None
+    for m in [fixed] if fixed else [1, *planner.candidates.many[::-1]]:
+        with contextlib.suppress(UserError):  # the batch cannot be cut so
+            layered = planner.layering.layered(m, False)
+            computing = planner.stages.least_of_one(layered, mesh)
+            least = computing if computing >= below else planner.stages.in_any_memory(layered, mesh)
+            if too_long is None and below <= least < math.inf:
+                too_long = _Estimate(least, m, math.inf, fits=False)
+            if computing >= below or (m == 1 and below <= least < math.inf):
+                break  # what is computed and sent is no less with more microbatches
+            if least >= below:
+                continue
+            cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+            if cost is None:
+                continue
+            seconds = m * cost.per_microbatch + cost.per_step
+            if best is not None and seconds >= best.seconds:
+                break
+            best = _Estimate(seconds, m, cost.memory)
+            if cost.memory < _ROOMY * planner.prices.memory(mesh):
+                break
+    return best or too_long
+
+
+def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
+    """What people would try on a cluster, with as many microbatches as is best."""
+    devices = min(host.num_devices for host in cluster.hosts)
+    hosts = cluster.num_devices // devices
+    found = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
+    if cluster.num_devices > 1:
+        found.append(recipes.megatron(hosts, devices, 1, 1))
+        if hosts > 1:
+            found.append(recipes.megatron(1, devices, hosts, 1))
+        elif devices % 2 == 0:
+            found.append(recipes.megatron(1, devices // 2, 2, 1))
+        found.append(recipes.inter_op_only())
+    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
+
+
+def _within_one_stage(num_microbatches: int | None) -> tuple[Method, ...]:
+    return recipes.data_parallel(num_microbatches), *(recipes.zero(stage, num_microbatches) for stage in (1, 2, 3))
+
+
+def _degrees(planner: Planner, num_microbatches: int | None) -> Iterator[Method]:
+    """Megatron-LM's degrees of parallelism that an expert would try.
+
+    For each degree of tensor parallelism within a host the two shallowest pipelines that divide the state enough
+    (takeaways 1 and 2 of Narayanan et al. 2021).
+    """
+    hosts, devices = planner.cluster.hosts, planner.cluster.num_devices
+    if len(set(hosts)) > 1:
+        return
+    graph = planner.graph
+    state = sum(graph.inputs[i].nbytes for i in {*graph.carried.values()})
+    memory = planner.prices.memory(mesh_at(0, (hosts[0].num_devices,)))
+    for tensor in (n for n in range(1, hosts[0].num_devices + 1) if hosts[0].num_devices % n == 0):
+        deep = (n for n in range(1, devices // tensor + 1) if devices % (tensor * n) == 0)
+        enough = (n for n in deep if state < tensor * n * memory and tensor * n > 1)
+        for pipeline in itertools.islice(enough, 2):
+            yield recipes.megatron(devices // (tensor * pipeline), tensor, pipeline, num_microbatches)
+
+
+def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:
+    """For want of time, and of any plan.
+
+    Raises:
+      InfeasiblePlanError: none fits, or the method has fixed too much for one.
+    """
+    analysis, cluster, method = planner.analysis, planner.cluster, planner.method
+    fixed = num_microbatches or method.num_microbatches
+    candidates = [*_within_one_stage(fixed or 1)]
+    hosts = cluster.hosts
+    if len(hosts) > 1 and len(set(hosts)) == 1:
+        most = analysis.most_microbatches
+        number = max(m for m in range(1, min(most, 8 * cluster.num_devices) + 1) if most % m == 0)
+        candidates.append(recipes.megatron(1, hosts[0].num_devices, len(hosts), fixed or number))
+    found = []
+    for recipe in candidates:
+        if _heeds(recipe, method):
+            with contextlib.suppress(UserError):
+                found.append(Planner(analysis, cluster, _adapted(recipe, method)).plan())
+    limit = f"time_limit={method.time_limit}: that is too short"
+    if not found:
+        raise InfeasiblePlanError(
+            f"{limit} to find a plan of {analysis.graph.name} under method {method.name!r}, and none of "
+            f"{', '.join(recipe.name for recipe in candidates)} is one. Give it more time."
+        )
+    best = min(found, key=lambda one: one[0].step_time)
+    warnings.warn(
+        f"{limit} to search for a plan of {analysis.graph.name}. It runs by {best[0].method}, the best recipe that "
+        "fits. Give it more time.",
+        TimeLimitWarning,
+        stacklevel=4,
+    )
+    return best
+
+
+def _adapted(recipe: Method, method: Method) -> Method:
+    """The recipe with what it leaves open as the method has it."""
+    schedule = method.schedule or recipe.schedule
+    return dataclasses.replace(recipe, memory_limit=method.memory_limit, schedule=schedule, spatial=method.spatial)
+
+
+def _heeds(recipe: Method, method: Method) -> bool:
+    """Whether a recipe does what the method fixes."""
+    axes = set("x" if recipe.mesh_shape == (-1,) else "xy")
+    return (
+        method.stages is None
+        and method.num_stages in (None, recipe.num_stages)
+        and method.min_stages <= (recipe.num_stages or 1)
+        and method.mesh_shape in (None, recipe.mesh_shape)
+        and method.zero in (None, recipe.zero)
+        and axes.issuperset(method.axes)
+        and axes.intersection(method.data_axes) <= set(recipe.data_axes)
+        and axes.intersection(method.model_axes) <= set(recipe.model_axes)
+    )

@@ -1,0 +1,1 @@
+"""What people read of plans: text, a page, figures, a timeline, what differs, progress."""

@@ -1,0 +1,1 @@
+"""How JAX traces a step, and all that walks jaxprs."""

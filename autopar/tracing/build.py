@@ -1,0 +1,348 @@
+"""Building graphs: equations appended one by one, or from a jaxpr with every call inlined."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+from jax.interpreters import partial_eval
+
+from autopar.errors import TraceError
+from autopar.ir.graph import Callback, Equation, Literal, Operand, Phase, Rounds, Value
+from autopar.tracing import shown
+from autopar.tracing.unmap import unmapped
+
+# Primitives that call a jaxpr, and the parameter that holds it.
+CALLS = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "custom_lin": "call_jaxpr",
+    "custom_vmap_call": "call",
+    "custom_partitioning": "call",  # of whole arrays; how it is cut, the rules of its equations say
+    "composite": "jaxpr",
+    "linear_call": "callee",
+    "remat_opt": "fwd_jaxpr",
+    "call": "call_jaxpr",
+    "custom_jvp_call_jaxpr": "call_jaxpr",
+    "eval_jaxpr": "call_jaxpr",
+    "xla_metadata_call": "jaxpr",
+    "remat2": "jaxpr",
+    "checkpoint": "jaxpr",
+    "remat": "jaxpr",
+}
+_REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": jax.lax.reduce_min}
+COND = "cond"
+LINEAR_SOLVE = "custom_linear_solve"  # calls one of several
+SHARD_MAP = "shard_map"
+_REMAT = frozenset({"remat2", "checkpoint", "remat"})
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
+_MAX_FRAMES = 1000  # as deep as Python goes
+_AGAIN = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
+_TRANSFORM = re.compile(r"(transpose|jvp)\(")
+
+
+class Builder:
+    """Collects equations while values are numbered in order of creation."""
+
+    def __init__(self, first_id: int = 0, *, counting: bool = False, narrow: bool = False) -> None:
+        self.counting = counting  # whether "all" and "any" become counts, which are sums
+        self.narrow = narrow  # of the values, see `Value`
+        self.origin = (-1, 0)  # of the equations that are added
+        self.equations: list[Equation] = []
+        self.callbacks: list[Callback] = []
+        self.constants: dict[Value, Any] = {}
+        self._next = first_id
+
+    def value(self, aval: Any) -> Value:
+        self._next += 1
+        dtype = aval.dtype
+        if not jnp.issubdtype(dtype, jax.dtypes.extended):
+            dtype = np.dtype(dtype)
+        return Value(self._next - 1, tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)), self.narrow)
+
+    def add(
+        self,
+        primitive: Any,
+        params: Mapping[str, Any],
+        inputs: Sequence[Operand],
+        avals: Sequence[Any],
+        phase: Phase,
+        source: str,
+        again: bool = False,
+    ) -> tuple[Value, ...]:
+        outputs = tuple(self.value(aval) for aval in avals)
+        number = len(self.equations)
+        self.equations.append(
+            Equation(number, primitive, params, tuple(inputs), outputs, phase, source, self.origin, again)
+        )
+        return outputs
+
+    def inline(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: Sequence[Operand],
+        stack: str = "",
+        source: str = "",
+        phase: Phase | None = None,
+    ) -> list[Operand]:
+        """Append the equations of a jaxpr applied to `args`; returns its results.
+
+        `stack` and `source` are those of the call; with a given `phase`, all equations have that and the call's source.
+        """
+        env: dict[Any, Operand] = {}
+
+        def read(atom: Any) -> Operand:
+            if isinstance(atom, jex_core.Literal):
+                aval: Any = atom.aval
+                if aval.shape:
+                    return self.constant(np.asarray(atom.val), aval)
+                return Literal(atom.val, aval.dtype, bool(getattr(aval, "weak_type", False)))
+            return env[atom]
+
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.constant(const, var.aval)
+        env.update(zip(jaxpr.invars, args, strict=True))
+        for eqn in jaxpr.eqns:
+            inputs = [read(atom) for atom in eqn.invars]
+            name = eqn.primitive.name
+            here = f"{stack}/{eqn.source_info.name_stack}"
+            where = source if phase is not None else source_of(eqn) or source
+            body = eqn.params.get(CALLS[name]) if name in CALLS else None
+            if name == COND and (index := self._known_number(inputs[0])) is not None:
+                branches, inputs = eqn.params["branches"], inputs[1:]
+                body = branches[min(max(index, 0), len(branches) - 1)]
+            elif name == LINEAR_SOLVE:
+                body, inputs = _solve_of(eqn.params, inputs)
+            elif name == SHARD_MAP:
+                body = _unmapped(eqn, where)
+            results: Sequence[Operand]
+            if name in shown.CALLBACKS:
+                self.callbacks.append(self._callback(eqn.primitive, eqn.params, inputs, where))
+                results = ()
+            elif name == "scan" and shown.calls_back(eqn):
+                silenced = shown.Silenced(eqn.params, CALLS)
+                traced, values = trace_emission(silenced.run, inputs)
+                found = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
+                results, given = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
+                self.callbacks.append(self._rounds(silenced.rounds, given, where))
+            elif body is not None:
+                if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
+                    inputs = self._fence(inputs, phase or _phase(here), where)
+                closed = isinstance(body, jex_core.ClosedJaxpr)
+                inner, inner_consts = (body.jaxpr, body.consts) if closed else (body, ())
+                results = self.inline(inner, inner_consts, inputs, here, where, phase)
+            elif name == "rev" and all(inputs[0].shape[d] == 1 for d in eqn.params["dimensions"]):
+                results = inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
+            elif (plainer := _plainer(name, eqn.params, self._counts(inputs))) is not None:
+                traced, values = trace_emission(plainer, inputs)
+                results = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
+            else:
+                avals = [var.aval for var in eqn.outvars]
+                params, inputs = _without_unread(eqn.params, inputs) if name == "while" else (eqn.params, inputs)
+                results = self.add(eqn.primitive, params, inputs, avals, phase or _phase(here), where, _AGAIN in here)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def _counts(self, inputs: Sequence[Operand]) -> bool:
+        return self.counting and bool(inputs) and inputs[0].dtype == np.bool_
+
+    def _known_number(self, operand: Operand) -> int | None:
+        """The integer that an operand is whatever the inputs are: a literal, or computed from such alone."""
+        makers: dict[Operand, Equation] = {}
+
+        def known(operand: Operand) -> Any:
+            if isinstance(operand, Literal):
+                return jnp.asarray(operand.value, operand.dtype)
+            maker = makers.get(operand)
+            if maker is None or any(x.shape for x in (*maker.inputs, *maker.outputs)) or len(maker.outputs) > 1:
+                return None
+            operands = [known(x) for x in maker.inputs]
+            if any(x is None for x in operands):
+                return None
+            found = maker.primitive.bind(*operands, **maker.params)
+            return found[0] if maker.primitive.multiple_results else found
+
+        if not isinstance(operand, Literal):
+            makers.update((v, eqn) for eqn in self.equations for v in eqn.outputs)
+        found = known(operand)
+        return None if found is None else int(found)
+
+    def _callback(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], source: str) -> Equation:
+        return Equation(-1, primitive, params, tuple(inputs), (), Phase.UPDATE, source)
+
+    def _rounds(self, rounds: shown.Loop, given: Iterator[Operand], source: str) -> Rounds:
+        found: list[Callback] = []
+        for call in rounds.calls:
+            if isinstance(call, shown.Loop):
+                found.append(self._rounds(call, given, source))
+                continue
+            inputs = [
+                next(given) if literal is None else Literal(literal.val, literal.aval.dtype)
+                for literal in call.operands
+            ]
+            found.append(self._callback(call.primitive, call.params, inputs, source))
+        return Rounds(rounds.length, rounds.reverse, tuple(found))
+
+    def constant(self, const: Any, aval: Any) -> Value:
+        value = self.value(aval)
+        self.constants[value] = const
+        return value
+
+    def _fence(self, inputs: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
+        values = [v for v in inputs if isinstance(v, Value)]
+        avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+        fenced = iter(self.add(barrier(), {}, values, avals, phase, source))
+        return [next(fenced) if isinstance(v, Value) else v for v in inputs]
+
+
+@functools.cache
+def barrier() -> Any:
+    """The primitive of `jax.lax.optimization_barrier`, which has no parameters."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[0].primitive
+
+
+def _plainer(name: str, params: Mapping[str, Any], counting: bool) -> Callable[..., Sequence[Any]] | None:
+    """The same equation in primitives that need not be run as a whole, where there are such."""
+    if name == COND and not any(branch.jaxpr.eqns for branch in params["branches"]):
+        branches = [jex_core.jaxpr_as_fun(branch) for branch in params["branches"]]
+        return lambda index, *xs: [
+            jax.lax.select_n(index, *cases) for cases in zip(*(branch(*xs) for branch in branches), strict=True)
+        ]
+    if name == "reshape" and params["dimensions"] is not None:  # in the gradient of a grouped convolution
+        return lambda x: [jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])]
+    if name in _REDUCTIONS and params.get("axis_index_groups") is None:
+        axes = params["axes"]  # numbers once `vmap` has taken away the names
+        if all(isinstance(axis, int) for axis in axes):
+            return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
+    if counting and name in ("reduce_and", "reduce_or"):
+        every = name == "reduce_and"
+
+        def count(x: Any) -> list[Any]:
+            number = jax.lax.reduce_sum((~x if every else x).astype(jnp.int32), params["axes"])
+            return [number == 0 if every else number > 0]
+
+        return count
+    return None
+
+
+def _without_unread(params: Mapping[str, Any], inputs: list[Operand]) -> tuple[Mapping[str, Any], list[Operand]]:
+    """A `while` without what in its body is dead, and the constants that only this read: JAX leaves both in."""
+    body, first = params["body_jaxpr"], params["cond_nconsts"]
+    count = params["body_nconsts"]
+    carries = [True] * len(body.out_avals)
+    jaxpr, used = partial_eval.dce_jaxpr(body.jaxpr, carries, instantiate=[False] * count + carries)
+    kept = [x for x, read in zip(inputs[first : first + count], used, strict=False) if read]
+    closed = jex_core.ClosedJaxpr(jaxpr, body.consts)
+    operands = [*inputs[:first], *kept, *inputs[first + count :]]
+    return {**params, "body_jaxpr": closed, "body_nconsts": len(kept)}, operands
+
+
+def _solve_of(params: Mapping[str, Any], inputs: Sequence[Operand]) -> tuple[Any, list[Operand]]:
+    """The user's solver of a `custom_linear_solve`, and its inputs: each of the functions comes with constants.
+
+    Differentiation has used the others.
+    """
+    lengths = params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    end = first + lengths.solve
+    return params["jaxprs"].solve, [*inputs[first:end], *inputs[end + lengths.transpose_solve :]]
+
+
+def _unmapped(eqn: Any, source: str) -> Any:
+    """The body of a `shard_map` for all devices at once: a closed jaxpr over whole arrays."""
+    specs = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    try:
+        with source_info_util.user_context(eqn.source_info.traceback):
+            return jax.make_jaxpr(unmapped(eqn.params, CALLS))(*specs)
+    except Exception as error:
+        raise TraceError(
+            f"the shard_map at {source or 'an unknown line'} cannot be taken apart into array operations: {error}. "
+            "Call its body on whole arrays in the step, and let the plan shard them, or leave it to jax.jit outside."
+        ) from error
+
+
+def source_of(eqn: Any) -> str:
+    """The user's line that a JAX equation comes from, with the line of an installed package that it led to, or ""."""
+    text = source_info_util.summarize(eqn.source_info)
+    if not text or "unknown" in text.lower():
+        return ""
+    if not is_library(text):
+        return text
+    frames = reversed(source_info_util.summarize(eqn.source_info, num_frames=_MAX_FRAMES).splitlines())
+    own = next((frame for frame in frames if not is_library(frame)), None)
+    if own is None:
+        return "" if text.startswith(_PACKAGE) else text
+    return own if text.startswith(_PACKAGE) else f"{own}, in {text}"
+
+
+def is_library(frame: str) -> bool:
+    """Whether a file, or a frame that begins with it, is of this package or of an installed one."""
+    return frame.startswith(_PACKAGE) or "/site-packages/" in frame or "/dist-packages/" in frame
+
+
+def _phase(name_stack: str) -> Phase:
+    """The outermost differentiation decides: `transpose(jvp(..))` backward, `jvp(..)` forward, else neither."""
+    match = _TRANSFORM.search(name_stack)
+    if match is None:
+        return Phase.UPDATE
+    return Phase.BACKWARD if match.group(1) == "transpose" else Phase.FORWARD
+
+
+def gradient_inside(params: Mapping[str, Any]) -> str | None:
+    """The user's line of a gradient that the body of a loop or branch computes for itself, None if there is none."""
+    for jaxpr in jex_core.jaxprs_in_params(params):
+        for eqn in jaxpr.eqns:
+            if _phase(str(eqn.source_info.name_stack)) is Phase.BACKWARD:
+                return source_of(eqn) or "an unknown line"
+            found = gradient_inside(eqn.params)
+            if found is not None:
+                return found
+    return None
+
+
+def live_jaxpr(closed: Any) -> Any:
+    """The jaxpr of a closed one without what its results do not need, operands that a loop or branch never reads too.
+
+    Such an operand is of no cut: where it holds examples, nothing could be split.
+    """
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.out_avals), instantiate=True)
+    return jaxpr
+
+
+def live_equations(equations: Sequence[Equation], outputs: Sequence[Operand]) -> list[Equation]:
+    """The equations that some output depends on, in order."""
+    needed = {v for v in outputs if isinstance(v, Value)}
+    kept = []
+    for eqn in reversed(equations):
+        if any(v in needed for v in eqn.outputs):
+            needed.update(eqn.values)
+            kept.append(eqn)
+    return kept[::-1]
+
+
+def trace_emission(emit: Callable[..., Sequence[Any]], operands: Sequence[Operand]) -> tuple[Any, list[Value]]:
+    """Trace a rule's emission on abstract operands of the given shapes; literals stay literals.
+
+    Returns the closed jaxpr over the operands that are `Value`s, and those operands.
+    """
+    values = [v for v in operands if isinstance(v, Value)]
+
+    def call(*leaves: Any) -> Sequence[Any]:
+        supply = iter(leaves)
+        return emit(*[next(supply) if isinstance(v, Value) else v.value for v in operands])
+
+    specs = [jax.ShapeDtypeStruct(v.shape, v.dtype, weak_type=v.weak_type) for v in values]
+    return jax.make_jaxpr(call)(*specs), values

@@ -1,0 +1,408 @@
+"""What XLA's kernels read from memory and write to it: which equations share a kernel, as its fusion passes decide.
+
+An elementwise equation is computed inside every kernel that needs its result, or once, in a kernel of its own: see
+`materialize.py`. Kernels that go through the same elements, and read the same or one another, become one with several
+results in memory, of which one kind at most is reduced, unless one needs the other by way of a third: XLA's
+multi-output fusion. Products of matrices, sorts and bodies are kernels of their own, whose operands are in memory.
+Reshapes of what is in memory are views, and so are transposes, which layouts absorb; but where a product needs what was
+not computed element by element in another order, a kernel copies it. So it is with the filters of convolutions; and
+what is computed from their gradients lies in the order of these, and is copied back where it leaves the program.
+
+XLA for CPUs gives a kernel a single output: it merges none, computes elementwise equations wherever they are needed,
+reductions read what is in memory (and may multiply it first), and what lies in another order is read element by element
+(`layouts.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+
+from autopar.cost_model.compute import INDEX_BYTES
+from autopar.cost_model.dependencies import Dependencies
+from autopar.cost_model.layouts import Layouts, Order, comes_turned, filters_to_turn, is_apart
+from autopar.cost_model.materialize import MOST_IN_A_COLUMN, MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
+from autopar.ir.graph import Equation, Value
+from autopar.ir.liveness import Step, last_reads
+from autopar.ir.local import Traffic
+from autopar.ir.rule import Rule, is_fusible, is_reduction, reduced_dims
+
+_FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
+
+_Place = tuple[int, int]  # an equation and the position of its operand
+
+
+@dataclasses.dataclass(eq=False)
+class _Kernel:
+    first: int  # the equation with which it begins
+    number: int  # among `Dependencies`
+    loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
+    reduced: tuple[int, ...] | None  # the dimensions of it that are reduced, if any
+    reads: set[Value] = dataclasses.field(default_factory=set)
+    at_end: set[Value] = dataclasses.field(default_factory=set)  # of what it makes: what is not there before
+    reductions: int = 0
+    in_two_steps: bool = False  # whether one of these reductions is done in two
+    reduces: set[Value] = dataclasses.field(default_factory=set)  # what these read
+
+    def takes(self, loop: tuple[int, ...], reduced: tuple[int, ...] | None) -> bool:
+        """Whether what goes through this can be computed along."""
+        return self.loop == loop and (self.reduced is None or reduced is None or self.reduced == reduced)
+
+
+def _is_view(eqn: Equation, rule: Rule) -> bool:
+    """Whether the result has the operand's elements in another order or shape."""
+    if rule.flops or rule.separable or not is_fusible(rule) or len(eqn.inputs) != 1 or len(eqn.outputs) != 1:
+        return False
+    (before,), (after,) = eqn.inputs, eqn.outputs
+    if not isinstance(before, Value) or before.dtype != after.dtype:
+        return False
+    return math.prod(before.shape) == math.prod(after.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Memory:
+    stored: set[Value]  # what goes through memory, views included
+    places: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
+    filled: Collection[int]  # equations that write to an array of one number, which a kernel makes before
+
+
+def stored(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value]
+) -> set[Value]:
+    """The values that go through memory, views of them included."""
+    return _memory(equations, rules, inputs, outputs).stored
+
+
+def _memory(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
+    single_output: bool = False, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
+) -> _Memory:  # fmt: skip
+    viewed: dict[Value, Value] = {}  # view -> what it is a view of
+    read = Counter(v for eqn in equations for v in eqn.values)
+    for eqn in equations:
+        rule = rules[eqn.id]
+        if _is_view(eqn, rule):
+            (before,) = eqn.values
+            viewed[eqn.outputs[0]] = viewed.get(before, before)
+        elif rule.separable:  # hands on the buffers that it takes
+            viewed.update({v: viewed.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                           if isinstance(u, Value)})  # fmt: skip
+    needed = {*inputs, *outputs}
+    uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
+    filled: set[int] = set()  # equations that write little to such an array, which a kernel makes before
+    sparse: set[Value] = set()  # such a number but for a few places
+    places: dict[int, tuple[tuple[int, int | None], ...]] = {}
+    maker = {v: eqn for eqn in equations for v in eqn.outputs} if single_output else {}
+    for eqn in equations:
+        rule = rules[eqn.id]
+        if rule.kernels:
+            places[eqn.id] = tuple(rule.places.items())
+            needed.update(v for v in eqn.values if v not in uniform)
+        elif rule.unit == "matmul" or rule.replicates or rule.separable:
+            needed.update(eqn.values)
+        elif rule.places:
+            (taken,) = (eqn.inputs[i] for i in rule.places.values() if i is not None)
+            if taken in uniform and read[eqn.outputs[0]] == 1:
+                sparse.update(eqn.outputs)
+                continue
+            if taken in uniform and not single_output:
+                filled.add(eqn.id)
+                needed.update(eqn.outputs)
+                continue
+            places[eqn.id] = tuple(rule.places.items())
+            needed.update(v for v in [taken] if isinstance(v, Value) and v not in uniform)
+        elif sparse.intersection(eqn.values):
+            # What few numbers are added to takes them where it lies.
+            others = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v not in sparse]
+            if _is_sum(rule) and len(others) == 1 and len(eqn.inputs) == 2:
+                places[eqn.id] = ((0, others[0]),)
+                needed.update(eqn.outputs)
+                needed.add(eqn.values[others[0]])
+            else:
+                needed.update(sparse.intersection(eqn.values))
+        elif is_fusible(rule) and eqn.inputs and all(v in uniform or math.prod(v.shape) == 1 for v in eqn.values):
+            uniform.update(eqn.outputs)
+        if not is_fusible(rule):
+            needed.update(eqn.outputs)
+        if single_output and is_reduction(eqn, rule):
+            (summed,) = eqn.values
+            made = maker.get(summed)
+            multiplied = made is not None and _is_product(rules[made.id])
+            needed.update(v for v in (made.values if made and multiplied else [summed]) if v not in uniform)
+    needed = {viewed.get(v, v) for v in needed}
+    if not single_output:
+        anew = computed_anew(equations, rules, needed, viewed, shapes)
+        for k, eqn in enumerate(equations):
+            if k in anew:
+                needed.difference_update(eqn.outputs)
+            elif is_fusible(rules[eqn.id]) and not sparse.intersection(eqn.values):
+                needed.update(v for v in eqn.outputs if v not in viewed and read[v])
+    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places, filled)
+
+
+def _is_sum(rule: Rule) -> bool:
+    return is_fusible(rule) and frozenset({0, 1}) in rule.linear
+
+
+def _is_product(rule: Rule) -> bool:
+    return is_fusible(rule) and {frozenset({0}), frozenset({1})} <= {*rule.linear}
+
+
+def memory_traffic(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
+    *, single_output: bool = False, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
+) -> dict[int, Traffic]:  # fmt: skip
+    """The traffic of each equation, by its id, in a program with these inputs and outputs.
+
+    `single_output`: for a compiler whose kernels have one result each (`XlaBackend.single_output`). `shapes`: of values
+    that are in pieces, those of a device's piece.
+    """
+    memory = _memory(equations, rules, inputs, outputs, single_output, shapes)
+    layouts = Layouts(equations, rules, outputs)
+    against: dict[_Place, int] = defaultdict(int)
+    copied: dict[_Place, int] = defaultdict(int)
+    sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
+    maker: dict[Value, _Kernel] = {}
+    dependencies = Dependencies()  # of kernels
+    readers: dict[Value, dict[tuple[int, ...], list[_Kernel]]] = defaultdict(lambda: defaultdict(list))
+    reads: dict[_Place, int] = defaultdict(int)
+    bases: dict[Value, Value] = {}  # view -> what it is a view of
+    ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
+    launches: dict[int, int] = {}
+    writes: dict[int, tuple[bool, ...]] = {}
+    turned: set[Value] = set()  # in the order of a convolution, not their own
+    copied_filters: set[Value] = set()  # of which there is such a copy
+    leaving = {*outputs}
+    around: dict[Value, set[Value]] = {}  # of what is not in memory: what it needs otherwise than element by element
+    moved: set[Value] = set()  # views in which elements lie elsewhere
+    shared: dict[int, Sequence[bool]] = {}  # by equation and operand: whether it is needed element by element alone
+    begins: dict[int, int] = {}  # by equation: the first one of its kernel
+    for eqn in equations:
+        rule = rules[eqn.id]
+        made = tuple(v in memory.stored for v in eqn.outputs)
+        if comes_turned(eqn, rule, turned):
+            turned.update(eqn.outputs)
+        is_view = made[:1] == (True,) and _is_view(eqn, rule)
+        if rule.separable or is_view:
+            layouts.view(eqn, rule)
+            bases.update({v: bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                          if isinstance(u, Value)})  # fmt: skip
+            for before, view in zip(eqn.inputs, eqn.outputs, strict=True):
+                if before in moved or not (rule.separable or _is_element_by_element(rule, 0)):
+                    moved.add(view)
+                if isinstance(before, Value) and before in maker:
+                    maker[view] = maker[before]
+                    if before in maker[before].at_end:
+                        maker[before].at_end.add(view)
+            continue
+        writes[eqn.id] = made
+        needs: dict[Value, _Place] = {}
+        for position, v in enumerate(eqn.inputs):
+            if isinstance(v, Value):
+                for source, place in sources.get(v, {v: (eqn.id, position)}).items():
+                    needs.setdefault(source, place)
+        if not any(made):
+            sources.update(dict.fromkeys(eqn.outputs, needs))
+            if apart := _needed_otherwise(eqn, rule, sources, around):
+                around.update(dict.fromkeys(eqn.outputs, apart))
+            if single_output:
+                layouts.fuse(eqn, rule)
+            continue
+        if is_fusible(rule) and not single_output:
+            # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
+            apart = _needed_otherwise(eqn, rule, sources, around)
+            apart.update(u for v in needs if v in maker for u in maker[v].reduces)
+            apart, nbytes = {bases.get(v, v) for v in apart}, eqn.outputs[0].nbytes
+            # What is read in another order, too, through a transposed view, cannot be written over.
+            orders: dict[Value, set[Value | None]] = defaultdict(set)
+            for v in needs:
+                orders[bases.get(v, v)].add(v if v in moved else None)
+            apart.update(v for v, found in orders.items() if len(found) > 1)
+            shared[eqn.id] = [
+                isinstance(v, Value) and _is_element_by_element(rule, k)
+                and apart.isdisjoint(bases.get(u, u) for u in sources.get(v, [v]) if u.nbytes == nbytes)
+                for k, v in enumerate(eqn.inputs)
+            ]  # fmt: skip
+        loop, reduced = _loop(eqn, rule, shapes)
+        made_by = [maker[v].number for v in needs if v in maker]
+        kernel = None if single_output else _partner(loop, reduced, needs, maker, readers, dependencies)
+        if kernel is None:
+            kernel = _Kernel(eqn.id, dependencies.add(made_by), loop, reduced)
+            launches[eqn.id] = 1 + (eqn.id in memory.filled)
+        else:
+            dependencies.extend(kernel.number, made_by)
+            if reduced is not None:
+                kernel.reduced = reduced
+        begins[eqn.id] = kernel.first
+        if reduced is not None:
+            kernel.at_end.update(eqn.outputs)
+            kernel.reductions += 1
+            kernel.reduces.update(needs)
+            if not single_output and _in_two_steps(loop, reduced):
+                kernel.in_two_steps = True
+                launches[eqn.id] = launches.get(eqn.id, 0) + 1
+        for source, place in needs.items():
+            if source not in kernel.reads and maker.get(source) is not kernel:
+                kernel.reads.add(source)
+                reads[place] += 1
+                readers[source][kernel.loop].append(kernel)
+        if rule.sides is not None and rule.patches is None and not single_output:
+            for position, v in enumerate(eqn.inputs[:2]):
+                # What a kernel computes element by element it leaves in the order that is wanted.
+                if isinstance(v, Value) and is_apart(rule, position, order := layouts.order(v)):
+                    base = bases.get(v, v)
+                    if (base, order) not in ordered and (base not in maker or maker[base].loop[:1] == (-1,)):
+                        launches[eqn.id] += 1
+                        reads[eqn.id, position] += 2
+                    ordered.add((base, order))
+        if rule.pooling == "gradient" and not single_output:
+            # First where in its window each of the largest is, in indices that are written and read, beside what it
+            # is; then another kernel adds its gradient there.
+            gradients = eqn.outputs[0].itemsize
+            launches[eqn.id] = launches.get(eqn.id, 0) + 1
+            reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * INDEX_BYTES + 2 * gradients + INDEX_BYTES) // gradients
+        for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
+            v = eqn.inputs[position]
+            # What a kernel computes element by element it leaves in the order that is wanted.
+            filters = bases.get(v, v) if isinstance(v, Value) else None
+            if filters is not None and filters not in maker and filters not in copied_filters:
+                launches[eqn.id] += 1
+                reads[eqn.id, position] += 2
+                copied_filters.add(filters)
+        is_copied = leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs)
+        if not single_output and is_copied and not copied_filters.intersection(eqn.values):
+            # Back, as many bytes as an operand of the same size; of what is read turned, too, the kernel turns one.
+            alike = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v.nbytes == eqn.outputs[0].nbytes]
+            launches[eqn.id] = launches.get(eqn.id, 0) + 1
+            if alike:
+                reads[eqn.id, alike[0]] += 2
+        for reading in layouts.run(eqn, rule) if single_output else ():
+            place = needs[reading.value]
+            against[place] += reading.against
+            copied[place] += reading.copied
+        maker.update(dict.fromkeys(eqn.outputs, kernel))
+    return {
+        eqn.id: Traffic(
+            _by_operand(reads, eqn),
+            writes.get(eqn.id, (False,) * len(eqn.outputs)),
+            launches.get(eqn.id, 0),
+            begins.get(eqn.id, eqn.id),
+            is_fusible(rules[eqn.id]),
+            _in_place(shared.get(eqn.id), maker.get(eqn.outputs[0]) if eqn.outputs else None, len(eqn.inputs)),
+            memory.places.get(eqn.id, ()),
+            _by_operand(against, eqn),
+            _by_operand(copied, eqn),
+        )
+        for eqn in equations
+    }
+
+
+def _in_place(shared: Sequence[bool] | None, kernel: _Kernel | None, count: int) -> tuple[bool, ...]:
+    """Of which operands XLA lets results take the places (`FusionCanShareBufferHint`).
+
+    A kernel does one reduction before it writes over what that reads; where there are several, or one is done in parts
+    first, it writes over nothing.
+    """
+    if shared is None or kernel is None or kernel.reductions > 1 or kernel.in_two_steps:
+        return (False,) * count
+    return tuple(shared)
+
+
+def _is_element_by_element(rule: Rule, position: int) -> bool:
+    """Whether an element of the result needs that of the operand which lies where it will, and no element moves."""
+    if rule.is_bitcast:
+        return True
+    if rule.whole or not is_fusible(rule):
+        return False
+    before, after = (tuple(itertools.chain(*dims)) for dims in (rule.inputs[position], rule.outputs[0]))
+    return before == after
+
+
+def _needed_otherwise(
+    eqn: Equation, rule: Rule, sources: Mapping[Value, Collection[Value]], around: Mapping[Value, Collection[Value]]
+) -> set[Value]:
+    """What an equation needs, of what is in memory, otherwise than element by element."""
+    found = {source for v in eqn.values for source in around.get(v, ())}
+    for position, v in enumerate(eqn.inputs):
+        if isinstance(v, Value) and not _is_element_by_element(rule, position):
+            found.update(sources.get(v, [v]))
+    return found
+
+
+def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:
+    number = len(eqn.inputs)
+    return tuple([counts.get((eqn.id, position), 0) for position in range(number)]) if counts else (0,) * number
+
+
+def _loop(
+    eqn: Equation, rule: Rule, shapes: Mapping[Value, tuple[int, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """What a kernel goes through, and which dimensions of it are reduced; kernels of a kind of their own share none."""
+    if is_fusible(rule):
+        return _long(shapes.get(eqn.outputs[0], eqn.outputs[0].shape)), None
+    if is_reduction(eqn, rule):
+        (summed,) = eqn.values
+        shape = shapes.get(summed, summed.shape)
+        numbers = itertools.accumulate(size > 1 for size in shape)
+        sizes = zip(numbers, shape, reduced_dims(rule), strict=True)
+        return _long(shape), tuple(d - 1 for d, size, is_reduced in sizes if is_reduced and size > 1)
+    return (-1, eqn.id), None
+
+
+def _in_two_steps(loop: Sequence[int], reduced: Sequence[int]) -> bool:
+    """Whether so much is reduced that parts of it are first, and another kernel reduces what comes of these."""
+    of_rows = reduced[-1:] == (len(loop) - 1,)
+    return math.prod(loop[d] for d in reduced) > (MOST_IN_A_ROW if of_rows else MOST_IN_A_COLUMN)
+
+
+def _long(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(size for size in shape if size > 1)
+
+
+def _partner(
+    loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place],
+    maker: Mapping[Value, _Kernel], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
+    dependencies: Dependencies,
+) -> _Kernel | None:  # fmt: skip
+    """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
+    candidates = [k for v in needs if (k := maker.get(v)) is not None]
+    candidates += [k for v in needs if v in readers and math.prod(v.shape) > 1
+                   for k in reversed(readers[v].get(loop, ())[-_FEW:])]  # fmt: skip
+    made = [(v, maker[v]) for v in needs if v in maker]
+    for kernel in candidates:
+        if not kernel.takes(loop, reduced):
+            continue
+        if kernel.at_end and reduced and reduced[-1] < len(loop) - 1 and kernel.reads != needs.keys():
+            continue  # columns are reduced together only where they are of the same
+        if any(v in k.at_end for v, k in made if k is kernel) or len(kernel.reads.union(needs)) > MOST_OPERANDS:
+            continue
+        if dependencies.can_extend(kernel.number, [k.number for _, k in made]):
+            return kernel
+    return None
+
+
+def live_until(
+    equations: Sequence[Equation], rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], leaving: Collection[Value]
+) -> dict[Value, int]:
+    """The position in which each value is read for the last time; see `last_reads`."""
+    steps = [
+        Step([v if isinstance(v, Value) else None for v in eqn.inputs], eqn.outputs,
+             any(traffic[eqn.id].writes), rules[eqn.id].separable)
+        for eqn in equations
+    ]  # fmt: skip
+    return last_reads(steps, leaving)
+
+
+def moved_values(eqn: Equation, traffic: Traffic) -> list[tuple[Value, int]]:
+    """What goes through memory, with bytes, of whole arrays."""
+    moved = [(v, v.nbytes) for k, v in enumerate(eqn.outputs) if traffic.is_own(k)]
+    largest = max(eqn.outputs, key=lambda v: math.prod(v.shape), default=None)
+    for position, v in enumerate(eqn.inputs):
+        if traffic.reads[position] and isinstance(v, Value) and largest is not None:
+            nbytes = int(traffic.read_bytes(position, v, v.nbytes, math.prod(largest.shape)))
+            moved.append((v if nbytes >= v.nbytes else largest, nbytes))
+    return moved
