@@ -8,7 +8,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 
@@ -19,7 +19,6 @@ from autopar.ir.graph import Graph, Value
 from autopar.ir.hint import Hint
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
-from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
 from autopar.ir.why import Why
@@ -28,13 +27,12 @@ from autopar.planning.finisher import LeafHome
 from autopar.planning.traced import TracedStep, trace_step
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.feeding import DataShard
-from autopar.runtime.placement import absent, is_here
-from autopar.runtime.processes import compiler_options, this_job
+from autopar.runtime.processes import this_job
 from autopar.stages import Led, Options, Traced, as_method, verified
-from autopar.state import argument_like, gather, homes_of, pieces_of, uncommitted
+from autopar.state import gather, homes_of
 from autopar.tracing.calls import Call, StepFunction
 from autopar.tracing.in_place import renew, returning_changed
-from autopar.tracing.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
+from autopar.tracing.static_leaf import IsStatic
 
 
 class Parallelized(HasExecutable):
@@ -42,26 +40,10 @@ class Parallelized(HasExecutable):
 
     __name__: str
 
-    def __init__(
-        self, fun: Callable[..., Any], *, cluster: Cluster | None, method: str | Method | Plan,
-        num_microbatches: str | int, batch_axes: Any, static_argnums: Sequence[int] | int | None,
-        static_argnames: Sequence[str], static_leaves: IsStatic,
-        donate_argnums: str | Sequence[int] | int | None, devices: Sequence[jax.Device] | None,
-        follow: Parallelized | None, hints: Mapping[str, Any], narrow_sums: bool,
-    ) -> None:  # fmt: skip
-        functools.update_wrapper(self, fun)
-        self._follow = follow
-        chosen, number = as_method(method), _microbatches(num_microbatches)
-        self._function = StepFunction(
-            fun, static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
-            donate_argnums=donate_argnums,
-        )  # fmt: skip
-        self._name = self._function.name
-        pinned = {pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in hints.items()}
-        self._options = Options(
-            num_microbatches=number, batch_axes=batch_axes, hints=pinned, narrow_sums=narrow_sums, cluster=cluster,
-            method=chosen, devices=None if devices is None else tuple(devices),
-        )  # fmt: skip
+    def __init__(self, function: StepFunction, options: Options, follow: Parallelized | None) -> None:
+        functools.update_wrapper(self, function.fun)
+        self._function, self._options, self._follow = function, options, follow
+        self._name = function.name
         self._executables: dict[Any, Executable] = {}
         self._traced: dict[Any, TracedStep] = {}
         self._buffers = Buffers()
@@ -176,57 +158,14 @@ class Parallelized(HasExecutable):
         return renew(result, dynamic, kwargs)
 
     def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
-        """The state that `init_fn(*args)` makes, each leaf born where the plan keeps it.
+        """The state that `init_fn(*args)` makes, each leaf born where the plan keeps it: see `Executable.init`.
 
-        The step must have been compiled (or called) before, so that there is a plan. XLA partitions `init_fn` by
-        the shardings of its results, stage by stage; no device holds more than its own pieces and their temporaries.
+        The step must have been compiled (or called) before, so that there is a plan.
 
         Raises:
           PlanError: there is no plan yet, or the result of `init_fn` is no argument of the step.
         """
-        executable = self.executable_for("init")
-        tree: Any = None
-
-        def make_leaves(*xs: Any) -> list[Any]:
-            nonlocal tree
-            leaves, tree = flatten_arrays(init_fn(*xs), self._function.is_static)
-            return leaves
-
-        leaves = jax.eval_shape(make_leaves, *args)
-        first, structure = argument_like(executable.graph, tree, leaves)
-        homes = [executable.home_of(first + i) for i in range(len(leaves))]
-        cuts = {i: home.cut for i, home in enumerate(homes) if home.cut is not None}
-        shardings = {(i, k): sharding for i, home in enumerate(homes) for k, sharding in enumerate(home.shardings)}
-        by_mesh: dict[Any, list[tuple[int, int]]] = {}
-        for piece, sharding in shardings.items():
-            by_mesh.setdefault(getattr(sharding, "mesh", None), []).append(piece)
-        placed: dict[tuple[int, int], Any] = {}
-        for mesh, pieces in by_mesh.items():
-            if mesh is not None and not is_here(mesh):
-                apart = [(i, k) for i, k in pieces if i not in cuts and leaves[i].ndim == 0]
-                for i, k in set(pieces) - set(apart):
-                    placed[i, k] = absent(dataclasses.replace(homes[i], weak_type=leaves[i].weak_type).arrays[k])
-                mesh, pieces = None, apart  # numbers are known to all processes: they are made here, too
-            if not pieces:
-                continue
-
-            def make(*xs: Any, pieces: list[tuple[int, int]] = pieces) -> list[Any]:
-                state = make_leaves(*xs)
-                return [pieces_of(state[i], cuts[i])[k] if i in cuts else state[i] for i, k in pieces]
-
-            wanted = None if mesh is None else [shardings[piece] for piece in pieces]
-            # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
-            options = None if mesh is None else compiler_options(mesh.devices.flat)
-            program = jax.jit(make, out_shardings=wanted, compiler_options=options)
-            made = jax.block_until_ready(program(*jax.tree.map(uncommitted, args)))
-            placed.update(zip(pieces, made, strict=True))
-        return unflatten_arrays(
-            structure,
-            [
-                Pieces(tuple(placed[i, k] for k in range(len(cuts[i].windows))), cuts[i]) if i in cuts else placed[i, 0]
-                for i in range(len(leaves))
-            ],
-        )
+        return self.executable_for("init").init(init_fn, *args)
 
     def batches(self, batches: Iterable[Any]) -> Batches:
         """What an iterator gives, placed on the devices one step ahead: `for batch in step.batches(loader)`.
@@ -318,40 +257,27 @@ def _microbatches(number: str | int) -> int | None:
     return number
 
 
+class Given(TypedDict, total=False):
+    """What `parallelize` takes beside the function."""
+
+    cluster: Cluster | None
+    method: str | Method | Plan
+    num_microbatches: str | int
+    batch_axes: Any
+    static_argnums: Sequence[int] | int | None
+    static_argnames: Sequence[str] | str
+    static_leaves: IsStatic
+    donate_argnums: str | Sequence[int] | int | None
+    devices: Sequence[jax.Device] | None
+    follow: Parallelized | None
+    hints: Mapping[str, Any] | None
+    narrow_sums: bool
+
+
 @overload
-def parallelize(
-    fun: Callable[..., Any],
-    *,
-    cluster: Cluster | None = ...,
-    method: str | Method | Plan = ...,
-    num_microbatches: str | int = ...,
-    batch_axes: Any = ...,
-    static_argnums: Sequence[int] | int | None = ...,
-    static_argnames: Sequence[str] | str = ...,
-    static_leaves: IsStatic = ...,
-    donate_argnums: str | Sequence[int] | int | None = ...,
-    devices: Sequence[jax.Device] | None = ...,
-    follow: Parallelized | None = ...,
-    hints: Mapping[str, Any] | None = ...,
-    narrow_sums: bool = ...,
-) -> Parallelized: ...
+def parallelize(fun: Callable[..., Any], **options: Unpack[Given]) -> Parallelized: ...
 @overload
-def parallelize(
-    fun: None = None,
-    *,
-    cluster: Cluster | None = ...,
-    method: str | Method | Plan = ...,
-    num_microbatches: str | int = ...,
-    batch_axes: Any = ...,
-    static_argnums: Sequence[int] | int | None = ...,
-    static_argnames: Sequence[str] | str = ...,
-    static_leaves: IsStatic = ...,
-    donate_argnums: str | Sequence[int] | int | None = ...,
-    devices: Sequence[jax.Device] | None = ...,
-    follow: Parallelized | None = ...,
-    hints: Mapping[str, Any] | None = ...,
-    narrow_sums: bool = ...,
-) -> Callable[[Callable[..., Any]], Parallelized]: ...
+def parallelize(fun: None = None, **options: Unpack[Given]) -> Callable[[Callable[..., Any]], Parallelized]: ...
 def parallelize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -393,16 +319,19 @@ def parallelize(
     Raises:
       TraceError, BatchAxisError, MicrobatchError, InfeasiblePlanError, ..: see `autopar.errors`; at the first call.
     """
-    if fun is None:
-        return functools.partial(
-            parallelize, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
-            static_argnums=static_argnums, static_argnames=static_argnames, static_leaves=static_leaves,
-            donate_argnums=donate_argnums, devices=devices, follow=follow, hints=hints, narrow_sums=narrow_sums,
-        )  # fmt: skip
-    return Parallelized(
-        fun, cluster=cluster, method=method, num_microbatches=num_microbatches, batch_axes=batch_axes,
-        static_argnums=static_argnums,
-        static_argnames=(static_argnames,) if isinstance(static_argnames, str) else static_argnames,
-        static_leaves=static_leaves, donate_argnums=donate_argnums,
-        devices=devices, follow=follow, hints=hints or {}, narrow_sums=narrow_sums,
+    options = Options(
+        num_microbatches=_microbatches(num_microbatches), batch_axes=batch_axes,
+        hints={pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in (hints or {}).items()},
+        narrow_sums=narrow_sums, cluster=cluster, method=as_method(method),
+        devices=None if devices is None else tuple(devices),
     )  # fmt: skip
+
+    def made(fun: Callable[..., Any]) -> Parallelized:
+        function = StepFunction(
+            fun, static_argnums=static_argnums,
+            static_argnames=(static_argnames,) if isinstance(static_argnames, str) else static_argnames,
+            static_leaves=static_leaves, donate_argnums=donate_argnums,
+        )  # fmt: skip
+        return Parallelized(function, options, follow)
+
+    return made if fun is None else made(fun)

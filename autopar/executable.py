@@ -22,9 +22,9 @@ from autopar.runtime.executable import Executable as RuntimeExecutable
 from autopar.runtime.executable import is_deleted
 from autopar.runtime.feeding import DataShard
 from autopar.runtime.gathering import whole_arrays
-from autopar.runtime.placement import Home
-from autopar.runtime.processes import this_job
-from autopar.state import pieces_of
+from autopar.runtime.placement import Home, absent, is_here
+from autopar.runtime.processes import compiler_options, this_job
+from autopar.state import argument_like, pieces_of, uncommitted
 from autopar.tracing.in_place import Renewed, renew
 from autopar.tracing.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
 from autopar.tracing.trace import call_specs, configuration, leaf_specs
@@ -116,6 +116,58 @@ class Executable(HasExecutable):
                     f"{dtype}{list(shape)}. Compile it for these shapes, or call the parallelized function itself."
                 )
         return renew(self._run(leaves), args, kwargs)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any) -> Any:
+        """The state that `init_fn(*args)` makes, each leaf born where the plan keeps it.
+
+        XLA partitions `init_fn` by the shardings of its results, stage by stage; no device holds more than its own
+        pieces and their temporaries.
+
+        Raises:
+          PlanError: the result of `init_fn` is no argument of the step.
+        """
+        tree: Any = None
+
+        def make_leaves(*xs: Any) -> list[Any]:
+            nonlocal tree
+            leaves, tree = flatten_arrays(init_fn(*xs), self._is_static)
+            return leaves
+
+        leaves = jax.eval_shape(make_leaves, *args)
+        first, structure = argument_like(self.graph, tree, leaves)
+        homes = [self.home_of(first + i) for i in range(len(leaves))]
+        cuts = {i: home.cut for i, home in enumerate(homes) if home.cut is not None}
+        shardings = {(i, k): sharding for i, home in enumerate(homes) for k, sharding in enumerate(home.shardings)}
+        by_mesh: dict[Any, list[tuple[int, int]]] = {}
+        for piece, sharding in shardings.items():
+            by_mesh.setdefault(getattr(sharding, "mesh", None), []).append(piece)
+        placed: dict[tuple[int, int], Any] = {}
+        for mesh, pieces in by_mesh.items():
+            if mesh is not None and not is_here(mesh):
+                apart = [(i, k) for i, k in pieces if i not in cuts and leaves[i].ndim == 0]
+                for i, k in set(pieces) - set(apart):
+                    placed[i, k] = absent(dataclasses.replace(homes[i], weak_type=leaves[i].weak_type).arrays[k])
+                mesh, pieces = None, apart  # numbers are known to all processes: they are made here, too
+            if not pieces:
+                continue
+
+            def make(*xs: Any, pieces: list[tuple[int, int]] = pieces) -> list[Any]:
+                state = make_leaves(*xs)
+                return [pieces_of(state[i], cuts[i])[k] if i in cuts else state[i] for i, k in pieces]
+
+            wanted = None if mesh is None else [shardings[piece] for piece in pieces]
+            # Ended here: a step's first program must not meet it on virtual CPU devices (see the worker).
+            options = None if mesh is None else compiler_options(mesh.devices.flat)
+            program = jax.jit(make, out_shardings=wanted, compiler_options=options)
+            made = jax.block_until_ready(program(*jax.tree.map(uncommitted, args)))
+            placed.update(zip(pieces, made, strict=True))
+        return unflatten_arrays(
+            structure,
+            [
+                Pieces(tuple(placed[i, k] for k in range(len(cuts[i].windows))), cuts[i]) if i in cuts else placed[i, 0]
+                for i in range(len(leaves))
+            ],
+        )
 
     def next_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
