@@ -27,7 +27,7 @@ import optax
 from autopar import recipes
 from autopar.compiling.compiler import transfers_of
 from autopar.compiling.programs import device_mesh, instructions_of
-from autopar.cost_model import reshard
+from autopar.cost_model import mesh_transfer
 from autopar.cost_model.hardware import load_preset
 from autopar.cost_model.targets import load_target
 from autopar.ir.schedule import ScheduleName
@@ -94,7 +94,7 @@ def measure(case: Case) -> dict[str, Any]:
     ]
     instructions, lists = _timed(lambda: instructions_of(lowered, plan.schedule, frozenset()))
     parts, cutting = _timed(lambda: [instructions.of_stages(stages) for stages in stages_of])
-    reshard._copies.cache_clear()  # of what planning has made
+    mesh_transfer._copies.cache_clear()  # of what planning has made
     devices = absent_gpus(load_target("h100"), case.hosts, cluster.num_devices // case.hosts)
     on_devices = [device_mesh(mesh, devices) for mesh in meshes]
     transfers, crossing = _timed(lambda: transfers_of(lowered, on_devices))

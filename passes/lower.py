@@ -12,7 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from autopar.cost_model.fusion import memory_traffic
-from autopar.cost_model.reshard import Resharder, TransferPlan, plan_transfer, step_result
+from autopar.cost_model.mesh_transfer import TransferPlan, plan_transfer
+from autopar.cost_model.reshard import Resharder, step_result
 from autopar.ir.graph import Equation, Literal, Phase, Value
 from autopar.ir.local import (
     Accumulate,

@@ -20,8 +20,9 @@ from jax.sharding import SingleDeviceSharding
 
 import autopar
 from autopar import recipes
-from autopar.calibration import calibrator, probes
-from autopar.calibration.calibrator import _Calibrator, _Machine, _Task, pooled_by, products_of
+from autopar.calibration import calibrator, machine, probes
+from autopar.calibration.calibrator import _Calibrator
+from autopar.calibration.machine import Machine, ProbeTask, pooled_by, products_of
 from autopar.calibration.probe_steps import probe_steps
 from autopar.calibration.probes import Clock, Probe, Ready, Timed
 from autopar.calibration.slowdowns import StepRun, slowed
@@ -134,7 +135,7 @@ def test_a_short_calibration_of_a_gpu_knows_of_both_types_and_of_the_largest() -
 def test_kernels_of_a_gpu_probe_are_those_that_are_counted(kind: str) -> None:
     """Each goes through memory by itself, and none waits for the turn of a loop."""
     probe, once = probes.elementwise(kind, 4096, 256, 8, looped=False)
-    moved, launches = calibrator._traffic_of(once, load_preset("dgx-h100").hosts[0].kind)
+    moved, launches = machine.traffic_of(once, load_preset("dgx-h100").hosts[0].kind)
     text = _for_an_h100(probe).as_text() or ""
     assert " while(" not in text
     kernels = kernels_in_hlo(text)
@@ -149,7 +150,7 @@ def _for_an_h100(probe: Probe) -> jax.stages.Compiled:
     return jax.jit(probe.function, donate_argnums=donated).lower(*arrays).compile()
 
 
-class _Known(_Machine):
+class _Known(Machine):
     """Probes of which the seconds follow from a link."""
 
     def __init__(
@@ -158,13 +159,13 @@ class _Known(_Machine):
         """`unlike`: how many times as long as that gathers take, and all-to-alls as much shorter."""
         host = load_preset("cpu", devices_per_host=4).hosts[0]
         tasks = [
-            _Task("collectives", "", probes.launches(1), 4, size, payload, (kind,), times=3)
+            ProbeTask("collectives", "", probes.launches(1), 4, size, payload, (kind,), times=3)
             for size in (2, 4)
             for payload in payloads
             for kind in ("all_reduce", "all_gather", "all_to_all")
         ]
-        start = _Task("start of a program", "", probes.launches(1), 4)
-        launch = _Task("launches", "", probes.launches(2), 4)
+        start = ProbeTask("start of a program", "", probes.launches(1), 4)
+        launch = ProbeTask("launches", "", probes.launches(2), 4)
         cluster = make_cluster("", 1, 4, host.kind, link, link)
         times = {"all_reduce": 3.0, "all_gather": 3 * unlike, "all_to_all": 3 / unlike}
         seconds = {
@@ -232,9 +233,9 @@ def test_the_time_that_is_left_goes_to_measuring_again(monkeypatch: pytest.Monke
     monkeypatch.setattr(calibrator, "run_steps", lambda *_: ([], 0))
     monkeypatch.setattr(calibrator, "_AT_ONCE", 1)
     tasks = [
-        _Task("start of a program", "start", probes.launches(1), 1),
-        _Task("launches", "launches", probes.launches(3), 1, times=2),
-        *(_Task("buffers", str(number), probes.buffer(1 << 12, False), 1, moved=1 << 12) for number in range(12)),
+        ProbeTask("start of a program", "start", probes.launches(1), 1),
+        ProbeTask("launches", "launches", probes.launches(3), 1, times=2),
+        *(ProbeTask("buffers", str(number), probes.buffer(1 << 12, False), 1, moved=1 << 12) for number in range(12)),
     ]
     monkeypatch.setattr(_Calibrator, "_tasks", lambda _: tasks)
     devices = tuple(jax.devices()[:1])
@@ -261,19 +262,19 @@ def test_a_result_in_place_of_an_operand_is_what_the_operand_was_made_to() -> No
 def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     alone = {
-        _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
-        _Task("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
+        ProbeTask("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
+        ProbeTask("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
     }
 
     def allocations(slower: float) -> tuple[tuple[float, float], ...]:
         tasks = {
-            _Task("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed.of(
+            ProbeTask("buffers", "", probes.buffer(nbytes, old), 4, moved=nbytes): Timed.of(
                 (nbytes * (1e-9 if old else slower),)
             )
             for nbytes in (1 << 20, 1 << 24)
             for old in (False, True)
         }
-        return _Machine({**alone, **tasks}, host, 4).fitted(None)[0].allocations
+        return Machine({**alone, **tasks}, host, 4).fitted(None)[0].allocations
 
     assert allocations(1.05e-9) == ()
     sizes, speeds = zip(*allocations(3e-9), strict=True)
@@ -284,16 +285,16 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
 def test_reading_against_the_order_is_what_it_takes_longer_than_in_order() -> None:
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     tasks = {
-        _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
-        _Task("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
+        ProbeTask("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
+        ProbeTask("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
     }
     for nbytes, slower in ((1 << 17, 1e-10), (1 << 23, 4e-9)):
         for blocks in (0, 1, 8):
             probe = probes.addition(64, nbytes // 256, 10, blocks)
             seconds = 10 * (nbytes // 256 * 256) * (1e-9 + slower * blocks)
-            task = _Task("order", str(blocks), probe, 4, moved=nbytes, times=10, against=blocks > 0)
+            task = ProbeTask("order", str(blocks), probe, 4, moved=nbytes, times=10, against=blocks > 0)
             tasks[task] = Timed.of((1e-4 + seconds,))
-    sizes, speeds = zip(*_Machine(tasks, host, 4).fitted(None)[0].reorderings, strict=True)
+    sizes, speeds = zip(*Machine(tasks, host, 4).fitted(None)[0].reorderings, strict=True)
     assert sizes == (1 << 17, 1 << 23)
     assert speeds == pytest.approx((1e10 / 8**0.5, 2.5e8 / 8**0.5))
 
@@ -322,14 +323,14 @@ def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:
 
     def speed(buffers: dict[int, tuple[Timed, Timed]], linear: Timed) -> float:
         tasks = {
-            _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
-            _Task("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
-            _Task("products", "", x, 4): linear,
+            ProbeTask("start of a program", "", probes.launches(1), 4): Timed.of((1e-4,)),
+            ProbeTask("launches", "", probes.launches(2), 4): Timed.of((1e-4,)),
+            ProbeTask("products", "", x, 4): linear,
         }
         for nbytes, (new, old) in buffers.items():
-            tasks[_Task("buffers", "", probes.buffer(nbytes, False), 4, moved=nbytes)] = new
-            tasks[_Task("buffers", "", probes.buffer(nbytes, True), 4, moved=nbytes)] = old
-        kind, _ = _Machine(tasks, host, 4).fitted(None)
+            tasks[ProbeTask("buffers", "", probes.buffer(nbytes, False), 4, moved=nbytes)] = new
+            tasks[ProbeTask("buffers", "", probes.buffer(nbytes, True), 4, moved=nbytes)] = old
+        kind, _ = Machine(tasks, host, 4).fitted(None)
         return max(each.flops for each in kind.products)
 
     small = {1 << 20: (Timed.of((5e-4,), 2.0), Timed.of((1e-4,), 1.0))}
@@ -344,11 +345,11 @@ def test_what_else_the_machine_does_is_not_taken_for_launches() -> None:
     """Most runs of the program of one launch were disturbed, those of many were not: the fastest runs tell."""
     host = load_preset("cpu", devices_per_host=4).hosts[0]
     tasks = {
-        _Task("start of a program", "", probes.launches(1), 4): Timed.of((1e-4, 5e-3, 5e-3)),
-        _Task("launches", "", probes.launches(2), 4): Timed.of((1e-3, 1e-3, 1e-3)),
+        ProbeTask("start of a program", "", probes.launches(1), 4): Timed.of((1e-4, 5e-3, 5e-3)),
+        ProbeTask("launches", "", probes.launches(2), 4): Timed.of((1e-3, 1e-3, 1e-3)),
     }
-    kind, _ = _Machine(tasks, host, 4).fitted(None)
-    assert kind.launch_overhead * calibrator._LAUNCHES == pytest.approx(1e-3 - 1e-4)
+    kind, _ = Machine(tasks, host, 4).fitted(None)
+    assert kind.launch_overhead * machine.LAUNCHES == pytest.approx(1e-3 - 1e-4)
 
 
 def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:

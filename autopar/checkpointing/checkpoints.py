@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -12,7 +10,7 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,20 +20,26 @@ from etils import epath
 
 from autopar.batches import Batches
 from autopar.checkpointing import checksums
-from autopar.checkpointing.stored_leaves import LeafHandler, ReadLeaf, StoredLeaf
-from autopar.errors import CheckpointError, StateError
+from autopar.checkpointing.state_handler import (
+    BATCHES,
+    SavedArgument,
+    SavedState,
+    StateHandler,
+    arguments_of,
+    check_present,
+    is_pieces,
+    key_of,
+    leaves_by_key,
+    stored_leaf,
+)
+from autopar.checkpointing.stored_leaves import ReadLeaf
+from autopar.errors import CheckpointError
 from autopar.executable import HasExecutable
-from autopar.ir.pieces import Pieces
-from autopar.runtime.placement import Home
-from autopar.runtime.processes import plain_struct, this_job
-from autopar.tracing.static_leaf import unflatten_arrays
+from autopar.runtime.processes import this_job
 
 _ITEM = "state"  # the folder of a step in which Orbax finds the state
-_BATCHES = "batches"  # the files of its positions
 _BYTES = "base64"
 _MOST_NAMED = 5  # differences in one message
-
-_Key = tuple[str, ...]
 
 
 def save(
@@ -64,7 +68,7 @@ def save(
       StateError: a leaf was donated to a step and is gone.
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
     """
-    _check_present(state)
+    check_present(state)
     manager = _opened(path, options, create=True).manager
     latest = manager.latest_step()
     if latest is not None and step <= latest:
@@ -75,9 +79,9 @@ def save(
     if not manager.should_save(step):
         return False
     _agree("autopar.save", manager, step)
-    stored = jax.tree.map(_stored, state, is_leaf=_is_pieces)
+    stored = jax.tree.map(stored_leaf, state, is_leaf=is_pieces)
     position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)
-    items = ocp.args.Composite(**{_ITEM: _Save(stored, position)})
+    items = ocp.args.Composite(**{_ITEM: SavedState(stored, position)})
     return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
 
 
@@ -101,7 +105,7 @@ def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches |
         position of batches.
       PlanError: `like` has no plan yet.
     """
-    wanted = _arguments(like) if isinstance(like, HasExecutable) else [_Argument.of(like)]
+    wanted = arguments_of(like) if isinstance(like, HasExecutable) else [SavedArgument.of(like)]
     opened = _opened(path, None, create=False)
     manager = opened.manager
     _agree("autopar.restore", manager, step)
@@ -170,7 +174,7 @@ class _Open:
     """A folder of checkpoints that this process uses."""
 
     manager: ocp.CheckpointManager
-    handler: _StateHandler
+    handler: StateHandler
     options: ocp.CheckpointManagerOptions | None
 
 
@@ -231,9 +235,9 @@ def _made(folder: epath.Path, options: ocp.CheckpointManagerOptions | None, crea
             primary_host=0, active_processes=set(range(job.count)), barrier_sync_key_prefix=f"autopar{next(_managers)}"
         )
     chosen.create = False
-    handler = _StateHandler(chosen.multiprocessing_options)
+    handler = StateHandler(chosen.multiprocessing_options)
     registry = ocp.handlers.DefaultCheckpointHandlerRegistry()
-    registry.add(_ITEM, _Save, handler)
+    registry.add(_ITEM, SavedState, handler)
     try:
         manager = ocp.CheckpointManager(folder, handler_registry=registry, options=chosen)
     except json.JSONDecodeError as error:
@@ -308,191 +312,12 @@ def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
 # What is written.
 
 
-class _StateHandler(ocp.AsyncCheckpointHandler):  # type: ignore[misc]
-    """Orbax's handler of pytrees, with checksums of what it writes, and leaves that lie on some processes only."""
-
-    def __init__(self, processes: Any) -> None:
-        leaves = LeafHandler()
-        registry = ocp.type_handlers.create_type_handler_registry(
-            (jax.Array, leaves),  # for Orbax, which asks how these would be handled
-            (StoredLeaf, leaves),
-            (int, ocp.type_handlers.ScalarHandler()),
-            (float, ocp.type_handlers.ScalarHandler()),
-            (np.ndarray, ocp.type_handlers.NumpyHandler()),
-            (str, ocp.type_handlers.StringHandler()),
-        )
-        options: dict[str, Any] = {"type_handler_registry": registry, "multiprocessing_options": processes}
-        # Arrays of no elements are valid, and have no numbers in the files.
-        merging = ocp.BasePyTreeCheckpointHandler(enable_post_merge_validation=False, **options)
-        self._trees = ocp.PyTreeCheckpointHandler(handler_impl=merging, **options)
-
-    async def async_save(self, directory: Any, args: _Save) -> list[Any]:
-        written = await self._trees.async_save(directory, args=ocp.args.PyTreeSave(args.state))
-        return [
-            ocp.future.CommitFutureAwaitingContractedSignals(
-                _recorded(directory, written, args.position), name="autopar_state"
-            )
-        ]
-
-    def save(self, directory: epath.Path, args: _Save) -> None:
-        raise NotImplementedError  # checkpoints are written while the steps go on
-
-    def restore(self, directory: epath.Path, args: Any) -> Any:
-        """The tree; `args`: of it as `metadata` has it, one for each leaf."""
-        return self._trees.restore(directory, args=ocp.args.PyTreeRestore(restore_args=args))
-
-    def metadata(self, directory: epath.Path) -> Any:
-        """The tree, of the shapes and types of its leaves."""
-        return self._trees.metadata(directory).tree
-
-    def finalize(self, directory: epath.Path) -> None:
-        with _told():
-            self._trees.finalize(directory)
-            checksums.record_rest(directory)
-
-    def close(self) -> None:
-        self._trees.close()
-
-
-async def _recorded(directory: Any, written: Sequence[Any], position: str | None) -> None:
-    """Wait for what this process writes, and note its checksums."""
-    with _told():
-        for future in written:
-            await asyncio.to_thread(future.result)
-        if position is not None:
-            file = epath.Path(directory) / f"{_BATCHES}.{jax.process_index()}.json"
-            await asyncio.to_thread(file.write_text, position)
-        await asyncio.to_thread(checksums.record_own, epath.Path(directory), jax.process_index())
-
-
-@contextlib.contextmanager
-def _told() -> Iterator[None]:
-    """In a job, one that fails to write ends all: the others would wait for it as long as Orbax does."""
-    try:
-        yield
-    except Exception as error:
-        if this_job() is not None:
-            sys.excepthook(type(error), error, error.__traceback__)
-        raise
-
-
-@ocp.args.register_with_handler(_StateHandler, for_save=True)
-@dataclasses.dataclass
-class _Save(ocp.args.CheckpointArgs):  # type: ignore[misc]
-    state: Any
-    position: str | None  # of batches, on this process
-
-
-def _key(key: Sequence[Any]) -> _Key:
-    return tuple(map(str, key))
-
-
-def _by_key(tree: Any) -> dict[_Key, Any]:
-    """The leaves of a tree, by names that a class and the dictionary that is stored for it have in common."""
-    return {_key(key): leaf for key, leaf in ocp.tree.to_flat_dict(tree, is_leaf=_is_pieces).items()}
-
-
-def _is_pieces(x: Any) -> bool:
-    return isinstance(x, Pieces)
-
-
-def _check_present(state: Any) -> None:
-    for path, leaf in jax.tree.leaves_with_path(state):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
-            raise StateError(
-                f"save: state{jax.tree_util.keystr(path)} was donated to a step and is gone. Save the state that that "
-                "step returned."
-            )
-
-
-def _stored(leaf: Any) -> Any:
-    if isinstance(leaf, jax.Array | Pieces):
-        return StoredLeaf.of(leaf)
-    if isinstance(leaf, np.generic | complex):
-        return np.asarray(leaf)
-    return leaf if isinstance(leaf, np.ndarray | int | float | str) else None
-
-
 # What is read.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Argument:
-    """A tree to fill: of what its leaves become, by their keys, where they are no parts of it already."""
-
-    tree: Any
-    wanted: Mapping[_Key, ocp.RestoreArgs]
-
-    @classmethod
-    def of(cls, tree: Any) -> _Argument:
-        """`tree`: with a `Home` for each leaf that is an array, or arrays and shapes."""
-        wanted = {key: _wanted(leaf) for key, leaf in _by_key(tree).items()}
-        return cls(tree, {key: wish for key, wish in wanted.items() if wish is not None})
-
-    def differences(self, stored: Mapping[_Key, Any]) -> list[str]:
-        """From what a checkpoint has."""
-        own = _by_key(self.tree)
-        found = [f"{_name(key)} is not there" for key in self.wanted.keys() - stored.keys()]
-        found += [f"{_name(key)} is there, but not wanted" for key in stored.keys() - own.keys()]
-        for key in self.wanted.keys() & stored.keys():
-            home = getattr(self.wanted[key], "home", None)
-            if home is None:
-                continue
-            numbers = plain_struct(jax.ShapeDtypeStruct(home.shape, home.dtype))
-            shape, dtype = getattr(stored[key], "shape", None), getattr(stored[key], "dtype", None)
-            if dtype is None or shape != numbers.shape or jax.dtypes.canonicalize_dtype(dtype) != numbers.dtype:
-                found.append(
-                    f"{_name(key)} is {dtype}{list(shape or ())}, but {numbers.dtype}{list(numbers.shape)} is wanted"
-                )
-        return sorted(found)
-
-    def filled(self, leaves: Mapping[_Key, Any]) -> Any:
-        """With what was read in the place of what stands for it."""
-        structure = jax.tree.structure(self.tree, is_leaf=_is_pieces)
-        every = [_as(leaf, leaves[key]) if key in self.wanted else leaf for key, leaf in _by_key(self.tree).items()]
-        return jax.tree.unflatten(structure, every)
-
-
-def _as(leaf: Any, found: Any) -> Any:
-    """Scalars are stored as arrays."""
-    return type(leaf)(np.asarray(found)[()]) if isinstance(leaf, np.generic | complex) else found
-
-
-def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
-    """None: the leaf is there already, as a function is."""
-    if isinstance(leaf, Home):
-        return ReadLeaf(home=leaf)
-    if isinstance(leaf, Pieces):
-        pieces = tuple(getattr(piece, "sharding", None) for piece in leaf.pieces)
-        return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf.pieces[0]), pieces, leaf.cut))
-    if isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        return ReadLeaf(home=Home(leaf.shape, leaf.dtype, _is_weak(leaf), (leaf.sharding,)))
-    if isinstance(leaf, np.ndarray | np.generic | complex):
-        return ocp.RestoreArgs(restore_type=np.ndarray)
-    if isinstance(leaf, int | float | str):
-        return ocp.RestoreArgs(restore_type=type(leaf))
-    return None
-
-
-def _is_weak(x: Any) -> bool:
-    return bool(getattr(x, "weak_type", False))  # random keys have none
-
-
-def _arguments(step: HasExecutable) -> list[_Argument]:
-    """Of a step: what a checkpoint can be of."""
-    executable = step.executable_for("restore")
-    found, first = [], 0
-    args, kwargs = executable.graph.in_tree.children()
-    for child in (*args.children(), *kwargs.children()):
-        homes = [executable.home_of(first + i) for i in range(child.num_leaves)]
-        found.append(_Argument.of(unflatten_arrays(child, homes)))
-        first += child.num_leaves
-    return found
-
-
-def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argument]) -> Any:
+def _read(handler: StateHandler, folder: epath.Path, arguments: Sequence[SavedArgument]) -> Any:
     tree = handler.metadata(folder)
-    stored = _by_key(tree)
+    stored = leaves_by_key(tree)
     if not arguments:
         raise CheckpointError("restore: the step that is given as like has no arguments.")
     differing = [argument.differences(stored) for argument in arguments]
@@ -503,13 +328,13 @@ def _read(handler: _StateHandler, folder: epath.Path, arguments: Sequence[_Argum
             f"the checkpoint {folder.parent} holds something else than what shall be restored: "
             f"{'; '.join(differences[:_MOST_NAMED])}{more}."
         )
-    wanted = {key: argument.wanted.get(_key(key), ReadLeaf()) for key in ocp.tree.to_flat_dict(tree)}
-    return argument.filled(_by_key(handler.restore(folder, ocp.tree.from_flat_dict(wanted, target=tree))))
+    wanted = {key: argument.wanted.get(key_of(key), ReadLeaf()) for key in ocp.tree.to_flat_dict(tree)}
+    return argument.filled(leaves_by_key(handler.restore(folder, ocp.tree.from_flat_dict(wanted, target=tree))))
 
 
 def _position(folder: epath.Path, batches: Batches) -> Any:
     """Of the iterator over batches of a process that read the same part, if there was one."""
-    files = sorted(folder.glob(f"{_BATCHES}.*.json"))
+    files = sorted(folder.glob(f"{BATCHES}.*.json"))
     if not files:
         raise CheckpointError(f"the checkpoint {folder.parent} holds no position of batches: leave out batches.")
     found = [json.loads(file.read_text(), object_hook=_from_bytes) for file in files]
@@ -528,7 +353,3 @@ def _bytes(x: Any) -> Any:
 
 def _from_bytes(x: dict[str, Any]) -> Any:
     return base64.b64decode(x[_BYTES]) if set(x) == {_BYTES} else x
-
-
-def _name(key: _Key) -> str:
-    return "/".join(key)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from autopar.cost_model.reshard import tile_copies
+from autopar.cost_model.mesh_transfer import tile_copies
 from autopar.ir.instructions import InstructionList, Run
 from autopar.ir.local import LocalProgram, Port
 from autopar.ir.mesh import Mesh

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -28,6 +27,7 @@ from autopar.ir.program import Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import Lane
+from autopar.passes.intra_op.layouts_of import End, candidate_layouts, is_finer, layouts_by_round, without_copies
 from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.problem import Solution
@@ -42,7 +42,6 @@ from autopar.passes.intra_op.strategies import (
 
 Slot = tuple[int | None, Value]
 Part = tuple[int, Phase]  # of the programs: the index of one, and a phase of it
-_MAX_LAYOUTS = 48
 _ROOMY = 0.5  # of the memory: where the leanest choices need less, whole copies of stacks are offered
 _LARGE_COPY = 0.01  # of a device's memory
 
@@ -91,17 +90,6 @@ class StageSetting:
         return self.stage.step.num_microbatches if in_loop and self.objective == "step" else 1
 
 
-@dataclasses.dataclass
-class _End:
-    """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
-
-    node: int
-    shardings: Shardings
-    in_loop: bool  # once per microbatch, not once per step
-    # [strategy] Whether another one differs only in that rounds gather, or scatter, what this one has as a whole stack.
-    stacked: np.ndarray[Any, Any] | None = None
-
-
 class StageProblem:
     """Builds the problem, `numbers`, and reads its solution."""
 
@@ -116,13 +104,13 @@ class StageProblem:
         self._edge_counts: list[int] = []
         self._equations: dict[Any, int] = {}  # the nodes of tied ones
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
-        self._ends: dict[int, tuple[list[_End], ...]] = {}  # by node of equations: of operands, of results
+        self._ends: dict[int, tuple[list[End], ...]] = {}  # by node of equations: of operands, of results
         self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
-        self.makers: dict[Slot, _End] = {}
-        self.readers: dict[Slot, list[_End]] = defaultdict(list)
-        self._readers_in: dict[tuple[Slot, Part], list[_End]] = defaultdict(list)  # .. in one part
-        self._copies: dict[Any, _End] = {}  # tied ones
+        self.makers: dict[Slot, End] = {}
+        self.readers: dict[Slot, list[End]] = defaultdict(list)
+        self._readers_in: dict[tuple[Slot, Part], list[End]] = defaultdict(list)  # .. in one part
+        self._copies: dict[Any, End] = {}  # tied ones
         self.copies: dict[tuple[Slot, Part], int] = {}  # the nodes of layouts from which a part reads a leaf
         self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
         self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
@@ -222,9 +210,9 @@ class StageProblem:
                 node = self._equations[key] = self._node(seconds, in_loop)
             self.lanes[program.index, eqn.id, lane.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
-                by_round = _by_round(lane.rule.lanes[lane.at], options)
+                by_round = layouts_by_round(lane.rule.lanes[lane.at], options)
                 self._ends[node] = tuple(
-                    [_End(node, each, in_loop, _is_finer(each, by_round)) for each in side]
+                    [End(node, each, in_loop, is_finer(each, by_round)) for each in side]
                     for side in (options.operands, options.results)
                 )
             operands, results = self._ends[node]
@@ -244,7 +232,7 @@ class StageProblem:
         stored = [v for v in self.state if self.stage.placed.home[v] == self.stage.index]
         for v in sorted(stored, key=lambda v: v.id):
             self.readers.setdefault((None, v), [])
-        sums: dict[Slot, _End] = {}  # running sums of this stage's addends
+        sums: dict[Slot, End] = {}  # running sums of this stage's addends
         for addend, total in step.accumulate.items():
             maker = self.makers.get((None, addend))
             if maker is not None:
@@ -285,7 +273,7 @@ class StageProblem:
         return accumulate_seconds(self.setting.kind, choices.nbytes(total)) * self.setting.often(True)
 
     def _layout_choices(
-        self, value: Value, source: _End | None, readers: Sequence[_End], may_be_partial: bool
+        self, value: Value, source: End | None, readers: Sequence[End], may_be_partial: bool
     ) -> Shardings:
         """The shardings in which a value may be kept."""
         setting = self.setting
@@ -293,7 +281,7 @@ class StageProblem:
         key = (value.shape, *ends, may_be_partial, value in self.stored)
         known = setting.remembered.candidates
         if key not in known:
-            known[key] = _candidates(value, [*ends.values()], may_be_partial, value in self.stored, setting.mesh)
+            known[key] = candidate_layouts(value, [*ends.values()], may_be_partial, value in self.stored, setting.mesh)
         candidates = known[key]
         replicated = Sharding.replicated(len(value.shape))
         hint = self.step.hints.get(value)
@@ -317,7 +305,7 @@ class StageProblem:
         for slot, (node, shardings) in self.layouts.items():
             maker = self.makers.get(slot) or self._sums.get(slot)
             if maker is not None:
-                self._edge(slot[1], maker, _End(node, shardings, maker.in_loop))
+                self._edge(slot[1], maker, End(node, shardings, maker.in_loop))
         sent = self._sent()
         for (slot, part), readers in self._readers_in.items():
             source = self._source(slot)
@@ -332,12 +320,12 @@ class StageProblem:
             varies = value in step.batched
             # The receiver pays for the copy; here the value must only become whole addends.
             node = self._node(np.zeros(len(candidates.each)), varies)
-            self._edge(value, source, _End(node, candidates, varies))
+            self._edge(value, source, End(node, candidates, varies))
         for slot in self._sums.keys() & {(None, v) for v in step.outputs}:  # returned: reduced once, after the loop
             node, held = self.layouts[slot]
             whole = listed(dict.fromkeys(Sharding(s.dims) for s in held.each))
-            returned = _End(self._node(np.zeros(len(whole.each)), False), whole, False)
-            self._edge(slot[1], _End(node, held, False), returned)
+            returned = End(self._node(np.zeros(len(whole.each)), False), whole, False)
+            self._edge(slot[1], End(node, held, False), returned)
         for k, i in step.graph.carried.items():
             leaf, out = step.graph.inputs[i], step.outputs[k]
             if not isinstance(out, Value) or out is leaf or (None, leaf) not in self.layouts:
@@ -346,9 +334,9 @@ class StageProblem:
                 program = placed.programs[placed.producer[out]]
                 if program.stage == self.stage.index:
                     node, shardings = self.layouts[None, leaf]
-                    self._edge(out, self._source(self._slot(program, out)), _End(node, shardings, False))
+                    self._edge(out, self._source(self._slot(program, out)), End(node, shardings, False))
 
-    def _copy(self, slot: Slot, part: Part, source: _End, readers: Sequence[_End]) -> _End:
+    def _copy(self, slot: Slot, part: Part, source: End, readers: Sequence[End]) -> End:
         """A layout in which a part of the programs takes a leaf of the state, for all that read it there."""
         key = (source.node, id(source.shardings), *sorted((end.node, id(end.shardings)) for end in readers))
         found = self._copies.get(key) if self.setting.tied else None
@@ -359,16 +347,16 @@ class StageProblem:
                 [s for s in shardings if s.divides(slot[1].shape, self.setting.mesh)]
             )
             in_loop = any(end.in_loop for end in readers)
-            found = self._copies[key] = _End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
+            found = self._copies[key] = End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
         self._edge(slot[1], source, found)
         self.copies[slot, part] = found.node
         return found
 
-    def _source(self, slot: Slot) -> _End:
+    def _source(self, slot: Slot) -> End:
         """Where readers take a value from: its layout, or else its maker."""
         if slot in self.layouts:
             node, shardings = self.layouts[slot]
-            return _End(node, shardings, False)
+            return End(node, shardings, False)
         if slot in self.makers:
             return self.makers[slot]
         kept = {piece: addend for addend, pieces_ in self.step.keep.items() for piece in pieces_}
@@ -389,7 +377,7 @@ class StageProblem:
                         found[v] = None
         return list(found)
 
-    def _edge(self, value: Value, source: _End, target: _End) -> None:
+    def _edge(self, value: Value, source: End, target: End) -> None:
         key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
         matrices = self.setting.remembered.matrices
         limit, ends = self.setting.memory_limit, [source, target]
@@ -406,7 +394,7 @@ class StageProblem:
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
             )
             if matrices is self._own_matrices:
-                matrix = _without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
+                matrix = without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
         found = matrices[key]
         if found is None:
@@ -486,68 +474,6 @@ class StageProblem:
                     self._hold(end.node, Held(live[0], live[-1] + 1, False), size)
 
 
-def _without_copies(matrix: Any, source: _End, target: _End, fits: Any) -> Any:
-    """The seconds of an edge, where it makes no copy that `fits` nowhere, nor of a stack that rounds could do without.
-
-    The copy that an edge makes is not counted as memory; all that is saved by it are latencies.
-    """
-    before, after = source.shardings.share[:, None], target.shardings.share[None, :]
-    if source.stacked is not None:
-        matrix = np.where(source.stacked[:, None] & (before > after), np.inf, matrix)
-    if target.stacked is not None:
-        matrix = np.where(target.stacked[None, :] & (before < after), np.inf, matrix)
-    return np.where(fits, matrix, np.inf)
-
-
 def _hint_text(rule: Rule, eqn: Equation) -> str:
     hints = ", ".join(dict.fromkeys(str(hinted.hint) for hinted in rule.hints))
     return f"the hint {hints} at {eqn.source or 'an unknown line'}, for arrays in {eqn.primitive.name}"
-
-
-def _by_round(rule: Rule, options: LaneOptions) -> list[list[int]]:
-    """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
-    way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
-    if not way:
-        return []
-    index = {lane: i for i, lane in enumerate(options.lanes)}
-    found = []
-    for lane in options.lanes:
-        others = itertools.product(*({choice, way.get(choice, choice)} for choice in lane))
-        found.append([index[other] for other in others if other in index and other != lane])
-    return found
-
-
-def _is_finer(shardings: Shardings, by_round: Sequence[Sequence[int]]) -> np.ndarray[Any, Any] | None:
-    """[strategy] Whether a strategy by rounds cuts a value finer."""
-    if not by_round:
-        return None
-    share = shardings.share
-    return np.array([any(share[other] < share[i] for other in others) for i, others in enumerate(by_round)])
-
-
-def _candidates(
-    value: Value, ends: Sequence[Shardings], may_be_partial: bool, is_stored: bool, mesh: Mesh
-) -> list[Sharding]:
-    """The shardings in which a value may be kept that some end of its edges has, and for want of others replicated."""
-    found = dict.fromkeys(sharding for end in ends for sharding in end.each)
-    if is_stored:
-        found.update(dict.fromkeys(_simple_shardings(value, mesh)))
-    candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, mesh)]
-    replicated = Sharding.replicated(len(value.shape))
-    if replicated not in candidates:
-        candidates.append(replicated)
-    if len(candidates) > _MAX_LAYOUTS:
-        candidates.sort(key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
-    return candidates[:_MAX_LAYOUTS]
-
-
-def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
-    """Every way to cut a stored array: each axis in some dimension or none."""
-    rank = len(value.shape)
-    found = []
-    for where in itertools.product(range(-1, rank), repeat=len(mesh.axes)):
-        dims = tuple(tuple(a for a, d in zip(mesh.axes, where, strict=True) if d == dim) for dim in range(rank))
-        sharding = Sharding(dims)
-        if sharding.divides(value.shape, mesh):
-            found.append(sharding)
-    return found

@@ -10,18 +10,17 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.cost_model.mesh_transfer import plan_transfer, tile_copies
 from autopar.cost_model.reshard import (
     Resharder,
     StepPrice,
     moves,
     plan_reshard,
-    plan_transfer,
     shardings,
     step_axes,
     step_collectives,
     step_payload,
     step_result,
-    tile_copies,
 )
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh

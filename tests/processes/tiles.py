@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.cost_model.reshard import shardings, tile_copies
+from autopar.cost_model.mesh_transfer import tile_copies
+from autopar.cost_model.reshard import shardings
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
 from autopar.passes.emit import partition_spec

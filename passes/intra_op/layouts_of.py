@@ -1,0 +1,94 @@
+"""The layouts that a value may have in a stage's problem."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar.ir.graph import Value
+from autopar.ir.mesh import Mesh
+from autopar.ir.rule import Rule
+from autopar.ir.sharding import Sharding
+from autopar.passes.intra_op.strategies import (
+    LaneOptions,
+    Shardings,
+)
+
+_MAX_LAYOUTS = 48
+
+
+@dataclasses.dataclass
+class End:
+    """One end of an edge: a node, and the sharding that each of its strategies gives or wants."""
+
+    node: int
+    shardings: Shardings
+    in_loop: bool  # once per microbatch, not once per step
+    # [strategy] Whether another one differs only in that rounds gather, or scatter, what this one has as a whole stack.
+    stacked: np.ndarray[Any, Any] | None = None
+
+
+def without_copies(matrix: Any, source: End, target: End, fits: Any) -> Any:
+    """The seconds of an edge, where it makes no copy that `fits` nowhere, nor of a stack that rounds could do without.
+
+    The copy that an edge makes is not counted as memory; all that is saved by it are latencies.
+    """
+    before, after = source.shardings.share[:, None], target.shardings.share[None, :]
+    if source.stacked is not None:
+        matrix = np.where(source.stacked[:, None] & (before > after), np.inf, matrix)
+    if target.stacked is not None:
+        matrix = np.where(target.stacked[None, :] & (before < after), np.inf, matrix)
+    return np.where(fits, matrix, np.inf)
+
+
+def layouts_by_round(rule: Rule, options: LaneOptions) -> list[list[int]]:
+    """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
+    way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
+    if not way:
+        return []
+    index = {lane: i for i, lane in enumerate(options.lanes)}
+    found = []
+    for lane in options.lanes:
+        others = itertools.product(*({choice, way.get(choice, choice)} for choice in lane))
+        found.append([index[other] for other in others if other in index and other != lane])
+    return found
+
+
+def is_finer(shardings: Shardings, by_round: Sequence[Sequence[int]]) -> np.ndarray[Any, Any] | None:
+    """[strategy] Whether a strategy by rounds cuts a value finer."""
+    if not by_round:
+        return None
+    share = shardings.share
+    return np.array([any(share[other] < share[i] for other in others) for i, others in enumerate(by_round)])
+
+
+def candidate_layouts(
+    value: Value, ends: Sequence[Shardings], may_be_partial: bool, is_stored: bool, mesh: Mesh
+) -> list[Sharding]:
+    """The shardings in which a value may be kept that some end of its edges has, and for want of others replicated."""
+    found = dict.fromkeys(sharding for end in ends for sharding in end.each)
+    if is_stored:
+        found.update(dict.fromkeys(_simple_shardings(value, mesh)))
+    candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, mesh)]
+    replicated = Sharding.replicated(len(value.shape))
+    if replicated not in candidates:
+        candidates.append(replicated)
+    if len(candidates) > _MAX_LAYOUTS:
+        candidates.sort(key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
+    return candidates[:_MAX_LAYOUTS]
+
+
+def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
+    """Every way to cut a stored array: each axis in some dimension or none."""
+    rank = len(value.shape)
+    found = []
+    for where in itertools.product(range(-1, rank), repeat=len(mesh.axes)):
+        dims = tuple(tuple(a for a, d in zip(mesh.axes, where, strict=True) if d == dim) for dim in range(rank))
+        sharding = Sharding(dims)
+        if sharding.divides(value.shape, mesh):
+            found.append(sharding)
+    return found
