@@ -18,12 +18,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.callbacks import Callbacks
-from autopar.runtime.executable import Executable as RuntimeExecutable
-from autopar.runtime.executable import is_deleted
 from autopar.runtime.feeding import DataShard
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.placement import Home, absent, is_here
+from autopar.runtime.preparing import is_deleted
 from autopar.runtime.processes import compiler_options, this_job
+from autopar.runtime.worker import Worker
 from autopar.state import argument_like, pieces_of, uncommitted
 from autopar.tracing.in_place import Renewed, renew
 from autopar.tracing.static_leaf import IsStatic, flatten_arrays, has_static, unflatten_arrays
@@ -46,7 +46,7 @@ class Executable(HasExecutable):
     """A step compiled for given shapes."""
 
     plan: Planned
-    _runtime: RuntimeExecutable
+    _worker: Worker
     graph: Graph  # as traced
     _planned: Graph  # with an input for each piece of a leaf that is cut between stages
     _devices: tuple[jax.Device, ...]
@@ -69,7 +69,7 @@ class Executable(HasExecutable):
 
     def _bytes(self) -> dict[str, tuple[int, int]]:
         found = {}
-        for source, program in zip(self._runtime.sources, self._runtime.programs, strict=True):
+        for source, program in zip(self._worker.sources, self._worker.programs, strict=True):
             use = program.memory_analysis()
             besides = use.temp_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
             found[source.name] = int(use.argument_size_in_bytes), int(besides)
@@ -78,7 +78,7 @@ class Executable(HasExecutable):
     @property
     def instruction_count(self) -> int:
         """Programs and transfers that the worker issues per step."""
-        return self._runtime.instruction_count
+        return self._worker.instruction_count
 
     @property
     def dispatch_seconds(self) -> float:
@@ -86,11 +86,11 @@ class Executable(HasExecutable):
 
         In a loop over a step that is one program, bringing NumPy examples to the devices is a part of it.
         """
-        return self._runtime.dispatch_seconds
+        return self._worker.dispatch_seconds
 
     def as_text(self) -> dict[str, str]:
         """XLA's optimised HLO of each program, by name."""
-        return {s.name: p.as_text() for s, p in zip(self._runtime.sources, self._runtime.programs, strict=True)}
+        return {s.name: p.as_text() for s, p in zip(self._worker.sources, self._worker.programs, strict=True)}
 
     def executable_for(self, what: str) -> Executable:
         """Itself."""
@@ -188,7 +188,7 @@ class Executable(HasExecutable):
         As data loaders are told it: Grain's `ShardOptions(*step.data_shard)`, tf.data's `shard(count, index)`,
         PyTorch's `DistributedSampler(data, count, index)`. Not by the process: all stages of a pipeline share one.
         """
-        return self._runtime.rows.shard
+        return self._worker.rows.shard
 
     @property
     def input_shardings(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -198,7 +198,7 @@ class Executable(HasExecutable):
         that of a microbatch on each stage that takes it.
         """
         feeds: dict[int, dict[Any, None]] = {}
-        for at, _, _, array in self._runtime.wiring.feeds.values():
+        for at, _, _, array in self._worker.wiring.feeds.values():
             feeds.setdefault(at, {})[array.sharding] = None
         leaves = [
             tuple(feeds[pieces[0]]) if pieces[0] in feeds else self.home_of(i).shardings
@@ -210,20 +210,20 @@ class Executable(HasExecutable):
     @functools.cached_property
     def batch_axes(self) -> dict[int, int]:
         """Of the leaves of the arguments that hold examples and are read, by number."""
-        axes = {at: batch.dim for at, batch, _, _ in self._runtime.wiring.feeds.values()}
+        axes = {at: batch.dim for at, batch, _, _ in self._worker.wiring.feeds.values()}
         return {i: axes[at[0]] for i, at in enumerate(self._planned.inputs_of) if at[0] in axes}
 
     def place_examples(self, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
         """Leaves of examples, whole or this process's part of them, where the step wants them; by number."""
         numbers = {i: self._planned.inputs_of[i][0] for i in leaves}
-        found = self._runtime.place_examples(self.graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
+        found = self._worker.place_examples(self.graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
         return {i: found[at] for i, at in numbers.items()}
 
     def home_of(self, leaf: int) -> Home:
         """Where a leaf of the arguments, by its number, lies."""
         value, cut = self.graph.inputs[leaf], self._planned.input_cuts.get(leaf)
         pieces = [self._planned.inputs[at] for at in self._planned.inputs_of[leaf]]
-        homes = [self._runtime.wiring.homes.get(piece) for piece in pieces]
+        homes = [self._worker.wiring.homes.get(piece) for piece in pieces]
         shardings = tuple(None if home is None else home.sharding for home in homes)
         return Home(value.shape, value.dtype, value.weak_type, shardings, cut)
 
@@ -232,7 +232,7 @@ class Executable(HasExecutable):
         if _looks_for_errors():
             results = self._run_checked(leaves, config.jax_debug_nans, config.jax_debug_infs)
         else:
-            results = self._runtime(self._inputs(leaves))
+            results = self._worker(self._inputs(leaves))
         cuts = self._planned.output_cuts
         if cuts:
             results = [
@@ -252,7 +252,7 @@ class Executable(HasExecutable):
           NotFiniteError: a result has a NaN, or an infinity.
         """
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            results = self._runtime(self._inputs(leaves))
+            results = self._worker(self._inputs(leaves))
             for path, x in zip(self._planned.output_paths, results, strict=True):
                 found = jnp.issubdtype(x.dtype, jnp.inexact) and (
                     (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
@@ -332,7 +332,7 @@ class Steady:
             leaves = self.structure.flatten_up_to(arguments)  # sooner done than to flatten and compare
         except ValueError:
             return None
-        runtime = self.executable._runtime
+        runtime = self.executable._worker
         serves = (
             not _looks_for_errors()
             and [_kind(leaves[at]) for at in runtime.others] == self.others
@@ -342,7 +342,7 @@ class Steady:
         return leaves if serves else None
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
-        return jax.tree.unflatten(self.returned, self.executable._runtime(leaves, known=True))
+        return jax.tree.unflatten(self.returned, self.executable._worker(leaves, known=True))
 
 
 def _kind(leaf: Any) -> Any:
@@ -366,7 +366,7 @@ def steady_calls(
     them into the result's structure.
     """
     flat, structure = jax.tree.flatten(arguments)
-    runtime, graph = executable._runtime, executable.graph
+    runtime, graph = executable._worker, executable.graph
     inputs = executable._inputs(leaves)
     alike = len(flat) == len(inputs) and all(map(operator.is_, flat, inputs))
     if not alike or not runtime.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():

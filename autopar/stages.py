@@ -25,8 +25,8 @@ from autopar.planned import Planned, inputs_of, planned_for
 from autopar.planning.finisher import Finisher, LeafHome
 from autopar.planning.traced import TracedStep, TraceOptions, trace_step
 from autopar.runtime.buffers import Buffers
-from autopar.runtime.executable import check_devices
 from autopar.runtime.launcher import check_joined
+from autopar.runtime.preparing import check_devices
 from autopar.runtime.processes import Processes, this_job
 from autopar.tracing.calls import StepFunction
 from autopar.tracing.static_leaf import IsStatic

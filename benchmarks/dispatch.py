@@ -87,7 +87,7 @@ def microseconds_per_instruction(arguments: int, rounds: int, microbatches: int 
     )
     state, _ = step(parameters(leaves), batch)
     state, _ = step(state, batch)
-    worker = step.compile(state, batch)._runtime
+    worker = step.compile(state, batch)._worker
     watches = {number: Stopwatch(program) for number, program in worker._calls.items()}
     worker._calls.update(watches)
     found = []

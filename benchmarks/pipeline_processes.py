@@ -22,8 +22,8 @@ from jax.sharding import SingleDeviceSharding
 import autopar
 from autopar.ir.graph import Phase
 from autopar.ir.instructions import Free, Register, Run
-from autopar.runtime.executable import Executable
 from autopar.runtime.processes import Processes, this_job
+from autopar.runtime.worker import Worker
 
 LAYERS = 8
 WIDTH = 1024
@@ -66,7 +66,7 @@ class Alone:
         jax.block_until_ready(total)
 
 
-def most_in_flight(worker: Executable, stage: int, least: int) -> int:
+def most_in_flight(worker: Worker, stage: int, least: int) -> int:
     """Microbatches of which a stage holds activations at once, at most, as the worker plays its list.
 
     What has fewer elements than `least`, such as a loss, is no activation, nor is a running sum. One where a program
@@ -151,7 +151,7 @@ def main(folder: pathlib.Path, rounds: int, schedules: list[Any], counts: list[i
             state, _ = step(params, batch)
             executable = step.compile(params, batch)
             predicted[schedule] = executable.cost
-            flights[schedule] = most_in_flight(executable._runtime, index, EXAMPLES * WIDTH)
+            flights[schedule] = most_in_flight(executable._worker, index, EXAMPLES * WIDTH)
             steps[schedule] = step, state, next(step.batches([batch]))
         rows: dict[str, dict[str, Any]] = {
             schedule: {

@@ -16,7 +16,8 @@ import networkx as nx
 from autopar.ir.graph import Equation, Graph, Literal, Operand, Phase, Value
 from autopar.ir.rule import Rule, bind
 from autopar.passes.rules.loops import chain_of
-from autopar.passes.rules.nested import Body, make_body
+from autopar.passes.rules.nested import make_body
+from autopar.passes.rules.propagation import Body
 from autopar.tracing.build import Builder, trace_emission
 from autopar.tracing.unmap import scan_counts
 

@@ -23,10 +23,10 @@ from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of
 from autopar.planning.planner import Planner
 from autopar.planning.pricing import Prices
-from autopar.runtime.executable import Executable
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.runtime.processes import Processes
 from autopar.runtime.source import Source
+from autopar.runtime.worker import Worker
 from autopar.tracing.trace import trace
 from tests.clusters import IN_TURN
 
@@ -49,7 +49,7 @@ class Planned:
     plan: Plan
     lowered: LoweredStep
 
-    def build(self, devices: Sequence[Any], job: Processes | None = None) -> Executable:
+    def build(self, devices: Sequence[Any], job: Processes | None = None) -> Worker:
         return build(self.lowered, self.plan.schedule, devices, frozenset(), job)
 
     def priced(self, local: LocalProgram) -> Counter[Collective]:

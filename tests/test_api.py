@@ -378,7 +378,7 @@ def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]], are_alike: bool
     executable = parallel.compile(w, x)
     plan = executable.plan
     assert [(stage.layers[1] - stage.layers[0], stage.mesh.shape) for stage in plan.stages] == stages
-    transfers = executable._runtime.wiring.transfers
+    transfers = executable._worker.wiring.transfers
     assert any(t.is_cut or t.is_joined for t in transfers) != are_alike
     assert plan.num_microbatches == 2
     assert_close(parallel(w, x), wanted)
@@ -541,8 +541,8 @@ def test_gradients_that_look_like_the_next_state() -> None:
         lambda p, batch: (step(p, batch), loss(p, batch)), num_microbatches=2, devices=jax.devices()[:1]
     )
     executable = parallel.compile(p, batch)
-    runs = [i for i in executable._runtime.wiring.instructions.instructions if isinstance(i, Run)]
-    leaves = set(executable._runtime.wiring.instructions.leaves.values())
+    runs = [i for i in executable._worker.wiring.instructions.instructions if isinstance(i, Run)]
+    leaves = set(executable._worker.wiring.instructions.leaves.values())
     assert not any(run.inputs[k] in leaves for run in runs for k in run.donated)
     found, _ = executable(p, batch)
     expected = step(p, batch)

@@ -303,7 +303,7 @@ def test_rows_of_a_process() -> None:
 def test_microbatches_of_the_whole_and_of_a_part() -> None:
     """Of a part, examples are counted as they come in it: here one comes before those that the devices hold."""
     step = compiled(METHODS["zero3"])
-    runtime = next(iter(step._executables.values()))._runtime
+    runtime = next(iter(step._executables.values()))._worker
     feeds, count = runtime.wiring.feeds, runtime.wiring.num_microbatches
     assert count == 2
     whole = {at: np.random.default_rng(at).normal(size=(8, WIDTH)).astype(np.float32) for at, _, _, _ in feeds.values()}

@@ -18,7 +18,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.calibration.timer import time_steps
-from autopar.cli import arguments
+from autopar.cli import arguments, options
 from autopar.cli import main as cli
 from autopar.cli.arguments import read_cluster, read_method
 from autopar.errors import ArgumentError, UserError
@@ -416,15 +416,15 @@ def test_clusters_are_presets_with_counts_or_files(tmp_path: pathlib.Path) -> No
 def test_presets_recipes_and_chips_are_completed() -> None:
     context = click.Context(cli.main)
 
-    def completed(noun: cli.Noun, incomplete: str) -> list[str]:
+    def completed(noun: options.Noun, incomplete: str) -> list[str]:
         found = noun.shell_complete(context, click.Option(["--x"]), incomplete)
         return [item.value for item in found if item.type == "plain"]
 
-    assert completed(cli.CLUSTER, "dgx-h") == ["dgx-h100"]
-    assert completed(cli.METHOD, "mega") == ["megatron"]
-    assert completed(cli.CHIP, "h") == ["h100", "h200"]
-    assert completed(cli.PLAN, "pl") == []
-    assert cli.PLAN.shell_complete(context, click.Option(["--x"]), "pl")[0].type == "file"
+    assert completed(options.CLUSTER, "dgx-h") == ["dgx-h100"]
+    assert completed(options.METHOD, "mega") == ["megatron"]
+    assert completed(options.CHIP, "h") == ["h100", "h200"]
+    assert completed(options.PLAN, "pl") == []
+    assert options.PLAN.shell_complete(context, click.Option(["--x"]), "pl")[0].type == "file"
 
 
 # Fresh processes

@@ -455,7 +455,7 @@ def pipeline() -> Any:
     """A compiled two-stage pipeline with its state on the devices: (step, executable of the runtime, state)."""
     step = autopar.parallelize(train_step, method=recipes.gpipe(2, 2), devices=jax.devices()[:2])
     state, _ = step(params(), examples())
-    return step, step.compile(params(), examples())._runtime, state
+    return step, step.compile(params(), examples())._worker, state
 
 
 def test_failure_in_the_backward_pass_leaves_the_state(pipeline: Any) -> None:

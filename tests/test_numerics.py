@@ -19,7 +19,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.sharding import ReshardStep, Sharding
 from autopar.passes.collectives import apply_steps
-from autopar.runtime.executable import Executable
+from autopar.runtime.worker import Worker
 from tests import models
 from tests.planned import Planned, analyse, cluster_of, lowered_collectives, plan_step
 from tests.random_plans import plan_by_lot
@@ -57,7 +57,7 @@ def model(dtype: Any) -> tuple[Any, dict[str, Any], dict[str, Any]]:
 
 def planned(
     dtype: Any, shape: tuple[int, ...], stages: int, microbatches: int, lots: int
-) -> tuple[Planned, Executable, Any, Any]:
+) -> tuple[Planned, Worker, Any, Any]:
     """A plan drawn by lot, compiled, the gradients that it gives and those of `jax.jit`."""
     step, weights, batch = model(dtype)
     analysis = analyse(step, weights, batch, batch_axes=(None, 0))

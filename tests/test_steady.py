@@ -129,7 +129,7 @@ def test_a_leaf_that_is_gone(parallel: autopar.Parallelized, number: int) -> Non
 def test_a_first_program_that_fails_says_why(parallel: autopar.Parallelized) -> None:
     """Also where the state is another than the last call left, and still on the host."""
     ours, theirs = steady(parallel)
-    calls = parallel.compile(ours, X)._runtime._calls
+    calls = parallel.compile(ours, X)._worker._calls
     before = dict(calls)
 
     def fail(*_: Any) -> Any:

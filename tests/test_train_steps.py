@@ -292,7 +292,7 @@ def test_accumulation_by_hand_is_shared_out() -> None:
 
     def flops(**how: Any) -> float:
         executable = autopar.parallelize(step, **how).compile(state, examples())
-        return float(sum(program.cost_analysis()["flops"] for program in executable._runtime.programs))
+        return float(sum(program.cost_analysis()["flops"] for program in executable._worker.programs))
 
     assert flops(method=recipes.data_parallel()) < 0.25 * flops(devices=jax.devices()[:1])
 

@@ -8,27 +8,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 import sys
-import traceback
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 import jax
-from click.shell_completion import CompletionItem
 from rich.console import Console
 
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate as measure
 from autopar.calibration.timer import time_steps
-from autopar.cli.arguments import RECIPES, Call, load_call, read_cluster, read_method
-from autopar.cost_model.hardware import devices_by_host, preset_names
-from autopar.cost_model.targets import CPU, load_target, target_names, target_of
-from autopar.errors import ArgumentError, InfeasiblePlanError, UserError
+from autopar.cli.arguments import Call, load_call
+from autopar.cli.group import Answer, answering, give_answer, main, on_target
+from autopar.cli.options import METHOD, OUTPUT, PLAN, chip_option, cluster_option, method_option, plan_option
+from autopar.cost_model.hardware import devices_by_host
+from autopar.cost_model.targets import CPU, load_target, target_of
+from autopar.errors import ArgumentError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
@@ -39,205 +37,9 @@ from autopar.reporting.page import check_page
 from autopar.reporting.progress import ProgramBar
 from autopar.reporting.report import Report
 from autopar.runtime.ahead import absent_gpus
-from autopar.runtime.launcher import initialize, is_launched, launch, leave_job, run_script
-from autopar.runtime.processes import is_of_peer, this_job
+from autopar.runtime.launcher import initialize, is_launched, launch, run_script
 
-NO, MISTAKE, BUG = 1, 2, 3  # exit codes; 0 is fine
-
-
-class Answer(Protocol):
-    """What a command has found out."""
-
-    def __str__(self) -> str: ...
-
-    def to_json(self) -> str: ...
-
-
-# What is typed
-
-
-class Noun(click.ParamType):  # type: ignore[type-arg]  # generic in the newest only
-    """A value that is read from text; what completes it is of `names`, or a file."""
-
-    def __init__(self, name: str, read: Callable[[str], Any], names: Callable[[], Sequence[str]]) -> None:
-        self.name, self._read, self._names = name, read, names
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            return self._read(value)
-        except UserError as error:
-            self.fail(str(error), param, ctx)
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        found = [name for name in self._names() if name.startswith(incomplete)]
-        if found:
-            return [CompletionItem(name) for name in found]
-        return [CompletionItem(incomplete, type="file")]
-
-
-def _chip(name: str) -> str:
-    if name != CPU:
-        load_target(name)
-    return name
-
-
-def _output(name: str) -> pathlib.Path:
-    """A file that can be written, as far as can be told before there is anything to write."""
-    path = pathlib.Path(os.path.realpath(name))
-    if path.is_dir():
-        raise ArgumentError(f"{name!r} is a folder; name a file in it.")
-    if not path.parent.is_dir():
-        raise ArgumentError(f"{name!r}: there is no folder {os.fspath(path.parent)!r}; make it first.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ArgumentError(f"{name!r}: the folder {os.fspath(path.parent)!r} cannot be written to; name another.")
-    return path
-
-
-CLUSTER = Noun("CLUSTER", read_cluster, preset_names)
-METHOD = Noun("METHOD", read_method, lambda: tuple(RECIPES))
-PLAN = Noun("FILE", Plan.load, tuple)
-CHIP = Noun("CHIP", _chip, lambda: (*target_names(), CPU))
-OUTPUT = Noun("FILE", _output, tuple)
-
-_cluster_option = click.option(
-    "--cluster", type=CLUSTER,
-    help=f"What to plan for: a preset ({', '.join(preset_names())}), with the number of hosts, dgx-h100:8, and of "
-    "devices on each, dgx-h100:8x4; or a cluster file. Default: the step's own, or the devices at hand.",
-)  # fmt: skip
-_METHOD_HELP = (
-    "auto, or a recipe with its arguments as in Python: 'zero(2)', 'megatron(2,4,1,8)', 'auto(num_stages=2)'. "
-    "Default: the step's own, or auto."
-)
-_method_option = click.option("--method", type=METHOD, help=_METHOD_HELP)
-_chip_option = click.option(
-    "--target", "chip", type=CHIP,
-    help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
-    "the chips of the cluster.",
-)  # fmt: skip
-_plan_option = click.option(
-    "--plan", "made", type=PLAN, help="Take the plan in this file, which names its cluster, instead of searching."
-)
-
-
-# Running a command
-
-
-class _Commands(click.Group):
-    """Ends with an exit code; of a mistake it prints one line, of a bug the traceback."""
-
-    def main(self, *args: Any, **options: Any) -> Any:
-        try:
-            code = super().main(*args, **{**options, "standalone_mode": False})
-        except click.ClickException as error:
-            code = _end(error, error.format_message(), MISTAKE)
-        except InfeasiblePlanError as error:
-            code = _end(error, str(error), NO)
-        except UserError as error:
-            code = _end(error, str(error), MISTAKE)
-        except click.Abort as error:
-            code = _end(error, "interrupted", 130)
-        except Exception as error:
-            if not is_of_peer(error):
-                click.echo(traceback.format_exc(), err=True)
-            leave_job(error, BUG)
-            code = BUG
-        sys.exit(code)
-
-
-def _end(error: Exception, message: str, code: int) -> int:
-    """Say what is wrong, once in a job, whose other processes are told."""
-    if not is_of_peer(error):
-        click.echo(f"Error: {' '.join(message.split())}", err=True)
-    leave_job(error, code)
-    return code
-
-
-@click.group(
-    cls=_Commands,
-    invoke_without_command=True,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
-)
-@click.version_option(package_name="autopar")
-@click.pass_context
-def main(context: click.Context) -> None:
-    """Plan how a JAX train step runs on many devices, hold the plan against XLA, compare and run.
-
-    TARGET is package.module:function or path/to/file.py:function, a function without arguments that returns
-    (step, args) or (step, args, kwargs): the step, plain or made by autopar.parallelize, and its arguments, of which
-    shapes are enough (jax.ShapeDtypeStruct, jax.eval_shape). Modules of the current folder are found.
-
-    \b
-      def train():  # in model.py
-          return train_step, (jax.eval_shape(init, jax.random.key(0)), abstract_batch)
-
-    \b
-      autopar plan model:train --cluster dgx-h100:4 -o plan.json
-      autopar report model:train --plan plan.json --html report.html
-      autopar verify model:train --plan plan.json
-      autopar compare model:train --cluster dgx-a100
-      autopar run model.py:train --devices 8
-      autopar run --processes 4 train.py
-      autopar calibrate -o mine.json
-
-    Exit codes: 0 fine, 1 the answer is no (nothing fits), 2 a mistake in what was asked, 3 a bug, with its traceback.
-
-    \b
-    Completion of commands, presets and recipes, in ~/.bashrc (or zsh, fish alike):
-      eval "$(_AUTOPAR_COMPLETE=bash_source autopar)"
-    """
-    if context.invoked_subcommand is None:
-        click.echo(context.get_help())
-
-
-def _command(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
-    """A command about a target."""
-    return _answering(click.argument("target")(body))
-
-
-def _answering(body: Callable[..., tuple[Answer, bool]]) -> click.Command:
-    """A command of a function that returns an answer, and whether it is yes."""
-
-    @main.command(name=body.__name__, short_help=(body.__doc__ or "").partition("\n")[0])
-    @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
-    @functools.wraps(body)
-    def command(as_json: bool, **options: Any) -> int:
-        return _give_answer(functools.partial(body, **options), as_json)
-
-    return command
-
-
-def _give_answer(find: Callable[[], tuple[Answer, bool]], as_json: bool) -> int:
-    """Print what is found; the exit code. Of several processes that find it together the first says it."""
-    try:
-        with contextlib.redirect_stdout(sys.stderr), _short_warnings():
-            answer, is_yes = find()
-    except InfeasiblePlanError as error:
-        if as_json and not is_of_peer(error):
-            click.echo(json.dumps({"fits": False, "error": str(error)}))
-        raise
-    if this_job() is not None and jax.process_index():
-        pass
-    elif as_json:
-        click.echo(answer.to_json().rstrip())
-    elif sys.stdout.isatty() and hasattr(answer, "__rich_console__"):
-        Console().print(answer)
-    else:
-        click.echo(str(answer))
-    return 0 if is_yes else NO
-
-
-@contextlib.contextmanager
-def _short_warnings() -> Iterator[None]:
-    """Warnings as a line each, without the source line that raised them."""
-
-    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
-        click.echo(f"{category.__name__}: {message}", err=True)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        yield
+__all__ = ["main"]
 
 
 @contextlib.contextmanager
@@ -325,14 +127,14 @@ class _EveryRow:
         return self.answer.to_json()
 
 
-@_command
-@_cluster_option
-@_method_option
-@_plan_option
+@on_target
+@cluster_option
+@method_option
+@plan_option
 @click.option(
     "--verify", "verified", is_flag=True, help="Compile the plan, and plan again where XLA finds it too large."
 )
-@_chip_option
+@chip_option
 @click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")
 def plan(
@@ -361,10 +163,10 @@ def plan(
     return (_EveryRow(found) if every_row else found), True
 
 
-@_command
-@_cluster_option
-@_method_option
-@_plan_option
+@on_target
+@cluster_option
+@method_option
+@plan_option
 @click.option("--html", "page", type=OUTPUT, help="Write one page that needs no network (needs autopar[report]).")
 @click.option(
     "--trace", type=OUTPUT, help="Write the timeline for Perfetto (ui.perfetto.dev) and Chrome's about:tracing."
@@ -408,11 +210,11 @@ def report(
     return (_EveryRow(found) if every_row else found), verdict is None or verdict.fits
 
 
-@_command
-@_cluster_option
-@_method_option
-@_plan_option
-@_chip_option
+@on_target
+@cluster_option
+@method_option
+@plan_option
+@chip_option
 @click.option(
     "--most-operations", type=click.IntRange(min=1), default=200_000, show_default=True,
     help="Refuse to compile programs of more operations together.",
@@ -444,8 +246,8 @@ def verify(
     return verdict, verdict.fits
 
 
-@_command
-@_cluster_option
+@on_target
+@cluster_option
 @click.option("--method", "methods", type=METHOD, multiple=True, help="One to compare; may be given several times.")
 @click.option("--plan", "made", type=PLAN, multiple=True, help="A plan file to compare; may be given several times.")
 def compare(
@@ -502,9 +304,9 @@ _TYPED = "autopar.typed"
 )  # fmt: skip
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@_cluster_option
-@_method_option
-@_plan_option
+@cluster_option
+@method_option
+@plan_option
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many to measure.")
 @click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
@@ -543,7 +345,7 @@ def run(
     if is_script:
         run_script(target, arguments)
         return 0
-    return _give_answer(functools.partial(_timed, target, joined=joined, **options), as_json)
+    return give_answer(functools.partial(_timed, target, joined=joined, **options), as_json)
 
 
 def _timed(
@@ -561,7 +363,7 @@ def _timed(
         return time_steps(step.compile(*call.args, **call.kwargs), steps), True
 
 
-@_answering
+@answering
 @click.option("-o", "--output", type=OUTPUT, required=True, help="Write the cluster to this file.")
 @click.option(
     "--seconds", type=float, default=300.0, show_default=True,

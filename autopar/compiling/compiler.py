@@ -3,7 +3,7 @@
 The whole pipeline, a line a pass:
 
     trace -> analyse_batch -> split_batch -> cluster_layers -> plan_stages(stage_cost) -> place -> solve -> assemble
-          -> simulate = Plan      ->  write_instructions -> emit -> compile = Executable
+          -> simulate = Plan      ->  write_instructions -> emit -> compile = Worker
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.emit import port_dtype
 from autopar.passes.launches import check_launches
 from autopar.passes.lower import Crossing, LoweredStep
-from autopar.runtime.executable import Executable, Wiring, copied, on_device
 from autopar.runtime.placement import Array, weakly_typed
+from autopar.runtime.preparing import copied, on_device
 from autopar.runtime.processes import Processes
 from autopar.runtime.transfer import TileTransfer
+from autopar.runtime.worker import Wiring, Worker
 
 
 def build(
@@ -38,7 +39,7 @@ def build(
     devices: Sequence[jax.Device],
     donate: frozenset[int],
     job: Processes | None = None,
-) -> Executable:
+) -> Worker:
     """Compile every program of a lowered step for the devices; device i of the cluster is `devices[i]`.
 
     Where the devices are those of several processes, `job`, each compiles the programs that it has devices for.
@@ -83,7 +84,7 @@ def build(
         job.agree(graph.name, {"the plan": fingerprint(lowered, instructions)})
         job.share(meshes)
         check_launches([instructions.of_stages(wiring.stages_of(p)) for p in range(job.count)], wiring.processes)
-    return Executable(sources, wiring, job)
+    return Worker(sources, wiring, job)
 
 
 def transfers_of(lowered: LoweredStep, meshes: Sequence[jax.sharding.Mesh]) -> tuple[TileTransfer, ...]:

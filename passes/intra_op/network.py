@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterable
 
 import numpy as np
 
-from autopar.passes.intra_op.kernels import undominated
+from autopar.passes.intra_op.dominated import undominated
 from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
 
 Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from autopar.errors import InternalError
 from autopar.ir.graph import Equation, Literal, Value
 from autopar.ir.rule import Local, Rule, emit_piece
-from autopar.passes.rules.nested import PARTIAL, Body, Cut
+from autopar.passes.rules.propagation import PARTIAL, Body, Cut
 from autopar.passes.rules.split import Split, check_position, slice_units
 from autopar.tracing.build import live_equations
 

@@ -16,8 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from autopar.cost_model.fusion import memory_traffic, moved_values, stored
-from autopar.cost_model.order import Kernels, held_by, live
 from autopar.ir.graph import BatchDim, Equation, Operand, Value
 from autopar.ir.rule import (
     Branches,
@@ -25,19 +23,17 @@ from autopar.ir.rule import (
     Gathering,
     Hinted,
     InnerSum,
-    Kernel,
     Local,
-    Moment,
     RoundSlice,
     Rule,
-    Sides,
-    Unit,
     bind,
 )
 from autopar.ir.same import Signature, program_signature
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.nested import PARTIAL, Body, Cut, find_cuts, gathering_path, make_body
+from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, moments_of, unit_of
+from autopar.passes.rules.nested import find_cuts, gathering_path, make_body
+from autopar.passes.rules.propagation import PARTIAL, Body, Cut
 from autopar.passes.rules.random import is_partitionable
 from autopar.tracing.build import Builder, live_equations
 from autopar.tracing.unmap import scan_counts
@@ -46,7 +42,6 @@ Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]
 Each = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]  # what each branch computes
 
 _SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
-_STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
 
 
 def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], Callable[[], None]]:
@@ -128,7 +123,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             return [*end, *ys]
 
         stacked_out = range(carries, len(body.outputs))
-        layout = _Layout(tuple(range(len(body.inputs))), tuple(everything), stacked_in, stacked_out, p["length"])
+        layout = LoopLayout(tuple(range(len(body.inputs))), tuple(everything), stacked_in, stacked_out, p["length"])
         return _rule(eqn, body, cuts, layout, run, p["length"])
 
     def while_(eqn: Equation) -> Rule:
@@ -149,7 +144,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             found: list[Any] = jax.lax.while_loop(go_on, one_round, start)
             return found
 
-        return _rule(eqn, body, cuts, _Layout(tuple(range(len(body.inputs))), tuple(carries)), run, 1.0)
+        return _rule(eqn, body, cuts, LoopLayout(tuple(range(len(body.inputs))), tuple(carries)), run, 1.0)
 
     def cond(eqn: Equation) -> Rule:
         branches = eqn.params["branches"]
@@ -168,7 +163,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             found: list[Any] = jax.lax.switch(operands[0], each(pieces, operands))
             return found
 
-        layout = _Layout((None, *range(len(body.inputs))), tuple(range(count)))
+        layout = LoopLayout((None, *range(len(body.inputs))), tuple(range(count)))
         for_platforms = eqn.params.get("branches_platforms") is not None
         return _rule(eqn, body, cuts, layout, run, 1 / len(branches), None if for_platforms else each)
 
@@ -243,18 +238,6 @@ def _passed_on(eqn: Equation, operand: Operand) -> Value | None:
     return result if (result.shape, result.dtype) == (operand.shape, operand.dtype) else None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """Which inputs and outputs of the body the operands and results of the equation are."""
-
-    inputs: Sequence[int | None]  # None: a scalar beside the body
-    outputs: Sequence[int]
-    # Of the body's inputs those with a leading axis of rounds, each with its way to where it is gathered.
-    stacked_in: Mapping[int, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
-    stacked_out: Sequence[int] = ()
-    length: int = 1
-
-
 def _where_going_on(condition: Any, body: Any, of_condition: int) -> Any:
     """One round of a mapped loop: the carries of examples that do not go on stay, as in JAX's own lowering."""
     of_body = len(body.in_avals) - len(body.out_avals)
@@ -278,7 +261,7 @@ def _communicates(body: Body, cut: Cut) -> bool:
 
 
 def _rule(
-    eqn: Equation, body: Body, cuts: Sequence[Cut], layout: _Layout, run: Run, times: float, each: Each | None = None
+    eqn: Equation, body: Body, cuts: Sequence[Cut], layout: LoopLayout, run: Run, times: float, each: Each | None = None
 ) -> Rule:
     """One factor a cut; `times` is how often the body runs; `each` gives the branches of a `cond`."""
 
@@ -297,9 +280,9 @@ def _rule(
     }
     if not cuts:
         whole = replicated(eqn)
-        kernels = _kernels(body, [], layout, times)
+        kernels = kernels_of_rounds(body, [], layout, times)
         return dataclasses.replace(
-            whole, unit=_unit(kernels), kernels=kernels, places=places, moments=_moments(body, [], layout, {}),
+            whole, unit=unit_of(kernels), kernels=kernels, places=places, moments=moments_of(body, [], layout, {}),
             hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
             branches=branches_with(lambda local: []),
         )  # fmt: skip
@@ -320,21 +303,21 @@ def _rule(
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return run_or_bind(local, pieces_of(local), eqn, operands)
 
-    kernels = _kernels(body, numbered, layout, times)
+    kernels = kernels_of_rounds(body, numbered, layout, times)
     gatherings = _gatherings(body, numbered, layout, int(times))
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
         inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=_unit(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
-        moments=_moments(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
+        unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
+        moments=moments_of(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
         branches=branches_with(pieces_of),
     )  # fmt: skip
 
 
 def _gatherings(
-    body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, times: int
+    body: Body, numbered: Sequence[tuple[int, Cut]], layout: LoopLayout, times: int
 ) -> tuple[Gathering, ...]:  # fmt: skip
     """One for the cut of what goes from round to round that sums least, where that leaves parameters whole.
 
@@ -378,152 +361,6 @@ def _meet_products(body: Body, cut: Cut, values: Sequence[Value]) -> bool:
 def _large(nbytes: Mapping[int, int]) -> dict[int, int]:
     least = _SMALL * sum(nbytes.values())
     return {i: n for i, n in nbytes.items() if n > least}
-
-
-def _moments(
-    body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, gatherings: Mapping[int, Gathering]
-) -> tuple[Moment, ...]:  # fmt: skip
-    """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it.
-
-    Gatherings are by the number of their choice; what they keep in pieces is cut by that.
-    """
-    in_pieces = {
-        v: number
-        for number, way in gatherings.items()
-        for s in way.operands
-        for v in layout.stacked_in[s.position][:-1]
-    }
-    kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
-    slices = [body.inputs[i] for i in layout.stacked_in]
-    made = {v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)}
-    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept | made)
-    in_memory = stored(body.equations, body.rules, (), kept | made)
-    told = Kernels()
-    inner: dict[Value, list[Moment]] = {}  # by the first value that the equation makes
-
-    for v in slices:  # taken from stacks where they are read, and copied if a library's kernel reads them
-        if v in in_memory:
-            told.run((), [(v, v.nbytes)])
-    for e in body.equations:
-        rule, moved = body.rules[e.id], traffic[e.id]
-        places = {k: None if i is None else e.inputs[i] for k, i in moved.places}
-        if rule.separable:
-            told.fence(zip(e.outputs, e.inputs, strict=True))
-            continue
-        written = [v for v, own in zip(e.outputs, moved.writes, strict=True) if own]
-        if e.generates and not rule.kernels:
-            written = []
-        taken = told.buffers(e.values)
-        if written:
-            if rule.moments:
-                splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
-                inner[written[0]] = [
-                    tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
-                ]
-            held = max((sum(nbytes for nbytes, _ in moment) for moment in rule.moments), default=0)
-            makes = [(v, v.nbytes) for v in written]
-            if rule.kernels:
-                told.run_rounds(e.values, makes, places, held)
-            else:
-                taken_over = [v for v, shared in zip(e.inputs, moved.in_place, strict=True) if shared]
-                told.run(
-                    e.values, makes, places={e.outputs[k]: place for k, place in places.items()}, in_place=taken_over,
-                    part_of=None if places else moved.kernel,
-                )  # fmt: skip
-        for v in e.outputs:
-            if v not in written:
-                told.fuse(v, taken)
-    for v in kept:
-        told.leave(v)
-    found = live(told)
-    totals, count = held_by(found.ranges, told.sizes, found.order), len(found.order)
-    moments: list[Moment] = []
-    for k in range(_STRETCHES):
-        stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
-        if not stretch:
-            continue
-        at = max(stretch, key=lambda p: totals[p])
-        held_here: dict[frozenset[int], int] = defaultdict(int)
-        for buffer, (first, last) in found.ranges.items():
-            if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
-                piece = [in_pieces[held_value]] if held_value in in_pieces else []
-                held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
-        now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
-        first_made: Any = told.values[found.order[at].makes[0]]
-        moments += [(*now, *moment) for moment in inner.get(first_made, [()])]
-    return tuple(moments)
-
-
-def _cut_by(v: Value, numbered: Sequence[tuple[int, Cut]]) -> frozenset[int]:
-    return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
-
-
-def _outer(held: frozenset[int], splits: Mapping[int, int]) -> frozenset[int]:
-    """The outer factors, each with the inner one that it splits, of a body in a body."""
-    return frozenset(f for f, inner in splits.items() if inner in held)
-
-
-def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None:
-    if sides is None:
-        return None
-    batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides.each)
-    return Sides(batch, rows, columns, depth, sides.patches)
-
-
-def _unit(kernels: Sequence[Kernel]) -> Unit:
-    return "matmul" if any(kernel.sides for kernel in kernels) else "vector"
-
-
-def _kernels(
-    body: Body, numbered: Sequence[tuple[int, Cut]], layout: _Layout, times: float
-) -> tuple[Kernel, ...]:  # fmt: skip
-    """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
-    outputs = [v for v in body.outputs if isinstance(v, Value)]
-    traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
-    found: list[Kernel] = []
-    fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
-    for e in body.equations:
-        rule = body.rules[e.id]
-        splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
-        if rule.kernels:
-            found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
-            continue
-        moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
-        sides = _outer_sides(rule.sides, splits)
-        dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
-        if moved or sides:
-            launches = times * traffic[e.id].launches
-            found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling, times))
-        else:
-            fused[held, dtype] += flops
-    found += [
-        Kernel(0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count)
-        for v, often, count in _stacked(body, layout)
-    ]
-    return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
-
-
-def _stacked(body: Body, layout: _Layout) -> list[tuple[Value, int, int]]:
-    """What a round copies from stacks and to them: how often it is read or written for that, by how many kernels.
-
-    What products read is copied from a stack before, and what is read in the round to a stack afterwards. A stack is
-    filled with zeros before all rounds.
-    """
-    outputs = [v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)]
-    in_memory = stored(body.equations, body.rules, (), outputs)
-    read = {v for e in body.equations for v in e.values}.union(v for v in body.inputs if isinstance(v, Value))
-    taken = [(v, 2, 1) for i in layout.stacked_in if (v := body.inputs[i]) in in_memory]
-    return taken + [(v, 3, 1) if v in read else (v, 1, 0) for v in outputs]
-
-
-def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
-    """A kernel of a body in a body, in the outer one's factors."""
-    traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
-    sides = _outer_sides(kernel.sides, splits)
-    return dataclasses.replace(
-        kernel, flops=times * kernel.flops, held=_outer(kernel.held, splits), traffic=traffic, sides=sides,
-        times=times * kernel.times, rounds=times * kernel.rounds,
-    )  # fmt: skip
 
 
 def _hints(body: Body, numbered: Sequence[tuple[int, Cut]]) -> tuple[Hinted, ...]:

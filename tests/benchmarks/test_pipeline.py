@@ -19,7 +19,7 @@ def test_microbatches_in_flight(schedule: Any, expected: list[int]) -> None:
     cluster = autopar.cluster_from_devices(jax.devices()[:3])
     step = autopar.parallelize(train_step, cluster=cluster, method=method, batch_axes=(None, 0))
     params = {str(k): np.zeros((16, 16), np.float32) for k in range(6)}
-    worker = step.compile(params, {name: np.zeros((24, 16), np.float32) for name in "xy"})._runtime
+    worker = step.compile(params, {name: np.zeros((24, 16), np.float32) for name in "xy"})._worker
     assert [most_in_flight(worker, stage, 4 * 16) for stage in range(3)] == expected
 
 

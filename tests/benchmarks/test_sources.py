@@ -119,7 +119,7 @@ def test_the_solver_of_this_checkout_depends_on_no_costs() -> None:
     data = {path.name for path in found.data("benchmarks.accuracy")}
     assert {"p3.16xlarge.json", "alpa_osdi22_measured.json", "gpu.json"} <= data
     assert "best_costs.json" not in data
-    runtime = {"autopar.runtime.executable", "autopar.runtime.launcher"}
+    runtime = {"autopar.runtime.worker", "autopar.runtime.launcher"}
     pipeline = {"benchmarks.pipeline_processes", "autopar.__main__", *runtime}
     assert pipeline <= set(found.modules("benchmarks.pipeline"))
     assert "best_costs.json" in {path.name for path in found.data("benchmarks.intra_op_solver")}

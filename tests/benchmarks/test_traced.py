@@ -45,5 +45,5 @@ def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(su
 def test_verdicts_depend_on_nothing_that_runs_steps(suite: str) -> None:
     modules = Sources().modules(suite)
     assert "autopar.compiling.verifier" in modules
-    running = {"autopar", "autopar.api", "autopar.executable", "autopar.runtime.executable", "autopar.runtime.transfer"}
+    running = {"autopar", "autopar.api", "autopar.executable", "autopar.runtime.worker", "autopar.runtime.transfer"}
     assert running.isdisjoint(modules)

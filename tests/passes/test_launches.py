@@ -152,7 +152,7 @@ def test_what_a_program_makes_goes_to_the_next_stage_together() -> None:
     x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
     found = autopar.parallelize(step, devices=jax.devices()[:2], method=gpipe(2, 2), batch_axes=(None, 0))
     executable = found.compile(weights, x)
-    together = executable._runtime.wiring.instructions.together()
+    together = executable._worker.wiring.instructions.together()
     sizes = collections.Counter(together.values())
     assert sum(size == 2 for size in sizes.values()) >= 2, "two values go forward in each microbatch"
     for ours, theirs in zip(*map(jax.tree.leaves, (found(weights, x), jax.jit(step)(weights, x))), strict=True):

@@ -50,7 +50,7 @@ def main(address: str, folder: pathlib.Path, what: str, names: list[str]) -> Non
 
 def batches(case: cases.Compiled) -> Any:
     """This process's part of each."""
-    rows = case.executable._runtime.rows.numbers
+    rows = case.executable._worker.rows.numbers
     return case.step.batches(jax.tree.map(lambda x: x[rows], batch) for batch in case.batches)
 
 

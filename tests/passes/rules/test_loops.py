@@ -24,7 +24,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.ir.sharding import Collective, Sharding
 from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings
-from autopar.passes.rules import nested as bodies
+from autopar.passes.rules import propagation as bodies
 from autopar.passes.rules import table
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.tracing.trace import trace
@@ -534,8 +534,8 @@ def test_gradients_that_a_loop_adds_up_are_carried_as_addends_all_at_once(
         return lax.scan(add, [jnp.zeros_like(w) for w in weights], x)[0]
 
     carrying: list[bool] = []
-    propagate = bodies._Propagation.run
-    monkeypatch.setattr(bodies._Propagation, "run", run)
+    propagate = bodies.Propagation.run
+    monkeypatch.setattr(bodies.Propagation, "run", run)
     weights, x = [jnp.ones(3)] * parameters, jnp.ones((4, 8, 3))
     graph = trace(step, (weights, x), {}, name="step")
     [scan] = [e for e in graph.equations if e.primitive.name == "scan"]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import collections
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
 import math
 import operator
-import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import PlanMismatchError, StateError, StateLostError
+from autopar.errors import StateError, StateLostError
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, Free, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
@@ -27,55 +24,26 @@ from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
 from autopar.runtime.host_memory import keep_memory
 from autopar.runtime.mail import Mail, state_of
 from autopar.runtime.placement import Array, absent, is_here, place, private, sliceable
-from autopar.runtime.processes import Processes, compiler_options
-from autopar.runtime.source import Source, compile_options
+from autopar.runtime.preparing import (
+    DirectCall,
+    HowToCopy,
+    Put,
+    Together,
+    changed_by,
+    compile_all,
+    copied,
+    getter_of,
+    is_deleted,
+    spans_of,
+    zero_programs,
+)
+from autopar.runtime.processes import Processes
+from autopar.runtime.source import Source
 from autopar.runtime.transfer import Sending, TileTransfer, needs_waits, send
 
 _IS_DELETED = operator.methodcaller("is_deleted")
 _DELETE = operator.methodcaller("delete")
 _UNGUARDED = contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Direct:
-    """How a step that is one program is called. Of thousands of leaves each further look takes as long as the program.
-
-    Positions are those in the arguments' leaves, what is always the same after them, and then what is moved and has no
-    leaf's position to itself.
-    """
-
-    program: int
-    arguments: Callable[[Sequence[Any]], Sequence[Any]]
-    after: Sequence[Any]  # the leaves: what is always the same, and None for what is moved
-    moved: Sequence[tuple[Register, int]]
-    results: Callable[[Sequence[Any]], Sequence[Any]] | None  # of what it returns, and None after it; None: as they are
-    passes: Sequence[tuple[int, int]]  # results that are arguments
-    given: Callable[[Sequence[Any]], Sequence[Any]]  # leaves of the state that the program takes over
-
-
-class _HowToCopy(NamedTuple):
-    source: Register
-    target: Register
-    tiles: TileTransfer
-    may_alias: bool  # as in `Sending`
-    is_fragile: bool
-
-
-class _Put(NamedTuple):
-    """A copy within this process that is one call of `jax.device_put`."""
-
-    source: Register
-    target: Register
-    destination: jax.Device | jax.sharding.NamedSharding
-    may_alias: bool  # as in `Sending`
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Together:
-    """Copies that are one message, or cut and join tiles."""
-
-    number: int
-    copies: list[_HowToCopy] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +75,7 @@ class Wiring:
         return frozenset(stage for stage, there in enumerate(self.processes) if process in there)
 
 
-class Executable:
+class Worker:
     """Runs a step. Everything is compiled and constants are placed when it is made.
 
     Of several processes each compiles and runs what it has devices for. Results of other processes' stages are arrays
@@ -120,7 +88,7 @@ class Executable:
         here = [i for i, source in enumerate(sources) if is_here(source.mesh)]
         self.sources = tuple(sources[i] for i in here)  # of this process
         keep_memory(device for source in self.sources for device in source.mesh.local_devices)
-        self.programs = _compile(self.sources)
+        self.programs = compile_all(self.sources)
         for transfer in wiring.transfers:
             transfer.compile()
         self._calls = dict(zip(here, self.programs, strict=True))
@@ -133,7 +101,7 @@ class Executable:
         permanent = [(r, x, a) for r, x, a in permanent if is_here(a.sharding.mesh)]
         placed = place([c for _, c, _ in permanent], [a.sharding for _, _, a in permanent])
         self._permanent = [(r, x) for (r, _, _), x in zip(permanent, placed, strict=True)]
-        self._sums = _zero_programs({r: a for r, a in wiring.sums.items() if is_here(a.sharding.mesh)})
+        self._sums = zero_programs({r: a for r, a in wiring.sums.items() if is_here(a.sharding.mesh)})
         self._homes = {v: a for v, a in wiring.homes.items() if is_here(a.sharding.mesh)}
         self._feeds = {r: feed for r, feed in wiring.feeds.items() if is_here(feed[-1].sharding.mesh)}
         self._leaf_at = {v: i for i, v in enumerate(wiring.inputs)}
@@ -148,7 +116,7 @@ class Executable:
                 passed[k] = functools.partial(_constant, nothing)
         self._passed = list(passed.items())
         nowhere = instructions.num_registers  # a register more, for results that no program makes
-        self._results = _getter(nowhere if register is None else register for register in instructions.results)
+        self._results = getter_of(nowhere if register is None else register for register in instructions.results)
         given = {i.inputs[k] for i in instructions.instructions if isinstance(i, Run) for k in i.donated}
         # Of each leaf that lies here, where it goes, and the result that comes in its place.
         self._kept = [(self._leaf_at[v], instructions.leaves[v], array) for v, array in self._homes.items()]
@@ -173,8 +141,8 @@ class Executable:
         self._instructions = instructions.of_stages(wiring.stages_of(jax.process_index()))
         # Beside each program of the list what gets its arguments, and the registers that are written or freed.
         played = self._with_copies_together(instructions, state)
-        getters = [_getter(i.inputs if isinstance(i, Run) else ()) for i in played]
-        self._list = list(zip(played, getters, [_spans(_changed(i)) for i in played], strict=True))
+        getters = [getter_of(i.inputs if isinstance(i, Run) else ()) for i in played]
+        self._list = list(zip(played, getters, [spans_of(changed_by(i)) for i in played], strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
         self._mail = None
         if job is not None:
@@ -211,17 +179,19 @@ class Executable:
         self._stays = [(at, register) for at, register, _ in self._kept if at in there]
         self._brought = [kept for kept in self._kept if kept[0] not in there]
         split = [at for at in expected if at in self._small], [at for at in expected if at not in self._small]
-        self._state = tuple(map(_getter, split))
+        self._state = tuple(map(getter_of, split))
         # The first program finds out by itself that one is gone.
         taken = next((set(i.inputs) for i in self._instructions if isinstance(i, Run)), set())
-        self._unchecked = _getter(at for at, register in self._stays if register not in taken)
+        self._unchecked = getter_of(at for at, register in self._stays if register not in taken)
         # Where a call's results, and after them its arguments, have what it leaves.
         count = len(self.wiring.results)
         self._leaves_results = all(self._next[at] is not None for at in expected)
-        self._left = tuple(_getter(count + at if (k := self._next[at]) is None else k for at in part) for part in split)
+        self._left = tuple(
+            getter_of(count + at if (k := self._next[at]) is None else k for at in part) for part in split
+        )
         self._direct = self._direct_call()
 
-    def _direct_call(self) -> _Direct | None:
+    def _direct_call(self) -> DirectCall | None:
         """Of a step that is one program, where its arguments come from while calls know the state; None: it is not."""
         runs = [i for i in self._instructions if isinstance(i, Run)]
         copies = any(isinstance(i, Copy) for i in self._instructions)
@@ -237,22 +207,22 @@ class Executable:
         at |= {register: leaf for leaf, register in self._stays}
         made = {register: k for k, register in enumerate(run.outputs)}
         results = [made.get(-1 if r is None else r, len(made)) for r in self.wiring.instructions.results]
-        return _Direct(
-            run.program, _getter(at[register] for register in run.inputs),
+        return DirectCall(
+            run.program, getter_of(at[register] for register in run.inputs),
             [*[x for _, x in self._permanent], *[None] * (len(after) - len(self._permanent))],
             [(register, at[register]) for register in moved],
-            None if results == list(range(len(made))) else _getter(results),
+            None if results == list(range(len(made))) else getter_of(results),
             [(k, at[register]) for k, register in self._passes],
-            _getter(sorted(at[r] for k in run.donated if (r := run.inputs[k]) not in moved)),
+            getter_of(sorted(at[r] for k in run.donated if (r := run.inputs[k]) not in moved)),
         )  # fmt: skip
 
     def _with_copies_together(
         self, instructions: InstructionList, state: Set[Register]
-    ) -> list[Run | Free | _Put | _Together]:
+    ) -> list[Run | Free | Put | Together]:
         """This process's list; copies that go together are where the first of them is."""
         first_of = instructions.together()
-        groups: dict[int, _Together] = {}
-        found: list[Run | Free | _Put | _Together] = []
+        groups: dict[int, Together] = {}
+        found: list[Run | Free | Put | Together] = []
         for instruction in self._instructions:
             if not isinstance(instruction, Copy):
                 found.append(instruction)
@@ -260,13 +230,13 @@ class Executable:
             tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
             source, target = instruction.source, instruction.target
             if tiles.is_put:
-                found.append(_Put(source, target, tiles.destination, may_alias))
+                found.append(Put(source, target, tiles.destination, may_alias))
                 continue
             first = first_of[instruction.number]
             if first not in groups:
-                groups[first] = _Together(first)
+                groups[first] = Together(first)
                 found.append(groups[first])
-            groups[first].copies.append(_HowToCopy(source, target, tiles, may_alias, source in state))
+            groups[first].copies.append(HowToCopy(source, target, tiles, may_alias, source in state))
         return found
 
     def knows(self, leaves: Sequence[Any]) -> bool:
@@ -316,10 +286,10 @@ class Executable:
                     outputs = self._launch(instruction.program, arguments_of(registers))
                     for there, found in spans:
                         registers[there] = outputs[found]
-                elif isinstance(instruction, _Put):
+                elif isinstance(instruction, Put):
                     source, to, destination, may_alias = instruction
                     registers[to] = jax.device_put(registers[source], destination, may_alias=may_alias)
-                elif isinstance(instruction, _Together):
+                elif isinstance(instruction, Together):
                     message = None if self._mail is None else self._mail.message(instruction.number)
                     sent = [
                         Sending(tiles, registers[source], may_alias, is_fragile)
@@ -347,7 +317,7 @@ class Executable:
             self._expect(leaves, in_place, returned)
         return returned
 
-    def _call_direct(self, direct: _Direct, leaves: Sequence[Any]) -> Sequence[Any]:
+    def _call_direct(self, direct: DirectCall, leaves: Sequence[Any]) -> Sequence[Any]:
         """As `__call__`, of a step that is one program, called with the state that it left."""
         moved: dict[Register, Any] = {}
         self._bring(leaves, moved, as_numpy=True)
@@ -537,34 +507,6 @@ class Executable:
             registers[register] = x
 
 
-def _getter(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
-    """What a sequence has at these positions."""
-    at = tuple(positions)
-    if at and at == tuple(range(at[0], at[0] + len(at))):
-        return operator.itemgetter(slice(at[0], at[-1] + 1))
-    return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
-
-
-def _changed(instruction: Run | Free | _Put | _Together) -> Sequence[Register]:
-    """The registers that a program's results go to, in their order, or that are freed."""
-    if isinstance(instruction, Run):
-        return instruction.outputs
-    return sorted(instruction.registers) if isinstance(instruction, Free) else ()
-
-
-def _spans(registers: Sequence[Register]) -> list[tuple[slice, slice]]:
-    """Registers that follow one another, and where in the sequence they are."""
-    found: list[tuple[slice, slice]] = []
-    for at, register in enumerate(registers):
-        if found and found[-1][0].stop == register:
-            span, positions = found.pop()
-            first, start = span.start, positions.start
-        else:
-            first, start = register, at
-        found.append((slice(first, register + 1), slice(start, at + 1)))
-    return found
-
-
 def _wait_for(outputs: Sequence[jax.Array]) -> None:
     """Wait for a program to end on its devices: all its results are there at once."""
     if outputs:
@@ -581,67 +523,9 @@ def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
     return x
 
 
-def is_deleted(leaf: Any) -> bool:
-    """Whether an argument was given away and is gone; what lies on the host never is."""
-    return isinstance(leaf, jax.Array) and leaf.is_deleted()
-
-
-def copied(leaf: Any) -> Any:
-    """An argument of which the original may be given away; those of the host are copied where they are placed."""
-    return leaf.copy() if isinstance(leaf, jax.Array) else leaf
-
-
-def on_device(leaf: Any) -> Any:
-    """An argument as JAX's array; those of the host are copied."""
-    return leaf if isinstance(leaf, jax.Array) else jnp.array(leaf)
-
-
 def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
     """One microbatch's slice of a batch argument (on the host, if that is where it is)."""
     if count == 1:
         return leaf
     size = batch.size // count
     return sliceable(leaf)[(slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)]
-
-
-def _compile(sources: Sequence[Source]) -> list[Any]:
-    """Trace and lower one after the other, compile side by side (XLA compiles outside the interpreter's lock)."""
-    lowered, options = [], []
-    for source in sources:
-        traced = source.trace()
-        options.append(compile_options(source, traced))
-        lowered.append(traced.lower())
-    with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
-        return list(pool.map(lambda low, chosen: low.compile(chosen), lowered, options))
-
-
-def _zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, ...], Any]]:
-    """One program a mesh that makes all its running sums."""
-    by_mesh: dict[Any, list[Register]] = {}
-    for register, array in sums.items():
-        by_mesh.setdefault(array.sharding.mesh, []).append(register)
-    found = []
-    for registers in by_mesh.values():
-        arrays = [sums[r] for r in registers]
-
-        def zeros(arrays: list[Array] = arrays) -> list[Any]:
-            return [jnp.zeros(a.shape, a.dtype) for a in arrays]
-
-        compiled = (
-            jax.jit(zeros, out_shardings=[a.sharding for a in arrays])
-            .lower()
-            .compile(compiler_options(arrays[0].sharding.mesh.devices.flat))
-        )
-        found.append((tuple(registers), compiled))
-    return found
-
-
-def check_devices(wanted: int, devices: Sequence[jax.Device]) -> None:
-    """Raise unless there are enough devices for a plan."""
-    if len(devices) < wanted:
-        processes = len({device.process_index for device in devices})
-        raise PlanMismatchError(
-            f"the plan is for {wanted} devices, there are {len(devices)}"
-            f"{f' (of {processes} processes)' if processes > 1 else ''}: plan for those there are, or start more "
-            "(jax_num_cpu_devices makes virtual ones)."
-        )

@@ -1,0 +1,181 @@
+"""What the rounds of a loop hold in memory, and the kernels that they run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.cost_model.fusion import memory_traffic, moved_values, stored
+from autopar.cost_model.order import Kernels, held_by, live
+from autopar.ir.graph import BatchDim, Value
+from autopar.ir.rule import (
+    Gathering,
+    Kernel,
+    Moment,
+    Sides,
+    Unit,
+)
+from autopar.passes.rules.propagation import Body, Cut
+
+_STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopLayout:
+    """Which inputs and outputs of the body the operands and results of the equation are."""
+
+    inputs: Sequence[int | None]  # None: a scalar beside the body
+    outputs: Sequence[int]
+    # Of the body's inputs those with a leading axis of rounds, each with its way to where it is gathered.
+    stacked_in: Mapping[int, tuple[Value, ...]] = dataclasses.field(default_factory=dict)
+    stacked_out: Sequence[int] = ()
+    length: int = 1
+
+
+def moments_of(
+    body: Body, numbered: Sequence[tuple[int, Cut]], layout: LoopLayout, gatherings: Mapping[int, Gathering]
+) -> tuple[Moment, ...]:  # fmt: skip
+    """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it.
+
+    Gatherings are by the number of their choice; what they keep in pieces is cut by that.
+    """
+    in_pieces = {
+        v: number
+        for number, way in gatherings.items()
+        for s in way.operands
+        for v in layout.stacked_in[s.position][:-1]
+    }
+    kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
+    slices = [body.inputs[i] for i in layout.stacked_in]
+    made = {v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)}
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept | made)
+    in_memory = stored(body.equations, body.rules, (), kept | made)
+    told = Kernels()
+    inner: dict[Value, list[Moment]] = {}  # by the first value that the equation makes
+
+    for v in slices:  # taken from stacks where they are read, and copied if a library's kernel reads them
+        if v in in_memory:
+            told.run((), [(v, v.nbytes)])
+    for e in body.equations:
+        rule, moved = body.rules[e.id], traffic[e.id]
+        places = {k: None if i is None else e.inputs[i] for k, i in moved.places}
+        if rule.separable:
+            told.fence(zip(e.outputs, e.inputs, strict=True))
+            continue
+        written = [v for v, own in zip(e.outputs, moved.writes, strict=True) if own]
+        if e.generates and not rule.kernels:
+            written = []
+        taken = told.buffers(e.values)
+        if written:
+            if rule.moments:
+                splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+                inner[written[0]] = [
+                    tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
+                ]
+            held = max((sum(nbytes for nbytes, _ in moment) for moment in rule.moments), default=0)
+            makes = [(v, v.nbytes) for v in written]
+            if rule.kernels:
+                told.run_rounds(e.values, makes, places, held)
+            else:
+                taken_over = [v for v, shared in zip(e.inputs, moved.in_place, strict=True) if shared]
+                told.run(
+                    e.values, makes, places={e.outputs[k]: place for k, place in places.items()}, in_place=taken_over,
+                    part_of=None if places else moved.kernel,
+                )  # fmt: skip
+        for v in e.outputs:
+            if v not in written:
+                told.fuse(v, taken)
+    for v in kept:
+        told.leave(v)
+    found = live(told)
+    totals, count = held_by(found.ranges, told.sizes, found.order), len(found.order)
+    moments: list[Moment] = []
+    for k in range(_STRETCHES):
+        stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
+        if not stretch:
+            continue
+        at = max(stretch, key=lambda p: totals[p])
+        held_here: dict[frozenset[int], int] = defaultdict(int)
+        for buffer, (first, last) in found.ranges.items():
+            if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
+                piece = [in_pieces[held_value]] if held_value in in_pieces else []
+                held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
+        now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
+        first_made: Any = told.values[found.order[at].makes[0]]
+        moments += [(*now, *moment) for moment in inner.get(first_made, [()])]
+    return tuple(moments)
+
+
+def _cut_by(v: Value, numbered: Sequence[tuple[int, Cut]]) -> frozenset[int]:
+    return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
+
+
+def _outer(held: frozenset[int], splits: Mapping[int, int]) -> frozenset[int]:
+    """The outer factors, each with the inner one that it splits, of a body in a body."""
+    return frozenset(f for f, inner in splits.items() if inner in held)
+
+
+def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None:
+    if sides is None:
+        return None
+    batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides.each)
+    return Sides(batch, rows, columns, depth, sides.patches)
+
+
+def unit_of(kernels: Sequence[Kernel]) -> Unit:
+    """What computes them: matrix units where any is a product."""
+    return "matmul" if any(kernel.sides for kernel in kernels) else "vector"
+
+
+def kernels_of_rounds(
+    body: Body, numbered: Sequence[tuple[int, Cut]], layout: LoopLayout, times: float
+) -> tuple[Kernel, ...]:  # fmt: skip
+    """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
+    outputs = [v for v in body.outputs if isinstance(v, Value)]
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
+    found: list[Kernel] = []
+    fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
+    for e in body.equations:
+        rule = body.rules[e.id]
+        splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+        if rule.kernels:
+            found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
+            continue
+        moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
+        sides = _outer_sides(rule.sides, splits)
+        dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
+        if moved or sides:
+            launches = times * traffic[e.id].launches
+            found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling, times))
+        else:
+            fused[held, dtype] += flops
+    found += [
+        Kernel(0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count)
+        for v, often, count in _stacked(body, layout)
+    ]
+    return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
+
+
+def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:
+    """What a round copies from stacks and to them: how often it is read or written for that, by how many kernels.
+
+    What products read is copied from a stack before, and what is read in the round to a stack afterwards. A stack is
+    filled with zeros before all rounds.
+    """
+    outputs = [v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)]
+    in_memory = stored(body.equations, body.rules, (), outputs)
+    read = {v for e in body.equations for v in e.values}.union(v for v in body.inputs if isinstance(v, Value))
+    taken = [(v, 2, 1) for i in layout.stacked_in if (v := body.inputs[i]) in in_memory]
+    return taken + [(v, 3, 1) if v in read else (v, 1, 0) for v in outputs]
+
+
+def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
+    """A kernel of a body in a body, in the outer one's factors."""
+    traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
+    sides = _outer_sides(kernel.sides, splits)
+    return dataclasses.replace(
+        kernel, flops=times * kernel.flops, held=_outer(kernel.held, splits), traffic=traffic, sides=sides,
+        times=times * kernel.times, rounds=times * kernel.rounds,
+    )  # fmt: skip
