@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypedDict, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 
 from autopar.batches import Batches
 from autopar.errors import PlanError, TraceError
@@ -249,6 +250,17 @@ def _homes(leader: Executable, graph: Graph, leaves: Sequence[Any]) -> dict[int,
     return homes_of(leader.plan, leader.graph, leader._devices, graph, leaves)
 
 
+def _reduces_own_dtype(dtype: Any) -> bool:
+    if dtype is None:
+        return True
+    try:
+        if jnp.dtype(dtype) == jnp.float32:
+            return False
+    except TypeError:
+        pass
+    raise PlanError(f"reduce_dtype={dtype!r}: pass float32, or None for the numbers' own dtype.")
+
+
 def _microbatches(number: str | int) -> int | None:
     if number == "auto":
         return None
@@ -271,7 +283,7 @@ class Given(TypedDict, total=False):
     devices: Sequence[jax.Device] | None
     follow: Parallelized | None
     hints: Mapping[str, Any] | None
-    narrow_sums: bool
+    reduce_dtype: Any
 
 
 @overload
@@ -292,7 +304,7 @@ def parallelize(
     devices: Sequence[jax.Device] | None = None,
     follow: Parallelized | None = None,
     hints: Mapping[str, Any] | None = None,
-    narrow_sums: bool = False,
+    reduce_dtype: Any = jnp.float32,
 ) -> Parallelized | Callable[[Callable[..., Any]], Parallelized]:
     """Run a plain JAX step on all devices there are, planned for the least step time.
 
@@ -313,8 +325,8 @@ def parallelize(
       follow: another parallelized function, called or compiled before, whose state this one takes where it lies.
       hints: how arguments have to be cut, a spec of `autopar.hint` by the path of a leaf, such as
         `{"state['params']['w*']": (None, -1)}`; '*' stands for any text, '?' for any character.
-      narrow_sums: numbers of 16 bits are added up over microbatches and devices in 16 bits, not in 32 as otherwise:
-        half the memory and traffic of their gradients, which become less exact.
+      reduce_dtype: in which numbers of 16 bits are added up over microbatches and devices. Float32, or None: their own,
+        which halves the memory and traffic of their gradients, and makes these less exact.
 
     Raises:
       TraceError, BatchAxisError, MicrobatchError, InfeasiblePlanError, ..: see `autopar.errors`; at the first call.
@@ -322,7 +334,7 @@ def parallelize(
     options = Options(
         num_microbatches=_microbatches(num_microbatches), batch_axes=batch_axes,
         hints={pattern: Hint.of(spec, f"hints[{pattern!r}]") for pattern, spec in (hints or {}).items()},
-        narrow_sums=narrow_sums, cluster=cluster, method=as_method(method),
+        reduces_own_dtype=_reduces_own_dtype(reduce_dtype), cluster=cluster, method=as_method(method),
         devices=None if devices is None else tuple(devices),
     )  # fmt: skip
 

@@ -74,7 +74,7 @@ def _predict(row: Measurement, way: Way) -> Prediction:
     method = dataclasses.replace(way.method, remat=False)  # what ran computed again what the model says
     try:
         with warnings.catch_warnings(action="ignore"):
-            step = trace(function, state, batch, num_microbatches=way.num_microbatches, narrow_sums=True)
+            step = trace(function, state, batch, num_microbatches=way.num_microbatches, reduces_own_dtype=True)
             plan = _searched(step, row.cluster, method)
     except (InfeasiblePlanError, PlanError) as error:
         return Prediction(None, None, time.process_time() - started, f"{type(error).__name__}: {error}")

@@ -197,7 +197,7 @@ def planned(case: Case, method: Method) -> Outcome:
     # Those who ran these summed in 16 bits what has 16.
     try:
         with warnings.catch_warnings(action="ignore"):
-            plan, _ = trace(function, state, batch, narrow_sums=True).search(
+            plan, _ = trace(function, state, batch, reduces_own_dtype=True).search(
                 case.cluster, method, with_relaxations=False
             )
     except UserError as error:  # nothing fits, or the batch cannot be cut so

@@ -14,9 +14,9 @@ from autopar.tracing.calls import StepFunction
 
 
 def trace(
-    function: Callable[..., Any], *args: Any, num_microbatches: int | None = None, narrow_sums: bool = False
+    function: Callable[..., Any], *args: Any, num_microbatches: int | None = None, reduces_own_dtype: bool = False
 ) -> TracedStep:
     """For arguments of these shapes; the options are those of `parallelize`."""
     step = StepFunction(function)
-    options = TraceOptions(num_microbatches=num_microbatches, narrow_sums=narrow_sums)
+    options = TraceOptions(num_microbatches=num_microbatches, reduces_own_dtype=reduces_own_dtype)
     return trace_step(step, step.call(args, {}), options)

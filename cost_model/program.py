@@ -164,7 +164,7 @@ def _op_cost(
         for step in op.steps:
             axes = step_axes(step, mesh)
             if axes:
-                payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.narrow)
+                payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.sum_itemsize)
                 communication += price(step.kind, axes, payload)
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
@@ -375,7 +375,7 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels, price: StepPrice) -> None:
             nbytes = (value.sum_nbytes if wide else value.nbytes) // math.prod(after.tiles(mesh))
             dtype = value.held_dtype(wide)
             combines = sums or step.kind == "all_gather"
-            payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.narrow)
+            payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.sum_itemsize)
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
             key = Combining((step.kind, axes, dtype), sums, latency) if combines else None
             places = {there: here} if step.kind == "all_reduce" else {}

@@ -80,11 +80,15 @@ def step_result(step: ReshardStep, sharding: Sharding) -> Sharding:
 
 
 def step_payload(
-    step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh, narrow: bool = False
+    step: ReshardStep, shape: tuple[int, ...], itemsize: int, sharding: Sharding, mesh: Mesh, summed: int | None = None
 ) -> int:
-    """Bytes of the local result of the step applied to `sharding`; of the local operand for a reduce-scatter."""
+    """Bytes of the local result of the step applied to `sharding`; of the local operand for a reduce-scatter.
+
+    `summed`: bytes of an element of partial sums; default: see `sum_itemsize`.
+    """
+    summed = sum_itemsize(itemsize) if summed is None else summed
     state = sharding if step.kind == "reduce_scatter" else step_result(step, sharding)
-    width = sum_itemsize(itemsize, narrow) if step.kind in SUM_KINDS or state.partial else itemsize
+    width = summed if step.kind in SUM_KINDS or state.partial else itemsize
     return math.prod(state.local_shape(shape, mesh)) * width
 
 
@@ -131,14 +135,14 @@ def step_collectives(
     itemsize: int,
     before: Sharding,
     mesh: Mesh,
-    narrow: bool = False,
+    summed: int | None = None,
 ) -> tuple[Collective, ...]:
     """The collectives among the steps, in order; steps over axes of size 1 are none."""
     found = []
     for step in steps:
         axes = step_axes(step, mesh)
         if axes and step.kind not in LOCAL_KINDS:
-            found.append(Collective(step.kind, axes, step_payload(step, shape, itemsize, before, mesh, narrow)))
+            found.append(Collective(step.kind, axes, step_payload(step, shape, itemsize, before, mesh, summed)))
         before = step_result(step, before)
     return tuple(found)
 
@@ -320,9 +324,9 @@ class _Prices:
 class Resharder:
     """Plans and prices reshardings on one mesh; remembers what it found."""
 
-    def __init__(self, mesh: Mesh, price: StepPrice, narrow: bool = False, dispatch: float = 0.0) -> None:
-        """`narrow`: see `sum_dtype`; `dispatch`: seconds to start a program."""
-        self.mesh, self.narrow, self._dispatch = mesh, narrow, dispatch
+    def __init__(self, mesh: Mesh, price: StepPrice, least_sum_bytes: int = 4, dispatch: float = 0.0) -> None:
+        """`least_sum_bytes`: see `sum_itemsize`; `dispatch`: seconds to start a program."""
+        self.mesh, self._least_sum_bytes, self._dispatch = mesh, least_sum_bytes, dispatch
         self._price = price
         # Meshes that differ only in their devices share the network.
         self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
@@ -333,7 +337,7 @@ class Resharder:
 
     def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _Prices:
         gcds, size = tuple(math.gcd(n, self.mesh.size) for n in shape), math.prod(shape)
-        return self._prices(gcds, size * itemsize, size * sum_itemsize(itemsize, self.narrow))
+        return self._prices(gcds, size * itemsize, size * sum_itemsize(itemsize, self._least_sum_bytes))
 
     def _states(self, prices: _Prices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
         """Indices of the shardings. Raises InternalError for one that the array cannot have."""
@@ -367,7 +371,8 @@ class Resharder:
     ) -> tuple[Collective, ...]:
         """The collectives of the cheapest steps, in order."""
         steps = self.plan(shape, itemsize, source, target)
-        return step_collectives(steps, shape, itemsize, source, self.mesh, self.narrow)
+        summed = sum_itemsize(itemsize, self._least_sum_bytes)
+        return step_collectives(steps, shape, itemsize, source, self.mesh, summed)
 
     def matrix(
         self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]

@@ -54,7 +54,7 @@ def put_off(
 def split_loops(graph: Graph, rule_of: Callable[[Equation], Rule]) -> Graph:
     """The graph with each loop of the backward pass in two, where it computes gradients that no round waits for."""
     values = [*graph.inputs, *graph.constants, *(v for e in graph.equations for v in e.outputs)]
-    builder = Builder(1 + max((v.id for v in values), default=-1), narrow=graph.narrow_sums)
+    builder = Builder(1 + max((v.id for v in values), default=-1), least_sum_bytes=graph.least_sum_bytes)
     renamed: dict[Operand, Operand] = {}
     for eqn in graph.equations:
         inputs = [renamed.get(v, v) for v in eqn.inputs]

@@ -16,19 +16,19 @@ import numpy as np
 
 from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
-from autopar.ir.graph import sum_dtype
+from autopar.ir.graph import Value, accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import halo_hops
-from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum_itemsize
+from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
 
 
 def apply_steps(
-    x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh, dtype: Any, narrow: bool = False
+    x: Any, steps: Sequence[ReshardStep], before: Sharding, mesh: Mesh, dtype: Any, summed: Any = None
 ) -> Any:
     """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
 
-    `before` is the sharding of the piece, `dtype` that of the whole; addends are held as they are summed, in two bytes
-    if that is enough (`narrow`, see `sum_dtype`). PRNG keys travel as their words, which are never summed. Of arrays
+    `before` is the sharding of the piece, `dtype` that of the whole, `summed` that of partial sums (default: see
+    `accumulator_dtype`). PRNG keys travel as their words, which are never summed. Of arrays
     without elements nothing is sent.
     """
     if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -38,32 +38,32 @@ def apply_steps(
         return jax.random.wrap_key_data(
             apply_steps(words, steps, whole, mesh, words.dtype), impl=jax.random.key_impl(x)
         )
+    summed = accumulator_dtype(dtype) if summed is None else summed
     whole_shape = tuple(size * n for size, n in zip(x.shape, before.tiles(mesh), strict=True))
     for step in steps:
         before = step_result(step, before)
         # XLA refuses some collectives of arrays without elements.
         x = _apply(x, step, mesh) if x.size else jnp.zeros(before.local_shape(whole_shape, mesh), x.dtype)
-        x = x.astype(sum_dtype(dtype, narrow) if before.partial else dtype)
+        x = x.astype(summed if before.partial else dtype)
     return x
 
 
-def sum_kinds(size: int, itemsize: int, count: int, narrow: bool = False) -> tuple[tuple[StepKind, int], ...]:
+def sum_kinds(size: int, itemsize: int, summed: int, count: int) -> tuple[tuple[StepKind, int], ...]:
     """The collectives of a sum over `count` devices of so many elements, each with the bytes of an element in it.
 
-    What is summed in a wider type than its own is gathered in its own: three quarters of the bytes.
+    What is summed in a wider type than its own (`summed` bytes) is gathered in its own: three quarters of the bytes.
     """
-    wide = sum_itemsize(itemsize, narrow)
-    if wide == itemsize or not size or size % count:
-        return (("all_reduce", wide),)
-    return (("reduce_scatter", wide), ("all_gather", itemsize))
+    if summed == itemsize or not size or size % count:
+        return (("all_reduce", summed),)
+    return (("reduce_scatter", summed), ("all_gather", itemsize))
 
 
-def psum_at_once(x: Any, axes: Sequence[str], dtype: Any, narrow: bool) -> Any:
-    """The sum over mesh axes of addends of a value of type `dtype`, by `sum_kinds`."""
-    x = x.astype(sum_dtype(dtype, narrow))
-    if len(sum_kinds(x.size, jnp.dtype(dtype).itemsize, jax.lax.axis_size(tuple(axes)), narrow)) == 1:
+def psum_at_once(x: Any, axes: Sequence[str], value: Value) -> Any:
+    """The sum over mesh axes of partial sums of a value, by `sum_kinds`."""
+    x = x.astype(value.accumulator_dtype)
+    if len(sum_kinds(x.size, value.itemsize, value.sum_itemsize, jax.lax.axis_size(tuple(axes)))) == 1:
         return jax.lax.psum(x, tuple(axes))
-    return all_gather(psum_scatter(x.reshape(-1), axes, 0).astype(dtype), axes, 0).reshape(x.shape)
+    return all_gather(psum_scatter(x.reshape(-1), axes, 0).astype(value.dtype), axes, 0).reshape(x.shape)
 
 
 def extreme_itemsize(dtype: Any) -> int:

@@ -168,7 +168,7 @@ class _Piece(Local):
         self.start_matters = True
         return jnp.int32(self.start_unit * self.split.batch.inner)
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+    def total(self, factor: int, x: Any, value: Value) -> Any:
         raise Unsplittable("pieces are added up on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -181,7 +181,7 @@ class Cutter:
     def __init__(self, spread: Spread) -> None:
         self.spread, self.graph = spread, spread.graph
         values = [*self.graph.inputs, *self.graph.constants, *(v for e in self.graph.equations for v in e.outputs)]
-        self.builder = Builder(1 + max((v.id for v in values), default=-1), narrow=self.graph.narrow_sums)
+        self.builder = Builder(1 + max((v.id for v in values), default=-1), least_sum_bytes=self.graph.least_sum_bytes)
         self.wholes: dict[Value, Operand] = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
         self.pieces: dict[tuple[Value, BatchDim, Bounds], list[Operand]] = {}
         self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal pieces are traced once

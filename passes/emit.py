@@ -78,8 +78,8 @@ class SpaceLocal(Local):
             index = index * self.mesh.axis_size(axis) + jax.lax.axis_index(axis).astype(jnp.int32)
         return index * self.size(factor)
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
-        return psum_at_once(x, self.axes[factor], dtype, narrow) if self.is_split(factor) else x
+    def total(self, factor: int, x: Any, value: Value) -> Any:
+        return psum_at_once(x, self.axes[factor], value) if self.is_split(factor) else x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if not self.is_split(factor) or not (before or after):
@@ -203,7 +203,7 @@ def _emit_op(
 ) -> None:
     if isinstance(op, Reshard):
         env[op.value, op.target] = apply_steps(
-            env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.narrow
+            env[op.value, op.source], op.steps, op.source, mesh, op.value.dtype, op.value.accumulator_dtype
         )
     elif isinstance(op, Reread):
         # Later readers take both results: XLA drops operands of a barrier whose results nobody reads, and then merges

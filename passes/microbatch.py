@@ -51,7 +51,7 @@ class _TimeLocal(Local):
         check_position(self.split.batch)
         return self.index * self.size(factor)
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+    def total(self, factor: int, x: Any, value: Value) -> Any:
         raise Unsplittable("examples are added up on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -69,7 +69,7 @@ class _Splitter:
         self.graph = analysis.graph
         self.producer = {v: eqn for eqn in self.graph.equations for v in eqn.outputs}
         first = 1 + max((v.id for v in self._all_values()), default=-1)
-        self.builder = Builder(first, narrow=self.graph.narrow_sums)
+        self.builder = Builder(first, least_sum_bytes=self.graph.least_sum_bytes)
         self.microbatch = self.builder.value(jax.ShapeDtypeStruct((), jnp.int32))
         self.loop: dict[tuple[Value, BatchDim | None], Operand] = {}  # loop operands, sliced versions of FREE ones too
         self.full: dict[Value, Operand] = {}  # FREE and FINAL values in full size
@@ -375,7 +375,7 @@ class _Splitter:
         if isinstance(local, Literal):
             raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
         if state.kind is Kind.PARTIAL:
-            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.sum_dtype, weak_type=v.weak_type))
+            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.accumulator_dtype, weak_type=v.weak_type))
             self.accumulate[local] = total
             whole: Operand = total
             if total.dtype != v.dtype:
@@ -440,7 +440,7 @@ def _uncut(analysis: BatchAnalysis) -> StepGraph:
     """One microbatch: nothing is rewritten, couplings are harmless; only phases are settled."""
     graph = analysis.graph
     first = 1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs))
-    builder = Builder(first, narrow=graph.narrow_sums)
+    builder = Builder(first, least_sum_bytes=graph.least_sum_bytes)
     microbatch = builder.value(jax.ShapeDtypeStruct((), jnp.int32))
     depends = {v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED}  # on the examples
     for eqn in graph.equations:

@@ -31,7 +31,7 @@ def index_within_examples(graph: Graph) -> Graph:
     if not plans:
         return graph
     ids = [v.id for v in (*graph.inputs, *graph.constants, *made)]
-    builder = Builder(first_id=max(ids) + 1, narrow=graph.narrow_sums)
+    builder = Builder(first_id=max(ids) + 1, least_sum_bytes=graph.least_sum_bytes)
     new: dict[Value, Operand] = {}
 
     def renamed(operands: Sequence[Operand]) -> list[Operand]:

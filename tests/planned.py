@@ -72,16 +72,18 @@ def as_xla_for_cpus_merges(local: LocalProgram) -> LocalProgram:
     return dataclasses.replace(local, ops=tuple(ops))
 
 
-def analyse(step: Callable[..., Any], *args: Any, batch_axes: Any = "auto", narrow_sums: bool = False) -> BatchAnalysis:
-    graph = trace(step, args, {}, name="step", narrow_sums=narrow_sums)
+def analyse(
+    step: Callable[..., Any], *args: Any, batch_axes: Any = "auto", reduces_own_dtype: bool = False
+) -> BatchAnalysis:
+    graph = trace(step, args, {}, name="step", reduces_own_dtype=reduces_own_dtype)
     return analyse_batch(graph, resolve_batch_axes(graph, batch_axes), rule_of)
 
 
 def plan_step(
     step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int | None,
-    narrow_sums: bool = False,
+    reduces_own_dtype: bool = False,
 ) -> Planned:  # fmt: skip
-    planner = Planner(analyse(step, *args, narrow_sums=narrow_sums), cluster, method)
+    planner = Planner(analyse(step, *args, reduces_own_dtype=reduces_own_dtype), cluster, method)
     return Planned(*planner.plan(m))
 
 

@@ -41,7 +41,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: Any  # numpy dtype, or JAX's key dtype
     weak_type: bool = False
-    narrow: bool = False  # whether its addends may be summed in two bytes
+    least_sum_bytes: int = 4  # of an element while partial sums are added up, see `accumulator_dtype`
 
     @property
     def is_key(self) -> bool:
@@ -59,34 +59,39 @@ class Value:
 
     @functools.cached_property
     def sum_nbytes(self) -> int:
-        """Bytes of the whole value in the type in which its addends are summed."""
-        return math.prod(self.shape) * (8 if self.is_key else self.sum_dtype.itemsize)
+        """Bytes of the whole value while it is a partial sum."""
+        return math.prod(self.shape) * self.sum_itemsize
+
+    @functools.cached_property
+    def sum_itemsize(self) -> int:
+        """Bytes of an element while it is a partial sum."""
+        return 8 if self.is_key else int(self.accumulator_dtype.itemsize)
 
     @property
-    def sum_dtype(self) -> Any:
-        """The type in which its addends are held and summed."""
-        return sum_dtype(self.dtype, self.narrow)
+    def accumulator_dtype(self) -> Any:
+        """The type in which its partial sums are held and added up."""
+        return accumulator_dtype(self.dtype, self.least_sum_bytes)
 
     def held_dtype(self, partial: bool) -> Any:
-        """The type in which it is held, or in which its addends are."""
-        return self.sum_dtype if partial else self.dtype
+        """The type in which it is held, or in which its partial sums are."""
+        return self.accumulator_dtype if partial else self.dtype
 
     def __repr__(self) -> str:
         return f"%{self.id}:{self.dtype}{list(self.shape)}"
 
 
-def are_narrow(inputs: Iterable[Value], equations: Sequence[Equation]) -> bool:
-    """Whether addends of 16 bits are summed as such in a program: all of its values agree on it."""
-    return any(v.narrow for v in (*inputs, *(v for eqn in equations[:1] for v in eqn.outputs)))
+def least_sum_bytes(inputs: Iterable[Value], equations: Sequence[Equation]) -> int:
+    """That of a program's values, which all agree on it."""
+    return min((v.least_sum_bytes for v in (*inputs, *(v for eqn in equations[:1] for v in eqn.outputs))), default=4)
 
 
-def sum_dtype(dtype: Any, narrow: bool = False) -> Any:
-    """The type in which addends of this type are held and summed: of four bytes at least, whatever makes the sum.
+def accumulator_dtype(dtype: Any, least_bytes: int = 4) -> Any:
+    """The type in which partial sums of this type are held and added up, whatever makes the sum.
 
-    16-bit floats are summed in float32, and small integers in 32 bits, which wrap in the end as they would. Narrow sums
-    leave types of two bytes as they are.
+    Types of at least so many bytes are their own; smaller floats are added up in float32, and smaller integers in 32
+    bits, which wrap in the end as they would.
     """
-    if not isinstance(dtype, np.dtype) or dtype.itemsize >= (2 if narrow else 4):
+    if not isinstance(dtype, np.dtype) or dtype.itemsize >= least_bytes:
         return dtype
     if jnp.issubdtype(dtype, np.integer):
         return np.dtype(np.int32 if jnp.issubdtype(dtype, np.signedinteger) else np.uint32)
@@ -109,7 +114,7 @@ Operand = Value | Literal
 def operand_signature(operand: Operand) -> Hashable:
     """Equal for arrays of the same shape and type, and for literals of the same number as well."""
     if isinstance(operand, Value):
-        return (operand.shape, operand.dtype, operand.weak_type, operand.narrow)
+        return (operand.shape, operand.dtype, operand.weak_type, operand.least_sum_bytes)
     return (number_signature(operand.value), operand.dtype, operand.weak_type)
 
 
@@ -214,9 +219,9 @@ class Graph:
     examples: frozenset[Value] = frozenset()  # inputs that hold them, once that is known
 
     @property
-    def narrow_sums(self) -> bool:
-        """Whether addends of 16 bits are summed as such."""
-        return are_narrow(self.inputs, self.equations)
+    def least_sum_bytes(self) -> int:
+        """Of an element while partial sums are added up, see `accumulator_dtype`."""
+        return least_sum_bytes(self.inputs, self.equations)
 
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:

@@ -38,11 +38,8 @@ class Local(Protocol):
     def start(self, factor: int) -> Any:
         """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
-        """The sum of every piece's `x`, addends of a value of type `dtype`, on every piece: in that or a wider type.
-
-        `narrow`: two bytes are enough while it is made, see `sum_dtype`.
-        """
+    def total(self, factor: int, x: Any, value: Value) -> Any:
+        """The sum of every piece's `x`, partial sums of a value, on every piece; in its type or that of these."""
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
@@ -74,11 +71,11 @@ def emit_piece(
 
     So do operands that are addends: 16-bit floats are rounded after the sum, as on one device, and not before.
     """
-    wide = {v.dtype: v.sum_dtype for v, addend in zip(eqn.outputs, addends, strict=True) if addend}
+    wide = {v.dtype: v.accumulator_dtype for v, addend in zip(eqn.outputs, addends, strict=True) if addend}
     if all(narrow == dtype for narrow, dtype in wide.items()):
         return rule.emit(local, eqn, operands)
     outputs = tuple(
-        dataclasses.replace(v, dtype=v.sum_dtype) if addend else v
+        dataclasses.replace(v, dtype=v.accumulator_dtype) if addend else v
         for v, addend in zip(eqn.outputs, addends, strict=True)
     )
     if not rule.separable and any(_is_wider(x, v) for x, v in zip(operands, eqn.inputs, strict=True)):
@@ -118,9 +115,9 @@ class InnerSum:
     factor: int
     size: int  # elements of the whole array
     itemsize: int  # bytes of an element, before and after
+    sum_itemsize: int  # .. and while it is added up
     held: frozenset[int]  # factors whose pieces it is cut into
     times: int
-    narrow: bool  # whether two bytes are enough while it is made
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from autopar.ir.mesh import Mesh
 StepKind = Literal["all_reduce", "reduce_scatter", "all_gather", "all_to_all", "permute", "slice", "mask"]
 
 
-def sum_itemsize(itemsize: int, narrow: bool = False) -> int:
-    """Bytes of an element while addends are summed: see `autopar.ir.graph.sum_dtype`."""
-    return itemsize if itemsize >= (2 if narrow else 4) else 4
+def sum_itemsize(itemsize: int, least_bytes: int = 4) -> int:
+    """Bytes of an element while partial sums are added up: see `autopar.ir.graph.accumulator_dtype`."""
+    return itemsize if itemsize >= least_bytes else 4
 
 
 @dataclasses.dataclass(frozen=True)

@@ -72,7 +72,7 @@ class Finisher:
         if like is not None and like.method.memory_limit == method.memory_limit:
             prices = like.stages.prices
         else:
-            prices = Prices(cluster, method.memory_limit, narrow_sums=self.graph.narrow_sums)
+            prices = Prices(cluster, method.memory_limit, least_sum_bytes=self.graph.least_sum_bytes)
         self.stages: StageCosts = StageCosts(prices, method)
 
     def finish(

@@ -38,12 +38,12 @@ class Played:
 class Prices:
     """Seconds and bytes on one cluster."""
 
-    def __init__(self, cluster: Cluster, memory_limit: int | None = None, *, narrow_sums: bool = False) -> None:
+    def __init__(self, cluster: Cluster, memory_limit: int | None = None, *, least_sum_bytes: int = 4) -> None:
         """`memory_limit`: bytes per device that a plan may use, where that is less than there are.
 
-        `narrow_sums`: of a step whose addends of 16 bits are summed as such.
+        `least_sum_bytes`: of an element of partial sums, see `accumulator_dtype`.
         """
-        self.cluster, self.memory_limit, self._narrow_sums = cluster, memory_limit, narrow_sums
+        self.cluster, self.memory_limit, self._least_sum_bytes = cluster, memory_limit, least_sum_bytes
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
         self._while_busy: dict[int, Prices] = {}
 
@@ -53,7 +53,7 @@ class Prices:
             cluster = self.cluster.while_busy(mesh.size)
             same = cluster is self.cluster
             self._while_busy[mesh.size] = (
-                self if same else Prices(cluster, self.memory_limit, narrow_sums=self._narrow_sums)
+                self if same else Prices(cluster, self.memory_limit, least_sum_bytes=self._least_sum_bytes)
             )
         return self._while_busy[mesh.size]
 
@@ -73,7 +73,7 @@ class Prices:
                     return payload / bandwidth + kind.launch_overhead / 10
                 return collective(step, axes, payload) + kind.launch_overhead
 
-            self._resharders[mesh] = (Resharder(mesh, price, self._narrow_sums, kind.dispatch_overhead), price)
+            self._resharders[mesh] = (Resharder(mesh, price, self._least_sum_bytes, kind.dispatch_overhead), price)
         return self._resharders[mesh]
 
     def kind(self, mesh: Mesh) -> DeviceKind:

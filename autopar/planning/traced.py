@@ -44,7 +44,7 @@ class TraceOptions:
     num_microbatches: int | None = None
     batch_axes: Any = "auto"
     hints: Mapping[str, Hint] = dataclasses.field(default_factory=dict)
-    narrow_sums: bool = False
+    reduces_own_dtype: bool = False  # whether partial sums of 16 bits are added up as such
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +126,8 @@ def trace_step(
     fun = returning_changed(function.bound(call))
     graph = index_within_examples(
         trace(
-            fun, args, kwargs, name=function.name, is_static=function.is_static, narrow_sums=options.narrow_sums
+            fun, args, kwargs, name=function.name, is_static=function.is_static,
+            reduces_own_dtype=options.reduces_own_dtype,
         )
     )  # fmt: skip
     graph = dataclasses.replace(graph, hints=_pinned_leaves(graph, options.hints))

@@ -56,9 +56,9 @@ _TRANSFORM = re.compile(r"(transpose|jvp)\(")
 class Builder:
     """Collects equations while values are numbered in order of creation."""
 
-    def __init__(self, first_id: int = 0, *, counting: bool = False, narrow: bool = False) -> None:
+    def __init__(self, first_id: int = 0, *, counting: bool = False, least_sum_bytes: int = 4) -> None:
         self.counting = counting  # whether "all" and "any" become counts, which are sums
-        self.narrow = narrow  # of the values, see `Value`
+        self.least_sum_bytes = least_sum_bytes  # of the values, see `Value`
         self.origin = (-1, 0)  # of the equations that are added
         self.equations: list[Equation] = []
         self.callbacks: list[Callback] = []
@@ -70,7 +70,8 @@ class Builder:
         dtype = aval.dtype
         if not jnp.issubdtype(dtype, jax.dtypes.extended):
             dtype = np.dtype(dtype)
-        return Value(self._next - 1, tuple(aval.shape), dtype, bool(getattr(aval, "weak_type", False)), self.narrow)
+        weak_type = bool(getattr(aval, "weak_type", False))
+        return Value(self._next - 1, tuple(aval.shape), dtype, weak_type, self.least_sum_bytes)
 
     def add(
         self,

@@ -24,7 +24,7 @@ import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.graph import Equation, Graph, Operand, Value, are_narrow
+from autopar.ir.graph import Equation, Graph, Operand, Value, least_sum_bytes
 from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
@@ -91,12 +91,12 @@ def trace(
     *,
     name: str,
     is_static: IsStatic = callable,
-    narrow_sums: bool = False,
+    reduces_own_dtype: bool = False,
 ) -> Graph:
     """Trace `fun(*args, **kwargs)`; leaves are arrays or `jax.ShapeDtypeStruct`s, static values are bound before.
 
     Leaves that are static are those of the structure, of arguments (in a `StaticLeaf`) and results alike.
-    `narrow_sums`: addends of 16 bits are summed as such.
+    `reduces_own_dtype`: partial sums of 16 bits are added up as such.
 
     Raises:
       TraceError: an argument leaf or an output is not an array, or the function has side effects.
@@ -171,7 +171,7 @@ def trace(
         ) from error
     if closed.effects:
         _check_effects(name, closed)
-    builder = Builder(narrow=narrow_sums)
+    builder = Builder(least_sum_bytes=2 if reduces_own_dtype else 4)
     inputs = tuple(builder.value(aval) for aval in closed.in_avals)
     outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
@@ -391,7 +391,7 @@ def _children(tree: Any, first: int) -> Iterator[tuple[Any, int]]:
 
 def _fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Operand]) -> str:
     """Equal for equal programs in any process: structure, shapes, dtypes and plain parameters."""
-    digest = hashlib.sha256(b"narrow sums" if are_narrow(inputs, equations) else b"")
+    digest = hashlib.sha256(b"narrow sums" if least_sum_bytes(inputs, equations) < 4 else b"")
 
     def name(v: Operand) -> str:
         return f"{v.id}:{v.dtype}{v.shape}" if isinstance(v, Value) else f"{v.value}:{v.dtype}"

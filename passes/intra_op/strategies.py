@@ -232,7 +232,7 @@ def inner_collectives(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Coll
         if axes:
             size = total.size // math.prod(cut.get(f, 1) for f in total.held)
             count = math.prod(mesh.axis_size(axis) for axis in axes)
-            for kind, itemsize in sum_kinds(size, total.itemsize, count, total.narrow):
+            for kind, itemsize in sum_kinds(size, total.itemsize, total.sum_itemsize, count):
                 yield Collective(kind, axes, size * itemsize), total.times
 
 

@@ -56,9 +56,9 @@ class _InBody(Local):
             return piece.index() * self.size(factor)
         return 0
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+    def total(self, factor: int, x: Any, value: Value) -> Any:
         for _, piece in self._cuts(factor):
-            x = piece.local.total(piece.factor, x, dtype, narrow)
+            x = piece.local.total(piece.factor, x, value)
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -95,7 +95,7 @@ def evaluate(
         if key not in totals:
             x = values[v]
             for piece in over:
-                x = piece.local.total(piece.factor, x, v.dtype, v.narrow)
+                x = piece.local.total(piece.factor, x, v)
             totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
         return totals[key]
 

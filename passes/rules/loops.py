@@ -49,7 +49,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     @functools.lru_cache(maxsize=256)
     def scan_body(
-        program: Signature[Any], consts: int, carries: int, narrow: bool, partitionable: bool
+        program: Signature[Any], consts: int, carries: int, least_sum_bytes: int, partitionable: bool
     ) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
         """Also each stacked input's way to where it is gathered if it comes in pieces.
 
@@ -58,14 +58,20 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         closed = program.of
         carried = {k: consts + k for k in range(carries)}
         body = make_body(
-            closed.in_avals, [(closed, range(len(closed.in_avals)))], rule_of, carried=carried, narrow=narrow
+            closed.in_avals,
+            [(closed, range(len(closed.in_avals)))],
+            rule_of,
+            carried=carried,
+            least_sum_bytes=least_sum_bytes,
         )
         cuts = find_cuts(body)
         stacked = range(consts + carries, len(body.inputs))
         return body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked}
 
     @functools.lru_cache(maxsize=256)
-    def while_body(condition: Any, body: Any, of_condition: int, of_body: int, narrow: bool) -> tuple[Body, list[Cut]]:
+    def while_body(
+        condition: Any, body: Any, of_condition: int, of_body: int, least_sum_bytes: int
+    ) -> tuple[Body, list[Cut]]:
         """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on.
 
         Whether to go on is an array where a `vmap` made one loop of each example's. Pieces may then turn differently
@@ -81,24 +87,24 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             parts[0] = _where_going_on(condition, body, of_condition), list(range(first + carries))
         carried = dict(enumerate(carry))
         whole = () if mapped else (carries,)
-        made = make_body(avals, parts, rule_of, carried=carried, whole=whole, narrow=narrow)
+        made = make_body(avals, parts, rule_of, carried=carried, whole=whole, least_sum_bytes=least_sum_bytes)
         cuts = find_cuts(made)
         return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
 
     @functools.lru_cache(maxsize=256)
-    def cond_body(branches: tuple[Any, ...], narrow: bool) -> tuple[Body, list[Cut]]:
+    def cond_body(branches: tuple[Any, ...], least_sum_bytes: int) -> tuple[Body, list[Cut]]:
         """Outputs: those of the first branch, of the second, .."""
         avals, count = branches[0].in_avals, len(branches[0].out_avals)
         parts = [(branch, range(len(avals))) for branch in branches]
         agreeing = tuple(tuple(range(k, count * len(branches), count)) for k in range(count))
-        body = make_body(avals, parts, rule_of, agreeing=agreeing, narrow=narrow)
+        body = make_body(avals, parts, rule_of, agreeing=agreeing, least_sum_bytes=least_sum_bytes)
         return body, find_cuts(body)
 
     def scan(eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
         body, cuts, stacked_in = scan_body(
-            program_signature(p["jaxpr"]), consts, carries, _is_narrow(eqn), is_partitionable()
+            program_signature(p["jaxpr"]), consts, carries, _least_sum_bytes(eqn), is_partitionable()
         )
         everything = range(len(body.outputs))
 
@@ -129,7 +135,9 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     def while_(eqn: Equation) -> Rule:
         p = eqn.params
         first = p["cond_nconsts"] + p["body_nconsts"]
-        body, cuts = while_body(p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], _is_narrow(eqn))
+        body, cuts = while_body(
+            p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], _least_sum_bytes(eqn)
+        )
         carries = range(len(body.outputs) - 1)
 
         def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
@@ -148,7 +156,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
     def cond(eqn: Equation) -> Rule:
         branches = eqn.params["branches"]
-        body, cuts = cond_body(tuple(branches), _is_narrow(eqn))
+        body, cuts = cond_body(tuple(branches), _least_sum_bytes(eqn))
         count = len(eqn.outputs)
 
         def each(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Callable[[], Sequence[Any]]]:
@@ -378,7 +386,7 @@ def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
-            found.append(InnerSum(f, math.prod(v.shape), v.dtype.itemsize, held, times, v.narrow))
+            found.append(InnerSum(f, math.prod(v.shape), v.dtype.itemsize, v.sum_itemsize, held, times))
         for e in body.equations:
             if e.id in cut.splits:
                 for s in body.rules[e.id].sums:
@@ -399,8 +407,8 @@ def _dim(operand: Any, dim: int, size: int, numbered: Sequence[tuple[int, Cut]],
     return factors.new_whole(size)
 
 
-def _is_narrow(eqn: Equation) -> bool:
-    return any(v.narrow for v in eqn.outputs)
+def _least_sum_bytes(eqn: Equation) -> int:
+    return min((v.least_sum_bytes for v in eqn.outputs), default=4)
 
 
 def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
@@ -409,6 +417,6 @@ def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces:
     for i, x in zip(positions, values, strict=True):
         for piece in pieces:
             if piece.cut.states.get(body.inputs[i]) is PARTIAL:
-                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x)).astype(body.inputs[i].sum_dtype)
+                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x)).astype(body.inputs[i].accumulator_dtype)
         found.append(x)
     return found

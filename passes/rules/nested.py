@@ -23,10 +23,12 @@ from autopar.tracing.build import Builder, live_equations
 def make_body(
     avals: Sequence[Any], parts: Sequence[tuple[Any, Sequence[int]]], rule_of: RuleOf, *,
     carried: Mapping[int, int] | None = None, agreeing: tuple[tuple[int, ...], ...] = (), whole: tuple[int, ...] = (),
-    narrow: bool = False,
+    least_sum_bytes: int = 4,
 ) -> Body:  # fmt: skip
     """The body of closed jaxprs, each with the positions of its inputs; outputs follow one another. Calls inlined."""
-    builder = Builder(counting=True, narrow=narrow)  # so that whether all examples are done is known to every piece
+    builder = Builder(
+        counting=True, least_sum_bytes=least_sum_bytes
+    )  # so that whether all examples are done is known to every piece
     inputs = tuple(builder.value(aval) for aval in avals)
     outputs: list[Operand] = []
     for closed, positions in parts:
@@ -64,7 +66,7 @@ def find_cuts(body: Body) -> list[Cut]:
         else:
             chosen.append(cut)
     for index, cut in enumerate(chosen):  # after merging: addends in the carry would be a state that cuts share
-        improved = _with_addends_carried(_with_narrow_sums(cut, body), body)
+        improved = _with_addends_carried(_with_sums_before_widening(cut, body), body)
         if not any(_clash(improved, other) for other in chosen if other is not cut):
             chosen[index] = improved
     return chosen
@@ -99,7 +101,7 @@ def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value
         path.append(value := following)
 
 
-def _with_narrow_sums(cut: Cut, body: Body) -> Cut:
+def _with_sums_before_widening(cut: Cut, body: Body) -> Cut:
     """The cut with sums made before addends become wider, where less is sent for it."""
     if not any(widens(e) and e.id in cut.passing for e in body.equations):
         return cut

@@ -365,7 +365,7 @@ class _Anywhere(Local):
             check_position(self.split.batch)
         return 0
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+    def total(self, factor: int, x: Any, value: Value) -> Any:
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:

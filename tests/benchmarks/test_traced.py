@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import optax
 import pytest
@@ -16,18 +18,18 @@ from benchmarks.traced import trace
 
 
 @pytest.mark.parametrize("method", [AUTO, recipes.zero(3, 2)], ids=lambda method: method.name)
-@pytest.mark.parametrize("narrow_sums", [False, True])
-def test_the_plan_is_the_one_that_users_get(method: Method, narrow_sums: bool) -> None:
+@pytest.mark.parametrize("reduce_dtype", ["float32", None])
+def test_the_plan_is_the_one_that_users_get(method: Method, reduce_dtype: Any) -> None:
     config = gpt.GPTConfig(64, sequence_length=16, num_layers=2, width=32, num_heads=2, dropout=0.0)
     optimizer = optax.adamw(1e-3)
     function = gpt.make_train_step(config, optimizer)
     state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
     batch = gpt.abstract_batch(config, 8)
     cluster = autopar.load_preset("dgx-h100", num_hosts=1, devices_per_host=4)
-    plan, _ = trace(function, state, batch, narrow_sums=narrow_sums).search(cluster, method)
-    theirs = autopar.parallelize(function, cluster=cluster, method=method, narrow_sums=narrow_sums).plan(state, batch)
+    plan, _ = trace(function, state, batch, reduces_own_dtype=reduce_dtype is None).search(cluster, method)
+    theirs = autopar.parallelize(function, cluster=cluster, method=method, reduce_dtype=reduce_dtype).plan(state, batch)
     assert plan == theirs
-    if not narrow_sums:
+    if reduce_dtype is not None:
         found = verifiable.plan(function, state, batch, cluster=cluster, method=method)
         assert found == plan
         mine, verdict = (p.verify_with_xla("cpu") for p in (found, theirs))

@@ -20,7 +20,7 @@ from autopar.cost_model.reshard import (
     step_result,
 )
 from autopar.errors import InternalError
-from autopar.ir.graph import sum_dtype
+from autopar.ir.graph import accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
 from autopar.passes.collectives import apply_steps, count_collectives
@@ -95,7 +95,7 @@ def check(cases: Sequence[Case], shape: tuple[int, ...], mesh: Mesh, dtype: Any 
     random = np.random.default_rng(0)
     wholes = [random.integers(-99, 99, shape).astype(dtype) for _ in cases]
     inputs = [
-        scatter(whole, source, mesh, random).astype(sum_dtype(whole.dtype) if source.partial else whole.dtype)
+        scatter(whole, source, mesh, random).astype(accumulator_dtype(whole.dtype) if source.partial else whole.dtype)
         for whole, (source, _, _) in zip(wholes, cases, strict=True)
     ]
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, sum_dtype
+from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.ir.sharding import Sharding
@@ -121,7 +121,7 @@ class Piece(Local):
     def start(self, factor: int) -> Any:
         return self.starts.get(factor, 0)
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+    def total(self, factor: int, x: Any, value: Value) -> Any:
         raise NotImplementedError("these pieces are computed apart")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -279,7 +279,7 @@ def check_pieces(application: Application, exact: bool = False) -> int:
 
 
 def _is_narrow(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, jnp.floating) and sum_dtype(dtype) != dtype
+    return jnp.issubdtype(dtype, jnp.floating) and accumulator_dtype(dtype) != dtype
 
 
 def _of_addends(rule: Rule, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:

@@ -49,7 +49,7 @@ class Together(Local):
     def start(self, factor: int) -> Any:
         return lax.axis_index(f"f{factor}") * self.size(factor) if self.is_split(factor) else 0
 
-    def total(self, factor: int, x: Any, dtype: Any, narrow: bool = False) -> Any:
+    def total(self, factor: int, x: Any, value: Value) -> Any:
         return lax.psum(x, f"f{factor}")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
