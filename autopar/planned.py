@@ -17,12 +17,12 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.ir.verification import Verification
 from autopar.ir.why import Why
 from autopar.passes.lower import LoweredStep
+from autopar.planning.alternatives import explain
 from autopar.planning.baselines import plan_beside_recipes, usual_methods
 from autopar.planning.details import gather_details
 from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.garbage import uncollected
 from autopar.planning.traced import TracedStep
-from autopar.planning.why import explain
 from autopar.reporting.comparison import Comparison
 from autopar.reporting.diff import PlanDiff
 from autopar.reporting.progress import ProgramBar

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compiling.programs import device_mesh
+from autopar.compiling.program_sources import device_mesh
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, LeafCut
 from autopar.ir.pieces import Pieces

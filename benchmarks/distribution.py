@@ -26,7 +26,7 @@ import optax
 
 from autopar import recipes
 from autopar.compiling.compiler import transfers_of
-from autopar.compiling.programs import device_mesh, instructions_of
+from autopar.compiling.program_sources import device_mesh, instructions_of
 from autopar.cost_model import mesh_transfer
 from autopar.cost_model.hardware import load_preset
 from autopar.cost_model.targets import load_target

@@ -28,7 +28,7 @@ import numpy as np
 import optax
 
 from autopar import recipes
-from autopar.cost_model.program import temporaries
+from autopar.cost_model.program_cost import temporaries
 from autopar.cost_model.xla_memory import program_kind
 from autopar.errors import UserError
 from autopar.ir.method import Method

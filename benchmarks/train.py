@@ -93,7 +93,7 @@ def pretend_cluster() -> autopar.Cluster:
         memory_efficiency=0.9,
         launch_overhead=1e-7,
         dispatch_overhead=1e-6,
-        xla=autopar.XlaBackend(combined_sums=0, hides_latency=False),
+        xla=autopar.XlaBackend(collective_combine_threshold=0, hides_latency=False),
     )
     fast = autopar.Link("inside a host", latency=1e-7, bandwidth=100e9)
     slow = autopar.Link("between hosts", latency=1e-4, bandwidth=10e6)

@@ -206,13 +206,13 @@ def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:
     return nbytes / _between(kind.bandwidths, nbytes)
 
 
-def reordering_seconds(kind: DeviceKind, nbytes: Any, *, against: float, copied: float) -> Any:
+def strided_read_seconds(kind: DeviceKind, nbytes: Any, *, strided: float, copied: float) -> Any:
     """Seconds for an array of so many bytes, or many of them, in another order than it is wanted in.
 
     `against`: how often it is read against its order, which takes longer; `copied`: how often it is copied.
     """
-    longer = nbytes / _between(kind.reorderings, nbytes) if kind.reorderings else 0.0
-    return against * longer + copied * (memory_seconds(kind, 2 * nbytes) + kind.launch_overhead)
+    longer = nbytes / _between(kind.strided_reads, nbytes) if kind.strided_reads else 0.0
+    return strided * longer + copied * (memory_seconds(kind, 2 * nbytes) + kind.launch_overhead)
 
 
 def allocation_seconds(kind: DeviceKind, nbytes: float) -> float:

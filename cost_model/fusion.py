@@ -37,7 +37,7 @@ _Place = tuple[int, int]  # an equation and the position of its operand
 
 
 @dataclasses.dataclass(eq=False)
-class _Kernel:
+class _Fusion:
     first: int  # the equation with which it begins
     number: int  # among `Dependencies`
     loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
@@ -66,7 +66,7 @@ def _is_view(eqn: Equation, rule: Rule) -> bool:
 @dataclasses.dataclass(frozen=True)
 class _Memory:
     stored: set[Value]  # what goes through memory, views included
-    places: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
+    aliases: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
     filled: Collection[int]  # equations that write to an array of one number, which a kernel makes before
 
 
@@ -95,17 +95,17 @@ def _memory(
     uniform: set[Value] = set()  # one number everywhere, which XLA makes inside loops and where it is added to
     filled: set[int] = set()  # equations that write little to such an array, which a kernel makes before
     sparse: set[Value] = set()  # such a number but for a few places
-    places: dict[int, tuple[tuple[int, int | None], ...]] = {}
+    aliases: dict[int, tuple[tuple[int, int | None], ...]] = {}
     maker = {v: eqn for eqn in equations for v in eqn.outputs} if single_output else {}
     for eqn in equations:
         rule = rules[eqn.id]
         if rule.kernels:
-            places[eqn.id] = tuple(rule.places.items())
+            aliases[eqn.id] = tuple(rule.aliases.items())
             needed.update(v for v in eqn.values if v not in uniform)
         elif rule.unit == "matmul" or rule.replicates or rule.separable:
             needed.update(eqn.values)
-        elif rule.places:
-            (taken,) = (eqn.inputs[i] for i in rule.places.values() if i is not None)
+        elif rule.aliases:
+            (taken,) = (eqn.inputs[i] for i in rule.aliases.values() if i is not None)
             if taken in uniform and read[eqn.outputs[0]] == 1:
                 sparse.update(eqn.outputs)
                 continue
@@ -113,13 +113,13 @@ def _memory(
                 filled.add(eqn.id)
                 needed.update(eqn.outputs)
                 continue
-            places[eqn.id] = tuple(rule.places.items())
+            aliases[eqn.id] = tuple(rule.aliases.items())
             needed.update(v for v in [taken] if isinstance(v, Value) and v not in uniform)
         elif sparse.intersection(eqn.values):
             # What few numbers are added to takes them where it lies.
             others = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v not in sparse]
             if _is_sum(rule) and len(others) == 1 and len(eqn.inputs) == 2:
-                places[eqn.id] = ((0, others[0]),)
+                aliases[eqn.id] = ((0, others[0]),)
                 needed.update(eqn.outputs)
                 needed.add(eqn.values[others[0]])
             else:
@@ -141,7 +141,7 @@ def _memory(
                 needed.difference_update(eqn.outputs)
             elif is_fusible(rules[eqn.id]) and not sparse.intersection(eqn.values):
                 needed.update(v for v in eqn.outputs if v not in viewed and read[v])
-    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, places, filled)
+    return _Memory(needed | {view for view, v in viewed.items() if v in needed}, aliases, filled)
 
 
 def _is_sum(rule: Rule) -> bool:
@@ -163,12 +163,12 @@ def memory_traffic(
     """
     memory = _memory(equations, rules, inputs, outputs, single_output, shapes)
     layouts = Layouts(equations, rules, outputs)
-    against: dict[_Place, int] = defaultdict(int)
+    strided: dict[_Place, int] = defaultdict(int)
     copied: dict[_Place, int] = defaultdict(int)
     sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
-    maker: dict[Value, _Kernel] = {}
+    maker: dict[Value, _Fusion] = {}
     dependencies = Dependencies()  # of kernels
-    readers: dict[Value, dict[tuple[int, ...], list[_Kernel]]] = defaultdict(lambda: defaultdict(list))
+    readers: dict[Value, dict[tuple[int, ...], list[_Fusion]]] = defaultdict(lambda: defaultdict(list))
     reads: dict[_Place, int] = defaultdict(int)
     bases: dict[Value, Value] = {}  # view -> what it is a view of
     ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
@@ -231,7 +231,7 @@ def memory_traffic(
         made_by = [maker[v].number for v in needs if v in maker]
         kernel = None if single_output else _partner(loop, reduced, needs, maker, readers, dependencies)
         if kernel is None:
-            kernel = _Kernel(eqn.id, dependencies.add(made_by), loop, reduced)
+            kernel = _Fusion(eqn.id, dependencies.add(made_by), loop, reduced)
             launches[eqn.id] = 1 + (eqn.id in memory.filled)
         else:
             dependencies.extend(kernel.number, made_by)
@@ -282,7 +282,7 @@ def memory_traffic(
                 reads[eqn.id, alike[0]] += 2
         for reading in layouts.run(eqn, rule) if single_output else ():
             place = needs[reading.value]
-            against[place] += reading.against
+            strided[place] += reading.strided
             copied[place] += reading.copied
         maker.update(dict.fromkeys(eqn.outputs, kernel))
     return {
@@ -293,15 +293,15 @@ def memory_traffic(
             begins.get(eqn.id, eqn.id),
             is_fusible(rules[eqn.id]),
             _in_place(shared.get(eqn.id), maker.get(eqn.outputs[0]) if eqn.outputs else None, len(eqn.inputs)),
-            memory.places.get(eqn.id, ()),
-            _by_operand(against, eqn),
+            memory.aliases.get(eqn.id, ()),
+            _by_operand(strided, eqn),
             _by_operand(copied, eqn),
         )
         for eqn in equations
     }
 
 
-def _in_place(shared: Sequence[bool] | None, kernel: _Kernel | None, count: int) -> tuple[bool, ...]:
+def _in_place(shared: Sequence[bool] | None, kernel: _Fusion | None, count: int) -> tuple[bool, ...]:
     """Of which operands XLA lets results take the places (`FusionCanShareBufferHint`).
 
     A kernel does one reduction before it writes over what that reads; where there are several, or one is done in parts
@@ -365,9 +365,9 @@ def _long(shape: Sequence[int]) -> tuple[int, ...]:
 
 def _partner(
     loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place],
-    maker: Mapping[Value, _Kernel], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Kernel]]],
+    maker: Mapping[Value, _Fusion], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Fusion]]],
     dependencies: Dependencies,
-) -> _Kernel | None:  # fmt: skip
+) -> _Fusion | None:  # fmt: skip
     """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
     candidates = [k for v in needs if (k := maker.get(v)) is not None]
     candidates += [k for v in needs if v in readers and math.prod(v.shape) > 1

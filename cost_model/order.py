@@ -33,21 +33,21 @@ class Combining:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class ProgramKernel:
     """What runs at once."""
 
     reads: tuple[int, ...]  # buffers
     makes: tuple[int, ...]
     held: int = 0  # bytes, besides, while it runs
     # Results and, for each, operands in whose place it may lie: the first of them that nothing else reads after it.
-    places: tuple[tuple[int, int], ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
     combining: Combining | None = None
     last: bool = False  # after all others
     is_collective: bool = False
     seconds: float = 0.0
 
 
-class Kernels:
+class ProgramKernels:
     """The kernels of a program, told in its order, with values by any key.
 
     A value lies in a buffer, or is computed in each kernel that reads it, from buffers; what was not told is there
@@ -55,7 +55,7 @@ class Kernels:
     """
 
     def __init__(self) -> None:
-        self.kernels: list[Kernel] = []
+        self.kernels: list[ProgramKernel] = []
         self.sizes: list[int] = []  # bytes of each buffer
         self.values: list[Hashable] = []  # what it is for
         self.leaving: list[int] = []  # buffers that are there to the end
@@ -75,7 +75,7 @@ class Kernels:
 
     def run(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], *, held: int = 0,
-        places: Mapping[Hashable, Hashable] | None = None, combining: Combining | None = None, last: bool = False,
+        aliases: Mapping[Hashable, Hashable] | None = None, combining: Combining | None = None, last: bool = False,
         in_place: Iterable[Hashable] = (), is_collective: bool = False, seconds: float = 0.0,
         part_of: Hashable = None,
     ) -> None:  # fmt: skip
@@ -89,7 +89,7 @@ class Kernels:
         lie = [
             (buffer, taken[0])
             for (value, _), buffer in zip(makes, made, strict=True)
-            if places is not None and value in places and len(taken := self.buffers([places[value]])) == 1
+            if aliases is not None and value in aliases and len(taken := self.buffers([aliases[value]])) == 1
         ]
         taken, whole = self.buffers(reads), self._parts.get(part_of)
         if whole is not None and not self._dependencies.can_extend(whole, self._makers(taken)):
@@ -108,11 +108,13 @@ class Kernels:
             begun, others = self.kernels[whole], (b for b in taken if self._maker.get(b) != whole)
             self.kernels[whole] = dataclasses.replace(
                 begun, reads=tuple(dict.fromkeys((*begun.reads, *others))), makes=(*begun.makes, *made),
-                places=(*begun.places, *lie), seconds=begun.seconds + seconds,
+                aliases=(*begun.aliases, *lie), seconds=begun.seconds + seconds,
             )  # fmt: skip
         else:
             whole = self._dependencies.add(self._makers(taken))
-            self.kernels.append(Kernel(taken, tuple(made), held, tuple(lie), combining, last, is_collective, seconds))
+            self.kernels.append(
+                ProgramKernel(taken, tuple(made), held, tuple(lie), combining, last, is_collective, seconds)
+            )
             if part_of is not None:
                 self._parts[part_of] = whole
         self._maker.update(dict.fromkeys(made, whole))
@@ -130,30 +132,30 @@ class Kernels:
         self.values.append(None)
         taken = self.buffers([*(value for _, value in pairs), *after])
         self._maker[token] = self._dependencies.add(self._makers(taken))
-        self.kernels.append(Kernel(taken, (token,)))
+        self.kernels.append(ProgramKernel(taken, (token,)))
         self._at.update({name: (*taken, token) for (name, _), taken in zip(pairs, here, strict=True)})
 
     def run_rounds(
-        self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], places: Mapping[int, Hashable | None],
+        self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], aliases: Mapping[int, Hashable | None],
         held: int = 0, seconds: float = 0.0,
     ) -> None:  # fmt: skip
         """A loop: results lie, by their numbers, where the carry did, or are filled, which XLA begins with zeros."""
         begun: dict[Hashable, Hashable] = {}
-        for k, place in places.items():
+        for k, place in aliases.items():
             value, nbytes = makes[k]
             begun[value] = place
             if place is None or not self.buffers([place]):
                 begun[value] = (value, "begun")
                 self.run([], [(begun[value], nbytes)])
                 self.values[-1] = value
-        self.run([*reads, *begun.values()], makes, held=held, places=begun, seconds=seconds)
+        self.run([*reads, *begun.values()], makes, held=held, aliases=begun, seconds=seconds)
 
     def lie_elsewhere(self, results: Collection[int]) -> None:
         """These buffers lie where arguments do, and so in no operand's place; no memory is set aside for them."""
         self.elsewhere.update(results)
         self.kernels = [
-            dataclasses.replace(kernel, places=tuple(pair for pair in kernel.places if pair[0] not in results))
-            if any(result in results for result, _ in kernel.places) else kernel
+            dataclasses.replace(kernel, aliases=tuple(pair for pair in kernel.aliases if pair[0] not in results))
+            if any(result in results for result, _ in kernel.aliases) else kernel
             for kernel in self.kernels
         ]  # fmt: skip
 
@@ -166,11 +168,11 @@ class Kernels:
 class Live:
     """The buffers that kernels make, in the order in which these run."""
 
-    order: tuple[Kernel, ...]
+    order: tuple[ProgramKernel, ...]
     ranges: dict[int, tuple[int, int]]  # buffer -> positions in the order between which it is live
 
 
-def live(told: Kernels, *, combined: int = 0, contiguous: bool = False, hides_latency: bool = False) -> Live:
+def live(told: ProgramKernels, *, combined: int = 0, contiguous: bool = False, hides_latency: bool = False) -> Live:
     """The order of the kernels; see the module.
 
     Args:
@@ -182,7 +184,7 @@ def live(told: Kernels, *, combined: int = 0, contiguous: bool = False, hides_la
     kernels, leaving = list(told.kernels), set(told.leaving)
     if combined:
         kernels = _combine(kernels, told, combined, contiguous)
-    graph = _Graph(kernels, told.sizes, told.leaving)
+    graph = _KernelGraph(kernels, told.sizes, told.leaving)
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
     order = min(orders, key=lambda order: _most([kernels[i] for i in order], told))
     if hides_latency and any(kernel.is_collective for kernel in kernels):
@@ -194,8 +196,8 @@ def live(told: Kernels, *, combined: int = 0, contiguous: bool = False, hides_la
     return Live(tuple(found), {b: (at, count if b in leaving else end) for b, (at, end) in ranges.items()})
 
 
-class _Graph:
-    def __init__(self, kernels: Sequence[Kernel], sizes: Sequence[int], leaving: Sequence[int]) -> None:
+class _KernelGraph:
+    def __init__(self, kernels: Sequence[ProgramKernel], sizes: Sequence[int], leaving: Sequence[int]) -> None:
         self.kernels, self.sizes, self.leaving = kernels, sizes, leaving
         self.maker = {buffer: i for i, kernel in enumerate(kernels) for buffer in kernel.makes}
         self.readers: list[list[int]] = [[] for _ in sizes]  # of each buffer
@@ -225,8 +227,10 @@ class _Graph:
         return found
 
 
-def _combine(kernels: Sequence[Kernel], told: Kernels, most: int, contiguous: bool) -> list[Kernel]:
-    graph = _Graph(kernels, told.sizes, told.leaving)
+def _combine(
+    kernels: Sequence[ProgramKernel], told: ProgramKernels, most: int, contiguous: bool
+) -> list[ProgramKernel]:
+    graph = _KernelGraph(kernels, told.sizes, told.leaving)
     groups: list[list[int]] = []
     before: list[int] = []  # the groups that each needs, as bits
     needs = [0] * len(kernels)  # the groups that a kernel needs
@@ -266,7 +270,7 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int, contiguous: bo
                 joined[kernel.combining.key] = group, size + nbytes
             needed = 1 << group
         needs[i] = needed
-    made_one: dict[int, Kernel | None] = {}
+    made_one: dict[int, ProgramKernel | None] = {}
     for together in groups:
         if len(together) > 1:
             members = [kernels[i] for i in together]
@@ -275,19 +279,19 @@ def _combine(kernels: Sequence[Kernel], told: Kernels, most: int, contiguous: bo
             reads = dict.fromkeys(b for each in members for b in each.reads)
             makes = [b for each in members for b in each.makes]
             made_one.update(dict.fromkeys(together, None))
-            places = () if copied else tuple(place for each in members for place in each.places)
+            aliases = () if copied else tuple(place for each in members for place in each.aliases)
             latency = max(how.latency for each in members if (how := each.combining))
             made_one[together[-1]] = dataclasses.replace(
                 members[0],
                 reads=tuple(reads),
                 makes=tuple(makes),
-                places=places,
+                aliases=aliases,
                 seconds=sum(each.seconds - how.latency for each in members if (how := each.combining)) + latency,
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 
 
-def _greedy(graph: _Graph) -> list[int]:
+def _greedy(graph: _KernelGraph) -> list[int]:
     """Next is what frees most beyond what it makes, then what has most readers, then what could run last."""
     kernels, sizes, readers = graph.kernels, graph.sizes, graph.readers
     missing = [len(before) for before in graph.before]
@@ -332,7 +336,7 @@ def _greedy(graph: _Graph) -> list[int]:
     return found
 
 
-def _deepest_first(graph: _Graph) -> list[int]:
+def _deepest_first(graph: _KernelGraph) -> list[int]:
     """Depth first: of what a kernel needs first that which has most readers on its way, then most bytes."""
     order = graph.post_order()
     readers = [0] * len(order)
@@ -348,7 +352,7 @@ def _deepest_first(graph: _Graph) -> list[int]:
     return graph.post_order(lambda i: (-more[i], -nbytes[i], i))
 
 
-def _beside_collectives(graph: _Graph, order: Sequence[int]) -> list[Kernel]:
+def _beside_collectives(graph: _KernelGraph, order: Sequence[int]) -> list[ProgramKernel]:
     """The kernels in the order in which collectives are hidden; each of these twice, as its start and as its end."""
     kernels = graph.kernels
     steps = hide_latency(
@@ -358,14 +362,14 @@ def _beside_collectives(graph: _Graph, order: Sequence[int]) -> list[Kernel]:
     return [kernels[step.kernel] if step.starts else _end_of(kernels[step.kernel]) for step in steps]
 
 
-def _end_of(collective: Kernel) -> Kernel:
+def _end_of(collective: ProgramKernel) -> ProgramKernel:
     """What is read and made is there until then; but for operands that results may take the place of."""
-    taken = {operand for _, operand in collective.places}
+    taken = {operand for _, operand in collective.aliases}
     reads = (*(b for b in collective.reads if b not in taken), *collective.makes)
-    return dataclasses.replace(collective, reads=reads, makes=(), places=())
+    return dataclasses.replace(collective, reads=reads, makes=(), aliases=())
 
 
-def _ranges(order: Sequence[Kernel], leaving: Sequence[int]) -> dict[int, tuple[int, int]]:
+def _ranges(order: Sequence[ProgramKernel], leaving: Sequence[int]) -> dict[int, tuple[int, int]]:
     """Positions between which each buffer is live; what leaves is so to the end."""
     born: dict[int, int] = {}
     ends: dict[int, int] = {}
@@ -375,19 +379,19 @@ def _ranges(order: Sequence[Kernel], leaving: Sequence[int]) -> dict[int, tuple[
     ends.update(dict.fromkeys(leaving, len(order)))
     for position, kernel in enumerate(order):
         lying = set()
-        for result, taken in kernel.places:
+        for result, taken in kernel.aliases:
             if result not in lying and taken in born and ends[taken] == position:
                 ends[taken] = position - 1
                 lying.add(result)
     return {b: (at, ends[b]) for b, at in born.items()}
 
 
-def _most(order: Sequence[Kernel], told: Kernels) -> int:
+def _most(order: Sequence[ProgramKernel], told: ProgramKernels) -> int:
     ranges = {b: at for b, at in _ranges(order, told.leaving).items() if b not in told.elsewhere}
     return max(held_by(ranges, told.sizes, order), default=0)
 
 
-def held_by(ranges: dict[int, tuple[int, int]], sizes: Sequence[int], order: Sequence[Kernel]) -> list[int]:
+def held_by(ranges: dict[int, tuple[int, int]], sizes: Sequence[int], order: Sequence[ProgramKernel]) -> list[int]:
     """Bytes while each kernel runs."""
     changes = [0] * (len(order) + 1)
     for buffer, (at, end) in ranges.items():

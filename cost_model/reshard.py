@@ -8,7 +8,7 @@ shardings cut the array differently.
 2. A size divides only by the tile counts that divide gcd(size, mesh size), and a payload is the array's bytes
    over a number of tiles: arrays with the same gcds and the same bytes, as they are and as they are summed, share
    all prices.
-3. An edge's price depends on (kind, axes, tiles, whether of addends) only, so each such class is priced once for
+3. An edge's price depends on (kind, axes, tiles, whether of partial sums) only, so each such class is priced once for
    each array.
 4. Seconds from a few sources to everywhere: Bellman-Ford, all sources and edges at once in numpy.
 5. The steps of one resharding: Dijkstra; equal times are decided by fewer steps, then by the order of `moves`.
@@ -209,7 +209,7 @@ class _Network:
     source: npt.NDArray[np.int64]  # [edge] state
     target: npt.NDArray[np.int64]  # [edge] state
     price_class: npt.NDArray[np.int64]  # [edge] index into `classes`
-    # (kind, axes, tiles that the payload is one of, whether in the type in which addends are summed)
+    # (kind, axes, tiles that the payload is one of, whether in the type in which partial sums are summed)
     classes: tuple[tuple[StepKind, tuple[str, ...], int, bool], ...]
     first: npt.NDArray[np.int64]  # [state] its first edge; every state has one, as every step can be undone
     leaving: tuple[tuple[int, ...], ...]  # [state] edges that leave it
@@ -290,7 +290,7 @@ def _shortest_path(network: _Network, cost: npt.NDArray[np.float64], source: int
     return path[::-1]
 
 
-class _Prices:
+class _StepPrices:
     """What depends on the array: the edges' seconds, and the shortest paths asked for so far."""
 
     def __init__(
@@ -332,14 +332,14 @@ class Resharder:
         self._logical = Mesh(tuple(range(mesh.size)), mesh.shape, mesh.axes)
         self._prices = functools.lru_cache(maxsize=1024)(self._make_prices)
 
-    def _make_prices(self, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int) -> _Prices:
-        return _Prices(_network(len(gcds), self._logical), self._logical, gcds, nbytes, sum_nbytes, self._price)
+    def _make_prices(self, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int) -> _StepPrices:
+        return _StepPrices(_network(len(gcds), self._logical), self._logical, gcds, nbytes, sum_nbytes, self._price)
 
-    def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _Prices:
+    def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _StepPrices:
         gcds, size = tuple(math.gcd(n, self.mesh.size) for n in shape), math.prod(shape)
         return self._prices(gcds, size * itemsize, size * sum_itemsize(itemsize, self._least_sum_bytes))
 
-    def _states(self, prices: _Prices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
+    def _states(self, prices: _StepPrices, shape: tuple[int, ...], asked: Sequence[Sharding]) -> list[int]:
         """Indices of the shardings. Raises InternalError for one that the array cannot have."""
         try:
             states = [prices.network.index[sharding] for sharding in asked]

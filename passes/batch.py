@@ -4,7 +4,7 @@ Analysis (`analyse_batch`), once per graph, says for every value how it depends 
 
     FREE      not at all (parameters, keys, and what is computed from them alone)
     BATCHED   it holds the microbatch's examples along one dimension (outer, units, inner)
-    PARTIAL   it is an addend: the value of the whole batch is the sum over microbatches
+    PARTIAL   it is an partial sum: the value of the whole batch is the sum over microbatches
     FINAL     it needs the whole batch, hence exists only after the last microbatch
     ALIKE     an equation with a body makes it beside what holds examples; it is the same in every microbatch
 
@@ -230,7 +230,7 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
                 units = math.gcd(units, split.batch.units)
                 for k, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
                     batch = batch_in_dims(split, dims, rule.factors)
-                    without = Kind.PARTIAL if rule.is_addend(split.factor, k) else Kind.ALIKE
+                    without = Kind.PARTIAL if rule.is_partial_sum(split.factor, k) else Kind.ALIKE
                     states[v] = State(without if batch is None else Kind.BATCHED, batch, parameters)
                 continue
         elif Kind.ALIKE in present and eqn.phase is Phase.UPDATE:

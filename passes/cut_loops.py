@@ -306,7 +306,7 @@ class Cutter:
             each = [results[o] for results in found]
             if batch is not None:
                 self.pieces[v, batch, cut.bounds] = each
-            elif rule.is_addend(split.factor, o):
+            elif rule.is_partial_sum(split.factor, o):
                 self.wholes[v] = self._sum(each, cut.bounds[:-1])
             else:
                 self.wholes[v] = each[0]
@@ -326,9 +326,9 @@ class Cutter:
         self.emissions[(*key, start) if piece.start_matters else key] = closed
         return closed
 
-    def _sum(self, addends: Sequence[Operand], starts: Sequence[int]) -> Operand:
-        total = addends[0]
-        for x, start in zip(addends[1:], starts[1:], strict=True):
+    def _sum(self, partial_sums: Sequence[Operand], starts: Sequence[int]) -> Operand:
+        total = partial_sums[0]
+        for x, start in zip(partial_sums[1:], starts[1:], strict=True):
             total = self._trace(lambda a, b: [jax.lax.add(a, b)], [total, x], start)[0]
         return total
 
@@ -358,7 +358,7 @@ class Cutter:
         stacked = {i: self._cut(eqn.inputs[i], rounds, bounds) for i in chain.stacked_in}
         operands = [v if i in stacked else self._whole(v) for i, v in enumerate(eqn.inputs)]
         made: dict[int, list[Operand]] = {k: [] for k in chain.stacked_out}
-        addends: dict[int, list[Operand]] = {k: [] for k in chain.adding}
+        partial_sums: dict[int, list[Operand]] = {k: [] for k in chain.adding}
         order = parts[::-1] if chain.reverse else parts
         for number, (k, (start, stop)) in enumerate(order):
             inputs = [stacked[i][k] if i in stacked else v for i, v in enumerate(operands)]
@@ -372,15 +372,15 @@ class Cutter:
             for o, result in enumerate(results):
                 if o in made:
                     made[o].append(result)
-                elif o in addends:
-                    addends[o].append(result)
+                elif o in partial_sums:
+                    partial_sums[o].append(result)
                 else:
                     operands[chain.carried[o]] = result
         for o, v in enumerate(eqn.outputs):
             if o in made:
                 self.pieces[v, rounds, bounds] = made[o][::-1] if chain.reverse else made[o]
-            elif o in addends:
-                self.wholes[v] = self._sum(addends[o], [start for _, (start, _) in order])
+            elif o in partial_sums:
+                self.wholes[v] = self._sum(partial_sums[o], [start for _, (start, _) in order])
             else:
                 self.wholes[v] = operands[chain.carried[o]]
 

@@ -18,7 +18,7 @@ from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, R
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Local, Rule, emit_piece
 from autopar.ir.sharding import Collective, Sharding
-from autopar.ir.strategy import Lane
+from autopar.ir.strategy import AxisAssignment
 from autopar.passes.collectives import (
     Halos,
     all_gather,
@@ -58,10 +58,10 @@ class SpaceLocal(Local):
     kept_results: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(rule: Rule, lane: Lane, mesh: Mesh, halos: Halos) -> SpaceLocal:
-        cut = pieces(rule, lane, mesh)
-        axes = {f: splitting_axes(rule, f, lane, mesh) for f in cut}
-        kept = kept_operands(rule, lane, mesh), kept_results(rule, lane, mesh)
+    def of(rule: Rule, assignment: AxisAssignment, mesh: Mesh, halos: Halos) -> SpaceLocal:
+        cut = pieces(rule, assignment, mesh)
+        axes = {f: splitting_axes(rule, f, assignment, mesh) for f in cut}
+        kept = kept_operands(rule, assignment, mesh), kept_results(rule, assignment, mesh)
         return SpaceLocal(rule, cut, axes, mesh, halos, *kept)
 
     def size(self, factor: int) -> int:
@@ -161,7 +161,7 @@ def in_turn(ops: Sequence[LocalOp], rules: Mapping[int, Rule]) -> list[list[Loca
 
 
 def _index_of(op: LocalOp, rules: Mapping[int, Rule]) -> _Held | None:
-    """The index of a condition, unless results or operands are addends, which are widened."""
+    """The index of a condition, unless results or operands are partial sums, which are widened."""
     if not isinstance(op, Compute) or rules[op.equation.id].branches is None:
         return None
     shardings = [s for s in (*op.operands, *op.results) if s is not None]
@@ -177,7 +177,7 @@ def _read(op: LocalOp) -> list[_Held]:
     if isinstance(op, Reread):
         return [(op.value, op.sharding), *([op.after] if op.after else [])]
     if isinstance(op, Accumulate):
-        return [(op.total, op.sharding), (op.addend, op.sharding)]
+        return [(op.total, op.sharding), (op.partial_sum, op.sharding)]
     return [(v, s) for v, s in zip(op.equation.inputs, op.operands, strict=True) if isinstance(v, Value) and s]
 
 
@@ -195,7 +195,7 @@ def scope_of(op: LocalOp) -> str:
     """The name scope of an operation in the emitted program: "e7" of equation 7, "v7" of what is done to value 7."""
     if isinstance(op, Compute):
         return f"e{op.equation.id}"
-    return f"v{op.addend.id if isinstance(op, Accumulate) else op.value.id}"
+    return f"v{op.partial_sum.id if isinstance(op, Accumulate) else op.value.id}"
 
 
 def _emit_op(
@@ -213,7 +213,7 @@ def _emit_op(
         env.update(zip(given[1:], rest, strict=True))
     elif isinstance(op, Accumulate):
         key = (op.total, op.sharding)
-        env[key] = env[key] + env[op.addend, op.sharding]
+        env[key] = env[key] + env[op.partial_sum, op.sharding]
     else:
         results = _emit_equation(op, rules[op.equation.id], _operands(op, env), mesh, halos)
         env.update(zip(_made(op), results, strict=True))
@@ -248,17 +248,17 @@ def _emit_as_one(
 
 
 def _emit_equation(op: Compute, rule: Rule, operands: Sequence[Any], mesh: Mesh, halos: Halos) -> Sequence[Any]:
-    addends = [bool(sharding.partial) for sharding in op.results]
+    partial_sums = [bool(sharding.partial) for sharding in op.results]
     if rule.separable:
-        return emit_piece(rule, SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands, addends)
+        return emit_piece(rule, SpaceLocal(rule, {}, {}, mesh, halos), op.equation, operands, partial_sums)
     local = SpaceLocal.of(rule, op.strategy[0], mesh, halos)
-    return _combined(op, rule, emit_piece(rule, local, op.equation, operands, addends), mesh)
+    return _combined(op, rule, emit_piece(rule, local, op.equation, operands, partial_sums), mesh)
 
 
 def _combined(op: Compute, rule: Rule, results: Sequence[Any], mesh: Mesh) -> Sequence[Any]:
     """The results, combined over the pieces of factors that are reduced by other operations than sums."""
-    lane = op.strategy[0]
-    for kind, over in combined_axes(rule, lane, mesh).items():
+    assignment = op.strategy[0]
+    for kind, over in combined_axes(rule, assignment, mesh).items():
         results = [_combine(kind, x, over) for x in results]
     found = [(tuple(np.shape(x)), x.dtype) for x in results]
     expected = [
@@ -266,7 +266,7 @@ def _combined(op: Compute, rule: Rule, results: Sequence[Any], mesh: Mesh) -> Se
         for v, s in zip(op.equation.outputs, op.results, strict=True)
     ]
     if found != expected:
-        raise InternalError(f"{op.equation!r} with strategy {lane} gives {found}, not {expected}")
+        raise InternalError(f"{op.equation!r} with strategy {assignment} gives {found}, not {expected}")
     return results
 
 

@@ -62,7 +62,7 @@ class StageChoice:
 
 
 @dataclasses.dataclass(frozen=True)
-class StagePlan:
+class Pipeline:
     """A pipeline that holds all layers and uses all devices."""
 
     stages: tuple[StageChoice, ...]  # first stage first
@@ -108,7 +108,7 @@ def plan_stages(
     overhead: OverheadFn = lambda layer, mesh: (1.0, 1.0),
     below: float = math.inf,
     gain: float = 0.0,
-) -> StagePlan | None:
+) -> Pipeline | None:
     """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
 
     Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
@@ -155,10 +155,10 @@ def plan_stages(
     space = _Space.of(num_layers, cluster, shapes, alike)
     costs = _Costs(space, stage_cost, least_cost, bound_cost, overhead, num_stages == 1)
     most = min(most, num_stages or max_stages or most)
-    found: StagePlan | None = None  # of stages whose costs are known
+    found: Pipeline | None = None  # of stages whose costs are known
     while True:
         least = below if found is None else found.step_time
-        best = _Best(num_microbatches, rounds, least * (1 - gain))
+        best = _BestPipeline(num_microbatches, rounds, least * (1 - gain))
         steps = _backward(space, costs, schedule, best, most, num_stages is not None)
         if best.stages is None:
             return found
@@ -174,7 +174,7 @@ def plan_stages(
         if certain or time < least:
             stages = zip(rows, costs.of(rows, numbers), strict=True)
             choices = tuple(StageChoice((i, j), space.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
-            found = StagePlan(choices, time, num_microbatches, schedule)
+            found = Pipeline(choices, time, num_microbatches, schedule)
         if certain:
             return found
 
@@ -193,7 +193,7 @@ _Tail = tuple[_StageRow, "_Tail"] | None  # the stages of a suffix: the first on
 
 
 @dataclasses.dataclass
-class _Best:
+class _BestPipeline:
     """The quickest plan so far."""
 
     num_microbatches: int
@@ -409,7 +409,7 @@ class _Costs:
         if unknown and not self.one_stage:
             self.measure()
 
-    def time(self, rows: Sequence[_StageRow], numbers: Sequence[int], best: _Best) -> float:
+    def time(self, rows: Sequence[_StageRow], numbers: Sequence[int], best: _BestPipeline) -> float:
         """Seconds per step of these stages with so many in flight, by what is known."""
         costs = self.of(rows, numbers)
         fits = all(np.isfinite(cost.memory) for cost in costs)
@@ -439,7 +439,7 @@ def _backward(
     space: _Space,
     costs: _Costs,
     schedule: ScheduleName,
-    best: _Best,
+    best: _BestPipeline,
     most: int,
     exactly: bool,
 ) -> list[_Step]:
@@ -480,7 +480,7 @@ def _backward(
     return steps
 
 
-def _forward(space: _Space, steps: list[_Step], best: _Best) -> list[tuple[_Stages, Floats]]:
+def _forward(space: _Space, steps: list[_Step], best: _BestPipeline) -> list[tuple[_Stages, Floats]]:
     """Pass 2: per number of remaining stages, those stages that a better plan may use, and the bounds before them."""
     prefix = np.full((3, space.num_states), np.inf)
     result = []
@@ -495,7 +495,7 @@ def _forward(space: _Space, steps: list[_Step], best: _Best) -> list[tuple[_Stag
     return result[::-1]
 
 
-def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _Best) -> None:
+def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _BestPipeline) -> None:
     """Pass 3: the best plan among the stages left, from all suffixes that none dominates."""
     nothing: list[_Tail] = [None]
     suffixes = {space.num_states - 1: (np.zeros((3, 1)), nothing)}  # per state: criteria, and the stages of each
@@ -520,7 +520,7 @@ def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _Best) -> N
         suffixes = found
 
 
-def _undominated(criteria: Floats, best: _Best) -> Ints:
+def _undominated(criteria: Floats, best: _BestPipeline) -> Ints:
     """Indices of the suffixes worth keeping.
 
     Before a suffix (a, b, c) stands some prefix (a', b', c'); with n = m - 1 / r together they take
@@ -539,7 +539,9 @@ def _undominated(criteria: Floats, best: _Best) -> Ints:
     return np.array(kept, dtype=np.int64)
 
 
-def _extend(stages: _Stages, quickest: Floats, tails: dict[int, _Tail], best: _Best) -> tuple[Floats, dict[int, _Tail]]:
+def _extend(
+    stages: _Stages, quickest: Floats, tails: dict[int, _Tail], best: _BestPipeline
+) -> tuple[Floats, dict[int, _Tail]]:
     """Per state the suffix that takes the least time by itself, if behind each stage comes such a suffix."""
     criteria = _join(stages.criteria, quickest[:, stages.target])
     order = np.lexsort((best.time_of(criteria), stages.source))

@@ -30,8 +30,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule, product_sizes
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import WHOLE, Lane
+from autopar.ir.strategy import WHOLE, AxisAssignment
 from autopar.passes.emit import combination
+from autopar.passes.fuse_programs import merge_equal_ops
 from autopar.passes.intra_op.strategies import (
     combined_axes,
     exchanges,
@@ -41,7 +42,6 @@ from autopar.passes.intra_op.strategies import (
     result_shardings,
     temporaries,
 )
-from autopar.passes.merge import merge_equal_ops
 
 # Steps of a resharding that send each element as it is.
 _SENDING = frozenset({"all_gather", "all_to_all", "permute"})
@@ -152,7 +152,7 @@ def assemble(
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
-        due: dict[int, list[Value]] = defaultdict(list)  # addends are added as soon as nothing else reads them
+        due: dict[int, list[Value]] = defaultdict(list)  # partial sums are added as soon as nothing else reads them
         for value in program.outputs:
             if value in step.accumulate:
                 due[last_use[value]].append(value)
@@ -209,22 +209,22 @@ def _natural_layouts(
     return found
 
 
-def _results(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Sharding, ...]:
+def _results(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tuple[Sharding, ...]:
     return tuple(
-        s for lane_rule, lane in zip(rule.lanes, strategy, strict=True)
-        for s in result_shardings(lane_rule, lane, mesh)
+        s for assignment_rule, assignment in zip(rule.assignments, strategy, strict=True)
+        for s in result_shardings(assignment_rule, assignment, mesh)
     )  # fmt: skip
 
 
-def _operands(rule: Rule, strategy: Sequence[Lane], mesh: Mesh) -> tuple[Sharding, ...]:
+def _operands(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tuple[Sharding, ...]:
     return tuple(
-        s for lane_rule, lane in zip(rule.lanes, strategy, strict=True)
-        for s in operand_shardings(lane_rule, lane, mesh)
+        s for assignment_rule, assignment in zip(rule.assignments, strategy, strict=True)
+        for s in operand_shardings(assignment_rule, assignment, mesh)
     )  # fmt: skip
 
 
-def _lane_that_cuts(rule: Rule, sharding: Sharding, mesh: Mesh) -> Lane:
-    """The lane with the operand in the pieces of a sharding, whatever the order of its axes."""
+def _assignment_that_cuts(rule: Rule, sharding: Sharding, mesh: Mesh) -> AxisAssignment:
+    """The assignment with the operand in the pieces of a sharding, whatever the order of its axes."""
     factor_of = {axis: dim[0] for along, dim in zip(sharding.dims, rule.inputs[0], strict=True) for axis in along}
     return tuple(factor_of.get(axis, WHOLE) for axis in mesh.axes)
 
@@ -288,9 +288,9 @@ class _Writer:
         wanted, results = _operands(rule, strategy, mesh), _results(rule, strategy, mesh)
         held = self._held_to_narrow(eqn, wanted[0]) if self._narrows(eqn) else None
         if held is not None:
-            strategy, wanted, results = (_lane_that_cuts(rule, held, mesh),), (held,), (held,)
+            strategy, wanted, results = (_assignment_that_cuts(rule, held, mesh),), (held,), (held,)
         operands = []
-        if self.sharding.regathers and eqn.phase.in_loop:
+        if self.sharding.reshard_after_forward and eqn.phase.in_loop:
             eqn = self._anew(eqn, wanted)
         for v, sharding in zip(eqn.inputs, wanted, strict=True):
             if isinstance(v, Value):
@@ -417,7 +417,7 @@ def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp,
     kept: list[LocalOp] = []
     for op in reversed(ops):
         if isinstance(op, Accumulate):
-            needed.add((op.addend, op.sharding))
+            needed.add((op.partial_sum, op.sharding))
         elif isinstance(op, Reread):
             if (op.copy, op.sharding) not in needed:
                 continue

@@ -2,7 +2,7 @@
 
 Each loop equation is rewritten to one microbatch's sizes by its rule's own `emit`, traced; batch-free values are
 emitted where they are wanted first, sliced versions by their own equation where that can be split (iota, random
-bits), else by a slice of the whole. What crosses the end of the loop is summed (addends) or joined (examples).
+bits), else by a slice of the whole. What crosses the end of the loop is summed (partial sums) or joined (examples).
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class _Splitter:
         """An operand of a loop equation; a FREE one is sliced if `batch` asks for it."""
         if isinstance(v, Literal):
             return v
-        if v in moved:  # the loop may have its addends as well
+        if v in moved:  # the loop may have its partial sums as well
             whole = self._prologue_of(v)
             return whole if batch is None else self._slice(whole, batch)
         key = (v, batch)
@@ -306,14 +306,14 @@ class _Splitter:
     def _emit_fence(self, eqn: Equation) -> None:
         """A separable equation, on those of its operands that the loop has."""
         states = self.analysis.states
-        lanes = [k for k, out in enumerate(eqn.outputs) if states[out].kind is not Kind.FINAL]
-        operands = [self._in_loop(eqn.inputs[k], None, frozenset()) for k in lanes]
+        assignments = [k for k, out in enumerate(eqn.outputs) if states[out].kind is not Kind.FINAL]
+        operands = [self._in_loop(eqn.inputs[k], None, frozenset()) for k in assignments]
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
         phase = self._loop_phase(eqn, operands)
         results = self.builder.add(eqn.primitive, eqn.params, operands, avals, phase, eqn.source)
         if phase is Phase.BACKWARD:
             self.backward.update(results)
-        for k, result in zip(lanes, results, strict=True):
+        for k, result in zip(assignments, results, strict=True):
             old = eqn.outputs[k]
             self.loop[(old, None)] = self.loop[(old, states[old].batch)] = result
             if states[old].kind is Kind.PARTIAL:
@@ -325,9 +325,9 @@ class _Splitter:
             self._in_loop(v, None if split is None else batch_in_dims(split, dims, rule.factors), moved)
             for v, dims in zip(eqn.inputs, rule.inputs, strict=True)
         ]
-        addends = [self.analysis.states[v].kind is Kind.PARTIAL for v in eqn.outputs]
+        partial_sums = [self.analysis.states[v].kind is Kind.PARTIAL for v in eqn.outputs]
         phase = self._loop_phase(eqn, operands)
-        if split is None and all(v.held_dtype(a) == v.dtype for v, a in zip(eqn.outputs, addends, strict=True)):
+        if split is None and all(v.held_dtype(a) == v.dtype for v, a in zip(eqn.outputs, partial_sums, strict=True)):
             copies = self._copy(eqn, operands, phase, {})
             if phase is Phase.BACKWARD:
                 self.backward.update(copies)
@@ -335,9 +335,9 @@ class _Splitter:
 
         def emit(*args: Any) -> Sequence[Any]:
             *xs, index = args
-            return emit_piece(rule, _TimeLocal(rule, split, self.m, index), eqn, xs, addends)
+            return emit_piece(rule, _TimeLocal(rule, split, self.m, index), eqn, xs, partial_sums)
 
-        key = (eqn.signature, split, tuple(addends), tuple(map(operand_signature, operands)))
+        key = (eqn.signature, split, tuple(partial_sums), tuple(map(operand_signature, operands)))
         if key not in self.emissions:
             self.emissions[key], _ = trace_emission(emit, [*operands, self.microbatch])
         values = [v for v in operands if isinstance(v, Value)]

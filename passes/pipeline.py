@@ -4,7 +4,7 @@
 2. A backward equation goes where its cotangents come from, but no later than where the forward values and
    parameters that it uses were last used: that walks down the stages as the backward pass does. Any value may
    cross stages; nothing else is assumed (tied weights and long skips are only more crossings).
-3. A sum of addends that were made on different stages waits for the update phase: each is accumulated where it
+3. A sum of partial sums that were made on different stages waits for the update phase: each is accumulated where it
    was made and crosses once a step instead of once a microbatch.
 4. Update equations go where most of their operands' bytes are; inputs live where they are used and renewed.
 5. Where gradients of parameters are to be apart, the heavy ones of a stage's backward pass, on which no other stage
@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.program import PlacedStep, Program
-from autopar.passes.apart import IsHeavy, put_off
+from autopar.passes.split_backward import IsHeavy, put_off
 
 
 def place(
@@ -92,7 +92,7 @@ def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: 
 
 
 def _defer_sums(step: StepGraph, stages: dict[int, int]) -> tuple[StepGraph, dict[int, int]]:
-    """Step 3: move linear combinations of addends from several stages, and what follows from them, to the update."""
+    """Step 3: move linear combinations of several stages' partial sums, and what follows from them, to the update."""
     if step.num_microbatches == 1:
         return step, stages
     made = {v: eqn for eqn in step.equations for v in eqn.outputs}

@@ -49,7 +49,7 @@ class Forward:
     def __init__(self, step: StepGraph) -> None:
         self.step, self.equations = step, step.forward
         self.varying = varying = step.batched - step.partial
-        self.again = functools.cache(self._again)  # decorated, it would keep this for ever
+        self.rematerialized = functools.cache(self._again)  # decorated, it would keep this for ever
         self.place = {v: (i, k) for i, e in enumerate(self.equations) for k, v in enumerate(e.outputs) if v in varying}
         self.sources = varying - {step.microbatch}
         self.last_reader = {v: i for i, e in enumerate(self.equations) for v in e.values}
@@ -94,16 +94,16 @@ class Forward:
 
     def with_residuals(self, blocks: Iterable[Block]) -> list[Block]:
         """Those that have any that are not kept."""
-        return [block for block in blocks if self.again(block).residuals]
+        return [block for block in blocks if self.rematerialized(block).residuals]
 
     def kept_bytes(self, blocks: Iterable[Block]) -> int:
         """What the forward pass makes and the backward pass reads, bytes of whole values."""
         kept = dict(self.read)
         for block in blocks:
-            again = self.again(block)
-            for v in again.residuals:
+            rematerialized = self.rematerialized(block)
+            for v in rematerialized.residuals:
                 kept.pop(v)
-            kept.update((v, None) for v in again.sources if v in self.place)
+            kept.update((v, None) for v in rematerialized.sources if v in self.place)
         return sum(v.nbytes for v in kept)
 
 
@@ -112,7 +112,7 @@ def _places(forward: Forward, plans: Sequence[_Again]) -> tuple[dict[int, int], 
 
     Without such a cotangent no other block has been through the backward pass.
     """
-    block_of = {v: number for number, again in enumerate(plans) for v in again.residuals}
+    block_of = {v: number for number, rematerialized in enumerate(plans) for v in rematerialized.residuals}
     backward = [e for e in forward.step.equations if e.phase is Phase.BACKWARD]
     made_at = {v: at for at, eqn in enumerate(backward) for v in eqn.outputs if v in forward.varying}
     first: dict[int, int] = {}  # the place in the backward pass before which a block is computed again
@@ -132,7 +132,7 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
     Also returns which equation each new one repeats, by id; those that repeat none are fences.
     """
     forward = Forward(step)
-    plans = [forward.again(block) for block in blocks]
+    plans = [forward.rematerialized(block) for block in blocks]
     first, tie = _places(forward, plans)
 
     next_value, next_id = step.next_value_id, 1 + max(e.id for e in step.equations)
@@ -152,17 +152,17 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
         return outputs
 
     def add_again(number: int, source: str) -> None:
-        again = plans[number]
-        fenced = (*again.sources, *((tie[number],) if number in tie else ()))
+        rematerialized = plans[number]
+        fenced = (*rematerialized.sources, *((tie[number],) if number in tie else ()))
         fence = Equation(0, barrier(), {}, fenced, fenced, Phase.BACKWARD, source)
         now: dict[Operand, Value] = dict(zip(fenced, add(fence, [renamed.get(v, v) for v in fenced]), strict=True))
-        renamed.update((v, now[v]) for v in fenced[len(again.sources) :])
-        for at in again.equations:
+        renamed.update((v, now[v]) for v in fenced[len(rematerialized.sources) :])
+        for at in rematerialized.equations:
             eqn = forward.equations[at]
             outputs = add(eqn, [now.get(v, v) for v in eqn.inputs])
             repeats[equations[-1].id] = eqn.id
-            now.update((v, new) for v, new in zip(eqn.outputs, outputs, strict=True) if v not in again.sources)
-        renamed.update((v, now[v]) for v in again.residuals)
+            now.update((v, new) for v, new in zip(eqn.outputs, outputs, strict=True) if v not in rematerialized.sources)
+        renamed.update((v, now[v]) for v in rematerialized.residuals)
 
     # What comes from nothing has no fence, without which it is computed once.
     fenced = {n: at for n, at in first.items() if plans[n].sources or n in tie}
@@ -198,9 +198,9 @@ def leaner_blocks(
         """The blocks, the bytes that are kept, and those that one block has besides."""
         found = forward.with_residuals(_cut(step, np.array(layers) // together, parts, flops))
         # What the backward pass begins with need not be computed again: it is all there at that time.
-        _, tie = _places(forward, [forward.again(block) for block in found])
+        _, tie = _places(forward, [forward.rematerialized(block) for block in found])
         found = [block for number, block in enumerate(found) if number in tie]
-        inside = max((sum(v.nbytes for v in forward.again(block).residuals) for block in found), default=0)
+        inside = max((sum(v.nbytes for v in forward.rematerialized(block).residuals) for block in found), default=0)
         return found, forward.kept_bytes(found), inside
 
     num_layers = layers[-1] + 1 if layers else 0
@@ -224,11 +224,11 @@ def leaner_blocks(
         known: dict[Hashable, Block] = {}
         some = []
         for block in blocks:
-            look = _look(forward, block)
-            if look not in known:
+            signature = _signature(forward, block)
+            if signature not in known:
                 saved = best_saved(forward, block, share, times)
-                known[look] = dataclasses.replace(block, saved=saved).moved(-block.start)
-            some.append(known[look].moved(block.start))
+                known[signature] = dataclasses.replace(block, saved=saved).moved(-block.start)
+            some.append(known[signature].moved(block.start))
         some = forward.with_residuals(some)
         left = forward.kept_bytes(some)
         if kept - left >= _LEAST_STEP * whole and left - forward.kept_bytes(blocks) >= _LEAST_STEP * whole:
@@ -254,7 +254,7 @@ def _cut(step: StepGraph, layers: Ints, parts: int, flops: FlopsFn) -> list[Bloc
     return found
 
 
-def _look(forward: Forward, block: Block) -> Hashable:
+def _signature(forward: Forward, block: Block) -> Hashable:
     """Equal for blocks of which the same is best kept."""
     inside = forward.equations[block.start : block.stop]
 
@@ -277,21 +277,23 @@ def best_saved(
     Minimise the seconds of the equations that run again, where every residual is kept or its equation runs again, and
     so is every operand of those; at most such a share of the residuals' bytes is kept.
     """
-    again = forward.again(block)
+    rematerialized = forward.rematerialized(block)
     model = cp_model.CpModel()
-    runs = {at: model.new_bool_var(f"runs_{at}") for at in again.equations}
-    values = [v for at in again.equations for v in forward.equations[at].outputs if forward.is_residual(v, block)]
+    runs = {at: model.new_bool_var(f"runs_{at}") for at in rematerialized.equations}
+    values = [
+        v for at in rematerialized.equations for v in forward.equations[at].outputs if forward.is_residual(v, block)
+    ]
     kept = {v: model.new_bool_var(f"kept_{v.id}") for v in values}
-    for v in again.residuals:
+    for v in rematerialized.residuals:
         model.add_bool_or(kept[v], runs[forward.place[v][0]])
-    for at in again.equations:
+    for at in rematerialized.equations:
         for v in forward.equations[at].values:
             if v in kept:
                 model.add_bool_or(kept[v], runs[forward.place[v][0]], ~runs[at])
-    model.add(sum(v.nbytes * kept[v] for v in values) <= int(share * sum(v.nbytes for v in again.residuals)))
-    times = {at: seconds(forward.equations[at]) for at in again.equations}
+    model.add(sum(v.nbytes * kept[v] for v in values) <= int(share * sum(v.nbytes for v in rematerialized.residuals)))
+    times = {at: seconds(forward.equations[at]) for at in rematerialized.equations}
     unit = (sum(times.values()) or 1.0) / _RESOLUTION
-    model.minimize(sum((1 + round(times[at] / unit)) * runs[at] for at in again.equations))
+    model.minimize(sum((1 + round(times[at] / unit)) * runs[at] for at in rematerialized.equations))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = _WORK_SECONDS

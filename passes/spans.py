@@ -33,8 +33,8 @@ class Spans:
     def _first_alike(self, span: Span) -> Span:
         """The first span asked for that becomes the same programs as this one."""
         start, stop = span
-        looks = tuple(self._layers[k].within(start - k, stop - k) for k in range(start, stop))
-        return self._first.setdefault((start == 0, stop == len(self._layers), looks), span)
+        signatures = tuple(self._layers[k].within(start - k, stop - k) for k in range(start, stop))
+        return self._first.setdefault((start == 0, stop == len(self._layers), signatures), span)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,12 +94,12 @@ def stage_looks(placed: PlacedStep) -> list[StageLook]:
         return _Wire(name, placed.home[v] - stage if v in placed.home else None, None, others)
 
     texts: dict[int, tuple[Any, str]] = {}  # by id of a parameter, with it: the parts of a loop share its body
-    looks = []
+    signatures = []
     for stage in range(placed.num_stages):
         digest, values = _digest(placed, stage, texts)
         wires = [wire(name, v, stage) for v, name in values.items()]
-        looks.append(StageLook(digest, tuple(w for w in wires if {w.source, *w.readers} - {0, None})))
-    return looks
+        signatures.append(StageLook(digest, tuple(w for w in wires if {w.source, *w.readers} - {0, None})))
+    return signatures
 
 
 def _digest(placed: PlacedStep, stage: int, texts: dict[int, tuple[Any, str]]) -> tuple[str, Mapping[Value, int]]:

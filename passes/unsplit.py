@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.cost_model.compute import compute_time
-from autopar.cost_model.program import local_bytes
+from autopar.cost_model.program_cost import local_bytes
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Value
 from autopar.ir.local import Compute, LocalProgram
@@ -22,7 +22,7 @@ from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import WHOLE, Lane
+from autopar.ir.strategy import WHOLE, AxisAssignment
 from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
 from autopar.passes.intra_op.strategies import pieces
 from autopar.passes.lower import LoweredStep
@@ -231,19 +231,19 @@ class _Stage:
         rule = self.lowered.rules[eqn.id]
         if devices == 1 or rule.separable:
             return None
-        lane, place = op.strategy[0], self.mesh.axes.index(axis)
-        choice, examples = lane[place], self.examples.get(eqn.id, frozenset())
+        assignment, place = op.strategy[0], self.mesh.axes.index(axis)
+        choice, examples = assignment[place], self.examples.get(eqn.id, frozenset())
         summed = choice >= 0 and choice not in examples and any(axis in s.partial for s in op.results)
         if choice != WHOLE and not summed:
             return None
-        cut = pieces(rule, lane, self.mesh)
+        cut = pieces(rule, assignment, self.mesh)
         held = {f for dims in rule.outputs for dim in dims for f in dim}
         undivided: list[tuple[Cause, int]] = []
         instead: list[int] = []
         for f in rule.splittable:
             unit = cut.get(f, 1) * devices
-            wanted: Lane = (*lane[:place], f, *lane[place + 1 :])
-            if (summed and f not in held) or not self.limits.allow_lane(eqn, rule, wanted):
+            wanted: AxisAssignment = (*assignment[:place], f, *assignment[place + 1 :])
+            if (summed and f not in held) or not self.limits.allow_assignment(eqn, rule, wanted):
                 continue
             if rule.factors[f] % unit == 0:
                 instead.append(rule.factors[f])

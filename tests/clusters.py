@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.ir.mesh import DeviceKind, Link, XlaBackend
 
-IN_TURN = XlaBackend(combined_sums=0, hides_latency=False)  # collectives one by one, beside no kernels
+IN_TURN = XlaBackend(collective_combine_threshold=0, hides_latency=False)  # collectives one by one, beside no kernels
 
 
 def toy_kind(name: str = "toy", **changes: Any) -> DeviceKind:

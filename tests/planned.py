@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from autopar.compiling.compiler import build
-from autopar.cost_model.program import program_cost, temporaries
+from autopar.cost_model.program_cost import program_cost, temporaries
 from autopar.ir.local import LocalProgram, Reread, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
 from autopar.ir.method import Method

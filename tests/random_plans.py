@@ -70,7 +70,7 @@ def plan_by_lot(
     assert finished is not None
     plan, lowered = finished
     if random.integers(2):
-        again = [dataclasses.replace(sharding, regathers=True) for sharding in lowered.shardings]
+        again = [dataclasses.replace(sharding, reshard_after_forward=True) for sharding in lowered.shardings]
         lowered = search.lower(layered, lowered.placed, again)
         plan = search._price(layered, lowered, plan.schedule, 0.0, 0.0)
     return Planned(plan, lowered)

@@ -25,7 +25,7 @@ from autopar.calibration.calibrator import _Calibrator
 from autopar.calibration.machine import Machine, ProbeTask, pooled_by, products_of
 from autopar.calibration.probe_steps import probe_steps
 from autopar.calibration.probes import Clock, Probe, Ready, Timed
-from autopar.calibration.slowdowns import StepRun, slowed
+from autopar.calibration.step_factors import StepRun, slowed
 from autopar.cli.main import main
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import product_family
@@ -65,7 +65,7 @@ def test_everything_is_measured(found: autopar.Calibration) -> None:
         assert kind.dispatch_overhead > kind.launch_overhead > 0
         assert kind.xla.single_output
         assert kind.pooling["result"] > kind.pooling["gradient"] > 0
-        assert kind.reorderings
+        assert kind.strided_reads
         assert [nbytes for nbytes, _ in kind.bandwidths] == sorted({nbytes for nbytes, _ in kind.bandwidths})
     assert {"memory", "collectives", "products"} <= set(found.errors())
     assert {each.num_devices for each in found.measurements} == {1, 2}
@@ -292,9 +292,9 @@ def test_reading_against_the_order_is_what_it_takes_longer_than_in_order() -> No
         for blocks in (0, 1, 8):
             probe = probes.addition(64, nbytes // 256, 10, blocks)
             seconds = 10 * (nbytes // 256 * 256) * (1e-9 + slower * blocks)
-            task = ProbeTask("order", str(blocks), probe, 4, moved=nbytes, times=10, against=blocks > 0)
+            task = ProbeTask("order", str(blocks), probe, 4, moved=nbytes, times=10, strided=blocks > 0)
             tasks[task] = Timed.of((1e-4 + seconds,))
-    sizes, speeds = zip(*Machine(tasks, host, 4).fitted(None)[0].reorderings, strict=True)
+    sizes, speeds = zip(*Machine(tasks, host, 4).fitted(None)[0].strided_reads, strict=True)
     assert sizes == (1 << 17, 1 << 23)
     assert speeds == pytest.approx((1e10 / 8**0.5, 2.5e8 / 8**0.5))
 

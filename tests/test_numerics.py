@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.compiling.programs import device_mesh
+from autopar.compiling.program_sources import device_mesh
 from autopar.ir.local import Accumulate
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
@@ -152,7 +152,7 @@ def gradient(w: Any, batch: dict[str, Any]) -> tuple[Any, Any]:
      (gradient, recipes.data_parallel(None), 4)],
     ids=["product", "gradient", "gradient in 4 microbatches"],
 )  # fmt: skip
-def test_addends_are_rounded_after_the_sum(step: Any, method: Method, microbatches: int, dtype: Any) -> None:
+def test_partial_sums_are_rounded_after_the_sum(step: Any, method: Method, microbatches: int, dtype: Any) -> None:
     """The halves of each sum nearly cancel: had they been rounded, little would be right of what is left."""
     random = np.random.default_rng(0)
     signs = np.repeat([100.0, -100.0], 32)
@@ -183,7 +183,7 @@ def test_addends_are_rounded_after_the_sum(step: Any, method: Method, microbatch
     ids=["zero_3", "megatron", "free"],
 )
 def test_loops_over_layers_keep_addends_in_float32(method: Method, microbatches: int) -> None:
-    """Gradients scattered round by round, sums in the loop, addends in its carry: as priced, no less exact."""
+    """Gradients scattered round by round, sums in the loop, partial sums in its carry: as priced, no less exact."""
 
     def step(params: Any, batch: Any) -> tuple[Any, Any]:
         return params, jax.grad(models.loop_loss)(params, batch)

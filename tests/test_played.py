@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import pytest
 
-from autopar.compiling.programs import instructions_of
+from autopar.compiling.program_sources import instructions_of
 from autopar.ir.instructions import Copy, Register, Run
 from autopar.ir.mesh import Cluster
 from autopar.planning.pricing import Played, Prices

@@ -14,7 +14,7 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.cost_model.fusion import memory_traffic
-from autopar.cost_model.program import op_costs
+from autopar.cost_model.program_cost import op_costs
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Compute, LocalOp, LocalProgram, Reshard
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
@@ -92,11 +92,11 @@ def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that
 
 def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> None:
     """What they join is copied before; then a kernel reads it against its order, and a product a copy of it."""
-    copying, against = 1e9, 2e8  # bytes per second
+    copying, strided = 1e9, 2e8  # bytes per second
     kind = dataclasses.replace(
         cluster_of(1, 4).hosts[0].kind,
         memory_bandwidth=copying,
-        reorderings=((1.0, against),),
+        strided_reads=((1.0, strided),),
         xla=dataclasses.replace(IN_TURN, single_output=True),
     )
     mesh = mesh_at(0, (4,))
@@ -131,13 +131,13 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
     assert seconds((1, 512), 1, twice, kind) == pytest.approx(in_order, abs=2e-9)
     assert seconds((8, 64), 1, twice, dataclasses.replace(kind, xla=IN_TURN)) == in_order
     turned = seconds((8, 64), 1, twice, kind)
-    copied = size / 4 / against + size / 2 / copying
-    assert turned == pytest.approx([copied, in_order[1] + size / against, in_order[2] + size / against], rel=1e-3)
+    copied = size / 4 / strided + size / 2 / copying
+    assert turned == pytest.approx([copied, in_order[1] + size / strided, in_order[2] + size / strided], rel=1e-3)
 
     def products(x: Any) -> Any:
         return x @ jnp.ones((64, 8)), x @ jnp.ones((64, 16))
 
     plain, copied_once = (seconds((8, 64), dim, products, kind) for dim in (0, 1))
     more = [b - a for a, b in zip(plain, copied_once, strict=True)]
-    assert sum(more) == pytest.approx(copied + size / against + 2 * size / copying, rel=1e-3)
+    assert sum(more) == pytest.approx(copied + size / strided + 2 * size / copying, rel=1e-3)
     assert sum(n > 1e-9 for n in more) == 2  # the gather and one of the products

@@ -31,7 +31,7 @@ def _reads(local: LocalProgram) -> set[tuple[Value, Sharding]]:
         elif isinstance(op, Reread):
             found.add((op.value, op.sharding))
         elif isinstance(op, Accumulate):
-            found.add((op.addend, op.sharding))
+            found.add((op.partial_sum, op.sharding))
         else:
             wanted = zip(op.equation.inputs, op.operands, strict=True)
             found.update((v, s) for v, s in wanted if isinstance(v, Value) and s is not None)

@@ -35,7 +35,7 @@ class State(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
-class Moments:
+class Instants:
     mean: Any
     none: Any = None
 
@@ -44,7 +44,7 @@ def test_paths_and_state_of_any_pytree() -> None:
     def fun(state: State, batch: Any, *, rate: Any) -> Any:
         return {"loss": batch.sum(), "state": State(jax.tree.map(lambda x: x * rate, state.params), state.step + 1)}
 
-    state = State(({"w": f32(2)}, Moments(f32(2)), ()), jax.ShapeDtypeStruct((), jnp.int32))
+    state = State(({"w": f32(2)}, Instants(f32(2)), ()), jax.ShapeDtypeStruct((), jnp.int32))
     graph = trace(fun, (state, f32(4)), {"rate": f32()}, name="fun")
     assert graph.input_paths == ("state.params[0]['w']", "state.params[1].mean", "state.step", "batch", "rate")
     assert carried_paths(graph) == {

@@ -17,7 +17,7 @@ from autopar.ir.instructions import Free, Run
 from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule, schedule_for
-from autopar.passes.instructions import _Writer
+from autopar.passes.instruction_writer import _Writer
 from autopar.planning.finisher import Finisher
 from autopar.planning.planner import Planner
 from tests.models import chain_loss, sgd

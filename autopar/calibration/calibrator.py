@@ -15,7 +15,7 @@ import jax
 from autopar.calibration import probes
 from autopar.calibration.machine import LAUNCHES, POOLINGS, Machine, ProbeTask, traffic_of
 from autopar.calibration.probes import Clock, Ready, Timed, typical
-from autopar.calibration.slowdowns import run_steps, slowed
+from autopar.calibration.step_factors import run_steps, slowed
 from autopar.cost_model.compute import peak_flops
 from autopar.cost_model.hardware import busy_counts, cluster_from_devices
 from autopar.errors import ClusterError
@@ -196,7 +196,7 @@ class _Calibrator:
             times = self._times(nbytes)
             name = f"{blocks} of {rows // blocks} x {width}" if blocks else f"{rows} x {width}, in order"
             probe = probes.addition(rows, width, times, blocks)
-            found.append(ProbeTask("order", name, probe, busy, moved=nbytes, times=times, against=blocks > 0))
+            found.append(ProbeTask("order", name, probe, busy, moved=nbytes, times=times, strided=blocks > 0))
         return found
 
     @staticmethod

@@ -12,9 +12,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.calibration.probes import Probe, Timed
-from autopar.calibration.slowdowns import slower_link
+from autopar.calibration.step_factors import slower_link
 from autopar.cost_model.collective import collective_time
-from autopar.cost_model.compute import memory_seconds, peak_flops, product_family, product_share, reordering_seconds
+from autopar.cost_model.compute import memory_seconds, peak_flops, product_family, product_share, strided_read_seconds
 from autopar.cost_model.fusion import memory_traffic, moved_values
 from autopar.cost_model.hardware import make_cluster
 from autopar.ir.calibration import Measurement
@@ -46,14 +46,14 @@ class ProbeTask:
     kinds: tuple[StepKind, ...] = ()
     moved: int = 0  # bytes, of each kernel of a probe of memory
     times: int = 1  # kernels or collectives
-    against: bool = False  # whether an array is read against its order
+    strided: bool = False  # whether an array is read against its order
     pooling: Pooling | None = None
     dtype: str = ""  # of products
 
     @property
     def kind(self) -> tuple[str, str, int, Pooling | None, bool]:
         """Equal for probes of the same thing in other sizes."""
-        return self.group, self.dtype, self.busy, self.pooling, self.against
+        return self.group, self.dtype, self.busy, self.pooling, self.strided
 
 
 @functools.cache
@@ -149,14 +149,14 @@ class Machine:
         largest = curve[-1][1] if curve else self._guess.memory_bandwidth * self._guess.memory_efficiency
         kind = dataclasses.replace(
             self._guess, dispatch_overhead=self._start, launch_overhead=self._launch, bandwidths=curve,
-            reorderings=self._reorderings(), pooling=self._pooled(),
+            strided_reads=self._reorderings(), pooling=self._pooled(),
             memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(),
         )  # fmt: skip
         kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth))
         if every is not None:
             kind = dataclasses.replace(
                 kind, products=_faster(every.products, kind.products) if every.products else kind.products,
-                reorderings=kind.reorderings or every.reorderings, pooling=kind.pooling or every.pooling,
+                strided_reads=kind.strided_reads or every.strided_reads, pooling=kind.pooling or every.pooling,
             )  # fmt: skip
         return kind, self._fit_link(kind)
 
@@ -173,12 +173,12 @@ class Machine:
         found: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
         for task, seconds in self._of("order"):
             nbytes = 4 * math.prod(task.probe.shapes[0].shape)
-            found[task.moved][task.against].append(seconds / task.times / nbytes)
+            found[task.moved][task.strided].append(seconds / task.times / nbytes)
         curve = []
         for nbytes, each in sorted(found.items()):
             if each[True] and each[False]:
                 (in_order,) = each[False]
-                more = [max(against - in_order, in_order / 100) for against in each[True]]
+                more = [max(strided - in_order, in_order / 100) for strided in each[True]]
                 curve.append((float(nbytes), 1 / statistics.geometric_mean(more)))
         return tuple(curve)
 
@@ -242,7 +242,7 @@ class Machine:
         if task.group == "memory":
             return task.times * (float(memory_seconds(kind, task.moved)) + self._launch)
         if task.group == "order":
-            longer = reordering_seconds(kind, task.moved, against=task.against, copied=0)
+            longer = strided_read_seconds(kind, task.moved, strided=task.strided, copied=0)
             return task.times * float(memory_seconds(kind, 3 * task.moved) + self._launch + longer)
         if task.pooling is not None and kind.pooling:
             return pooled_by(task.probe, task.pooling) / kind.pooling[task.pooling] + self._launch

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compiling.programs import border_array, crossing_copies, device_mesh, instructions_of, write_sources
+from autopar.compiling.program_sources import border_array, crossing_copies, device_mesh, instructions_of, write_sources
 from autopar.ir.graph import Graph, Literal, Value
 from autopar.ir.instructions import InstructionList, Register
 from autopar.ir.local import Port

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import jax
 
-from autopar.compiling.programs import device_mesh, instructions_of, write_sources
-from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
+from autopar.compiling.program_sources import device_mesh, instructions_of, write_sources
+from autopar.cost_model.program_cost import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.errors import InternalError, TargetError
 from autopar.ir.graph import Equation

@@ -110,11 +110,11 @@ def _speeds(of: Host | Busy) -> dict[str, Any]:
     }
     device["peak_flops"] = dict(of.kind.peak_flops)
     device["products"] = [_product_data(each) for each in of.kind.products]
-    for name in ("bandwidths", "reorderings", "allocations"):
+    for name in ("bandwidths", "strided_reads", "allocations"):
         device[name] = [list(each) for each in device[name]]
     device["pooling"] = dict(of.kind.pooling)
     device["temporaries"] = dict(of.kind.temporaries)
-    for name in ("products", "bandwidths", "reorderings", "pooling", "allocations", "temporaries"):
+    for name in ("products", "bandwidths", "strided_reads", "pooling", "allocations", "temporaries"):
         if not device[name]:
             del device[name]
     return {"device": device, "link": dataclasses.asdict(of.link)}
@@ -220,7 +220,7 @@ _DEVICE: Mapping[str, Reader] = {
     "multiprocessors": whole("a whole number, 0 or more", least=0),
     "products": _read_products,
     "bandwidths": _read_curve,
-    "reorderings": _read_curve,
+    "strided_reads": _read_curve,
     "allocations": _read_curve,
     "pooling": record({"result": _read_speed, "gradient": _read_speed}),
     "temporaries": record({"convolutions": _read_factor, "others": _read_factor}),
@@ -229,7 +229,7 @@ MOST_OF_A_KIND = 1_000_000  # hosts or devices that a file may ask for: beyond i
 _COUNT = whole(f"a whole number from 1 to {MOST_OF_A_KIND}", least=1, most=MOST_OF_A_KIND)
 _read_xla = record(
     {
-        "combined_sums": whole("a whole number of bytes, 0 or more", least=0), "contiguous_sums": read_boolean,
+        "collective_combine_threshold": whole("a whole number of bytes, 0 or more", least=0), "combines_contiguously": read_boolean,
         "hides_latency": read_boolean, "single_output": read_boolean, "split_k": read_boolean,
     },
     dataclasses.asdict(XlaBackend()),
@@ -242,7 +242,7 @@ _MEASURED = {
 }  # fmt: skip
 _UNSAID = {
     "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0,
-    "products": (), "bandwidths": (), "reorderings": (), "pooling": {}, "allocations": (), "temporaries": {},
+    "products": (), "bandwidths": (), "strided_reads": (), "pooling": {}, "allocations": (), "temporaries": {},
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 

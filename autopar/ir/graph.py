@@ -133,7 +133,7 @@ class Equation:
     phase: Phase  # what JAX's name stack says: FORWARD, BACKWARD, or UPDATE for neither
     source: str = ""  # file:line (function) of the user's code
     origin: tuple[int, int] = (-1, 0)  # the traced equation that it comes from, and the first round of its piece
-    again: bool = False  # of what the step's own `jax.checkpoint` computes once more
+    rematerialized: bool = False  # of what the step's own `jax.checkpoint` computes once more
 
     @property
     def generates(self) -> bool:
@@ -312,12 +312,14 @@ class StepGraph:
     constants: Mapping[Value, Any]
     microbatch: Value  # int32 scalar: the index of the running microbatch, an implicit input of the loop
     feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- its slice of a graph input
-    accumulate: Mapping[Value, Value]  # loop value (an addend per microbatch) -> step value (their sum), of one type
+    accumulate: Mapping[
+        Value, Value
+    ]  # loop value (an partial sum per microbatch) -> step value (their sum), of one type
     keep: Mapping[Value, tuple[Value, ...]]  # loop value -> step values: what it was in each microbatch
     outputs: tuple[Operand, ...]
     replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used
     batched: frozenset[Value]  # loop values that differ between microbatches
-    partial: frozenset[Value]  # those of them that are addends of full size, in the type in which they are summed
+    partial: frozenset[Value]  # those of them that are partial sums of full size, in the type in which they are summed
     recomputed: tuple[Block, ...] = ()  # what the backward pass computes again, by its own equations
 
     @property

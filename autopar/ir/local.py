@@ -49,19 +49,19 @@ class Traffic:
     elementwise: bool  # each element of a result needs but one of each operand
     in_place: tuple[bool, ...]  # by operand: whether a result of its size may take its place if nothing reads it later
     # Results that lie where an operand did, in which little is written, and those that rounds fill (None).
-    places: tuple[tuple[int, int | None], ...]
+    aliases: tuple[tuple[int, int | None], ...]
     # By operand, where kernels have a single output: how often it is read against its order in memory, and how often it
     # is copied into another order before.
-    against: tuple[int, ...]
+    strided: tuple[int, ...]
     copied: tuple[int, ...]
 
     def is_own(self, result: int) -> bool:
         """Whether a result goes to memory where no operand was."""
-        return self.writes[result] and all(result != k for k, _ in self.places)
+        return self.writes[result] and all(result != k for k, _ in self.aliases)
 
     def read_bytes(self, position: int, operand: Value, nbytes: Any, made: Any) -> Any:
         """Bytes read of an operand, or a piece of it, that has so many, to make so many elements."""
-        if any(position == i for _, i in self.places):
+        if any(position == i for _, i in self.aliases):
             return 0
         return self.reads[position] * (np.minimum(nbytes, operand.itemsize * made) if self.elementwise else nbytes)
 
@@ -106,9 +106,9 @@ class Reread:
 
 @dataclasses.dataclass(frozen=True)
 class Accumulate:
-    """Add this microbatch's addend to the running sum (both in `sharding`)."""
+    """Add this microbatch's partial sum to the running sum (both in `sharding`)."""
 
-    addend: Value
+    partial_sum: Value
     total: Value
     sharding: Sharding
 
@@ -140,7 +140,7 @@ class StageSharding:
     lower_bound: float  # seconds per step: no choice of strategies can be cheaper
     # Whether what does not depend on examples is gathered when it is read, and in the backward pass again: a program
     # that has both passes need not keep it. Else it is gathered as soon, and kept as long, as XLA likes.
-    regathers: bool = False
+    reshard_after_forward: bool = False
 
     def layout(self, program: Program, value: Value) -> Sharding | None:
         return self.layouts.get((program.index, value)) or self.layouts.get((None, value))

@@ -80,10 +80,10 @@ class ProductSpeed:
 class XlaBackend:
     """What the compiler of a cluster's programs does; the default is XLA for GPUs today."""
 
-    combined_sums: int = 30 << 20  # bytes of results up to which it makes independent collectives one
+    collective_combine_threshold: int = 30 << 20  # bytes of results up to which it makes independent collectives one
     # Whether sums over devices that become one are copied into one array before, as Alpa's fork did
     # (`CombineAllReducesContinuousBuffer`). That takes memory; the time that it takes is not predicted.
-    contiguous_sums: bool = False
+    combines_contiguously: bool = False
     # Whether it runs collectives beside other kernels, as XLA for GPUs does today. That takes memory; the time that it
     # saves is not predicted.
     hides_latency: bool = True
@@ -116,7 +116,7 @@ class DeviceKind:
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
     # Bytes of an array, ascending, and bytes per second by which reading it against its order takes longer; none: by
     # nothing.
-    reorderings: tuple[tuple[float, float], ...] = ()
+    strided_reads: tuple[tuple[float, float], ...] = ()
     # Elements of windows per second that reductions over windows go through one after the other, and their gradients;
     # none: at the speed of other arithmetic.
     pooling: Mapping[Pooling, float] = dataclasses.field(default_factory=dict)

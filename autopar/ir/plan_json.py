@@ -190,10 +190,10 @@ def _read_stage(value: Any, path: str) -> StagePlan:
     fields = _STAGE(value, path)
     mesh: Mesh = fields["mesh"]
     for (program, equation), strategy in _flat(fields, "strategies").items():
-        for lane in strategy:
-            if len(lane) != len(mesh.axes):
+        for assignment in strategy:
+            if len(assignment) != len(mesh.axes):
                 at = f"{path}.strategies.{program}.{equation}"
-                raise bad(at, strategy, f"one choice for each of the axes {', '.join(mesh.axes)} in each lane")
+                raise bad(at, strategy, f"one choice for each of the axes {', '.join(mesh.axes)} in each assignment")
     for (program, number_), sharding in _flat(fields, "layouts").items():
         at = f"{path}.layouts.{_SHARED if program is None else program}.{number_}"
         _check_axes(sharding, mesh, at)
@@ -262,7 +262,7 @@ _BLOCK = record({
     "stop": _INDEX,
     "saved": sequence(sequence(_INDEX, "the numbers of an equation and of its result", length=2), "a list of values"),
 })  # fmt: skip
-_STRATEGY = sequence(sequence(_CHOICE, "a list of choices, one for each mesh axis"), "a list of lanes")
+_STRATEGY = sequence(sequence(_CHOICE, "a list of choices, one for each mesh axis"), "a list of assignments")
 _STAGE = record(
     {
         "mesh": _read_mesh,
@@ -270,7 +270,7 @@ _STAGE = record(
         "equations": _read_span,
         "strategies": mapping(_id, mapping(_id, _STRATEGY, "an object by equation"), "an object by program"),
         "layouts": mapping(_program, mapping(_id, _read_sharding, "an object by value"), "an object by program"),
-        "regathers": read_boolean,
+        "reshard_after_forward": read_boolean,
         "forward": _SECONDS,
         "backward": _SECONDS,
         "once": _SECONDS,
@@ -280,7 +280,7 @@ _STAGE = record(
         "recomputed": sequence(_read_block, "a list of blocks"),
         "weights": _SECONDS,
     },
-    {"regathers": False, "recomputed": (), "weights": 0.0},
+    {"reshard_after_forward": False, "recomputed": (), "weights": 0.0},
 )
 _LEAF = record(
     {

@@ -42,7 +42,7 @@ class StagePlan:
     equations: tuple[int, int]  # [start, stop) among the forward equations, in program order
     strategies: Mapping[tuple[int, int], Strategy]  # (program, equation id) -> strategy
     layouts: Mapping[tuple[int | None, int], Sharding]  # (program or None, value id) -> sharding
-    regathers: bool  # see `StageSharding`
+    reshard_after_forward: bool  # see `StageSharding`
     # Of each phase, whatever program does it; all microbatches' and what is done once are the stage's time.
     forward: float  # predicted seconds per microbatch
     backward: float  # predicted seconds per microbatch

@@ -2,7 +2,7 @@
 
 A rule serves two masters alike. Cutting the batch into microbatches (time) and cutting arrays over mesh
 axes (space) are both "split a factor": the operands that carry it become smaller, a reduced factor leaves
-addends to be summed, and `emit` computes the same primitive on the local pieces. Engines know no primitive.
+partial sums to be summed, and `emit` computes the same primitive on the local pieces. Engines know no primitive.
 """
 
 from __future__ import annotations
@@ -65,18 +65,20 @@ def bind(eqn: Equation, operands: Sequence[Any], **changed: Any) -> Sequence[Any
 
 
 def emit_piece(
-    rule: Rule, local: Local, eqn: Equation, operands: Sequence[Any], addends: Sequence[bool]
+    rule: Rule, local: Local, eqn: Equation, operands: Sequence[Any], partial_sums: Sequence[bool]
 ) -> Sequence[Any]:
-    """The results of a piece. `addends` says which are addends: these come in the type in which they are summed.
+    """The results of a piece. Those that are `partial_sums` come in the type in which they are summed.
 
-    So do operands that are addends: 16-bit floats are rounded after the sum, as on one device, and not before.
+    So do operands that are: 16-bit floats are rounded after the sum, as on one device, and not before.
     """
-    wide = {v.dtype: v.accumulator_dtype for v, addend in zip(eqn.outputs, addends, strict=True) if addend}
+    wide = {
+        v.dtype: v.accumulator_dtype for v, partial_sum in zip(eqn.outputs, partial_sums, strict=True) if partial_sum
+    }
     if all(narrow == dtype for narrow, dtype in wide.items()):
         return rule.emit(local, eqn, operands)
     outputs = tuple(
-        dataclasses.replace(v, dtype=v.accumulator_dtype) if addend else v
-        for v, addend in zip(eqn.outputs, addends, strict=True)
+        dataclasses.replace(v, dtype=v.accumulator_dtype) if partial_sum else v
+        for v, partial_sum in zip(eqn.outputs, partial_sums, strict=True)
     )
     if not rule.separable and any(_is_wider(x, v) for x, v in zip(operands, eqn.inputs, strict=True)):
         operands = [
@@ -84,8 +86,8 @@ def emit_piece(
         ]
     results = rule.emit(local, dataclasses.replace(eqn, outputs=outputs), operands)
     return [
-        jax.lax.convert_element_type(x, v.dtype) if addend else x
-        for x, v, addend in zip(results, outputs, addends, strict=True)
+        jax.lax.convert_element_type(x, v.dtype) if partial_sum else x
+        for x, v, partial_sum in zip(results, outputs, partial_sums, strict=True)
     ]
 
 
@@ -104,7 +106,7 @@ def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[
 
 
 def emit_cast(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """For the conversion to another type: that of the result, which is wider where it is an addend."""
+    """For the conversion to another type: that of the result, which is wider where it is an partial sum."""
     return bind(eqn, operands, new_dtype=eqn.outputs[0].dtype)
 
 
@@ -133,7 +135,7 @@ class Gathering:
     """A further way to split a factor of a loop: stacks that it leaves whole are kept in pieces.
 
     Every round gathers its slices of the operands; of results it keeps a piece of each slice, summed if the slices are
-    addends. That is how parameters of layers are fully sharded (FSDP; Zhao et al. 2023).
+    partial sums. That is how parameters of layers are fully sharded (FSDP; Zhao et al. 2023).
     """
 
     factor: int
@@ -142,7 +144,7 @@ class Gathering:
     times: int
 
 
-Moment = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the factors that cut them
+LiveSet = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the factors that cut them
 
 
 Side = tuple[float, frozenset[int]]  # a size, and the factors that cut it
@@ -171,7 +173,7 @@ def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class BodyKernel:
     """What one equation of a body does in all rounds, on whole arrays."""
 
     flops: float
@@ -180,7 +182,7 @@ class Kernel:
     sides: Sides | None  # of a product, in one round
     dtype: str
     times: float  # that it is launched
-    again: bool = False  # see `Equation`
+    rematerialized: bool = False  # see `Equation`
     pooling: Pooling | None = None
     rounds: float = 1.0
 
@@ -206,20 +208,20 @@ def halo_hops(width: int, piece: int, pieces: int) -> Iterator[tuple[int, int]]:
 
 @dataclasses.dataclass(frozen=True)
 class Hinted:
-    """An array, in the equation or in its body, whose sharding the user has pinned: it may be no addend."""
+    """An array, in the equation or in its body, whose sharding the user has pinned: it may be no partial sum."""
 
     hint: Hint
     dims: tuple[frozenset[int], ...]  # per dimension the factors that cut it
-    addend: frozenset[int]  # factors over whose pieces it is an addend
+    partial_sum: frozenset[int]  # factors over whose pieces it is an partial sum
 
     def renamed(self, outer: Mapping[int, int], passing: Collection[int]) -> Hinted:
         """In the factors of the equation in whose body it is.
 
-        `outer`: by outer factor the one that its cut splits; `passing`: outer factors that leave all as addends.
+        `outer`: by outer factor the one that its cut splits; `passing`: outer factors that leave all as partial sums.
         """
         dims = tuple(frozenset(f for f, inner in outer.items() if inner in dim) for dim in self.dims)
-        addend = frozenset(f for f, inner in outer.items() if inner in self.addend)
-        return dataclasses.replace(self, dims=dims, addend=addend.union(passing))
+        partial_sum = frozenset(f for f, inner in outer.items() if inner in self.partial_sum)
+        return dataclasses.replace(self, dims=dims, partial_sum=partial_sum.union(passing))
 
 
 _FUNCTIONS = ("emit", "branches")  # fields of a rule
@@ -249,16 +251,16 @@ class Rule:
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).
-    places: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
+    aliases: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
     windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
     pooling: Pooling | None = None
     # Of an equation with a body:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[BodyKernel, ...] = ()
     gatherings: tuple[Gathering, ...] = ()
-    moments: tuple[Moment, ...] = ()  # when most of what one round makes for itself is live
+    live_sets: tuple[LiveSet, ...] = ()  # when most of what one round makes for itself is live
     hints: tuple[Hinted, ...] = ()
     # Of an equation whose first operand says which of several it computes: what each computes. Such equations with the
     # same first operand may be computed as one.
@@ -271,7 +273,7 @@ class Rule:
         return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
     @functools.cached_property
-    def lanes(self) -> tuple[Rule, ...]:
+    def assignments(self) -> tuple[Rule, ...]:
         """What is split in ways of its own: the rule itself, or of a separable one each operand with its result."""
         if not self.separable:
             return (self,)
@@ -299,7 +301,7 @@ class Rule:
     def temporaries(self, split: Mapping[int, int]) -> float:
         """Most bytes of one piece that a body holds at once beyond operands and results."""
         return max(
-            (sum(n / math.prod(split.get(f, 1) for f in held) for n, held in moment) for moment in self.moments),
+            (sum(n / math.prod(split.get(f, 1) for f in held) for n, held in live_set) for live_set in self.live_sets),
             default=0.0,
         )
 
@@ -350,8 +352,8 @@ class Rule:
         """Whether the pieces of a factor need something of one another while they are computed."""
         return factor in {*(total.factor for total in self.sums), *(halo.factor for halo in self.halos)}
 
-    def is_addend(self, factor: int, result: int) -> bool:
-        """Whether the pieces of a factor leave addends of a result."""
+    def is_partial_sum(self, factor: int, result: int) -> bool:
+        """Whether the pieces of a factor leave partial sums of a result."""
         held = any(factor in dim for dim in self.outputs[result])
         return self.reduced.get(factor) == "sum" and not held and result not in self.unaffected.get(factor, ())
 
@@ -361,7 +363,7 @@ def is_fusible(rule: Rule) -> bool:
 
     That is what moves elements, and what computes each from one of each operand.
     """
-    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.places or rule.pooling == "gradient":
+    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.aliases or rule.pooling == "gradient":
         return False
     return not rule.flops or not (rule.reduced or rule.whole)
 

@@ -20,7 +20,7 @@ def sum_itemsize(itemsize: int, least_bytes: int = 4) -> int:
 class Sharding:
     """Mesh axes per array dimension (major axis first), and the axes over which the value is a partial sum.
 
-    `Sharding((("x",), ()), ("y",))`: dimension 0 is cut over axis x; each device along y holds one addend.
+    `Sharding((("x",), ()), ("y",))`: dimension 0 is cut over axis x; each device along y holds one partial sum.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -62,7 +62,7 @@ class ReshardStep:
     all_to_all      one axis              gathered         cut
     permute         all axes of one dim   reordered        `order` = the new order of its axes
     slice           cut over (local)      cut
-    mask            made partial (local)                   all addends but the first become zero
+    mask            made partial (local)                   all partial sums but the first become zero
     """
 
     kind: StepKind

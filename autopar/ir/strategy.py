@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 # Per mesh axis, what it splits: a factor of the equation's rule (>= 0; numbers after the last factor are the rule's
-# `gatherings`, ways to split one of them), nothing (WHOLE), or, written `linear_set(k)`, nothing but the addends that
-# the operands of the rule's k-th linear set are.
+# `gatherings`, ways to split one of them), nothing (WHOLE), or, written `linear_set(k)`, nothing but the partial sums
+# that the operands of the rule's k-th linear set are.
 AxisChoice = int
 WHOLE: AxisChoice = -1
 
-# A strategy has one lane; an equation whose rule is separable has one lane per operand.
-Lane = tuple[AxisChoice, ...]  # by mesh axis
-Strategy = tuple[Lane, ...]
+# A strategy has one assignment; an equation whose rule is separable has one assignment per operand.
+AxisAssignment = tuple[AxisChoice, ...]  # by mesh axis
+Strategy = tuple[AxisAssignment, ...]
 
 
 def linear_set(index: int) -> AxisChoice:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any
 
 from autopar.cost_model.compute import peak_flops
-from autopar.cost_model.program import op_costs
+from autopar.cost_model.program_cost import op_costs
 from autopar.cost_model.reshard import SUM_KINDS
 from autopar.cost_model.timeline import Timeline, memory_over_time, reading_phase
 from autopar.ir.graph import Equation, Graph, Phase, Value
@@ -26,11 +26,11 @@ from autopar.ir.why import Why
 from autopar.passes.layers import cluster_layers, default_num_layers
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of
+from autopar.planning.alternatives import Solved
 from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.layering import Layered
 from autopar.planning.operators import PricedProgram, links_used, rows_of_operators
 from autopar.planning.pricing import Played, stage_holds
-from autopar.planning.why import Solved
 from autopar.reporting.record import (
     Copying,
     Details,
@@ -39,7 +39,7 @@ from autopar.reporting.record import (
     MemoryCurve,
     ReportRecord,
     Span,
-    Split,
+    TimeSplit,
 )
 from autopar.tracing.build import source_of
 
@@ -106,7 +106,7 @@ def _beside(group: Group, groups: Sequence[Group], cluster: Cluster) -> frozense
     return frozenset(stage for stages in there for stage in stages)
 
 
-def _split(group: Group, programs: Sequence[PricedProgram], timeline: Timeline, beside: Collection[int]) -> Split:
+def _split(group: Group, programs: Sequence[PricedProgram], timeline: Timeline, beside: Collection[int]) -> TimeSplit:
     compute = collectives = resharding = launches = 0.0
     for program in programs:
         if program.stage not in group.stages:
@@ -122,7 +122,7 @@ def _split(group: Group, programs: Sequence[PricedProgram], timeline: Timeline, 
     if idle < _ROUNDING * timeline.makespan:
         idle = 0.0
     waiting = min(idle, _waiting(group, timeline, beside))
-    return Split(group.stages, group.devices, compute, collectives, resharding, launches, waiting, idle - waiting)
+    return TimeSplit(group.stages, group.devices, compute, collectives, resharding, launches, waiting, idle - waiting)
 
 
 def _waiting(group: Group, timeline: Timeline, beside: Collection[int]) -> float:
@@ -174,11 +174,11 @@ def _model_flops(graph: Graph, cluster: Cluster) -> tuple[float, float]:
     flops: dict[str, float] = defaultdict(float)
     for eqn in graph.equations:
         rule = rule_of(eqn)
-        if eqn.again:
+        if eqn.rematerialized:
             continue
         if rule.kernels:
             for kernel in rule.kernels:
-                if kernel.sides and not kernel.again:
+                if kernel.sides and not kernel.rematerialized:
                     flops[kernel.dtype] += kernel.flops
         elif rule.products:
             flops[eqn.kernel_dtype(True)] += rule.products

@@ -77,17 +77,17 @@ class Finisher:
 
     def finish(
         self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName,
-        regathers: Collection[int] = (),
+        reshard_after_forward: Collection[int] = (),
     ) -> tuple[Plan, LoweredStep] | None:  # fmt: skip
         """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
 
         The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less,
-        or gathers parameters again, whichever is quicker. Stages that have to are `regathers`.
+        or gathers parameters again, whichever is quicker. Stages that have to are `reshard_after_forward`.
         """
         rows = schedule_for(schedule, meshes, layered.step.num_microbatches)
         # Interleaved stages begin with an equal part of their devices' memory each.
         rounds = placed.num_stages // rows.num_groups
-        always = set(range(len(meshes)) if self.method.zero == 3 else regathers)
+        always = set(range(len(meshes)) if self.method.zero == 3 else reshard_after_forward)
         other: tuple[Plan, LoweredStep] | None = None  # that fits since it gathers again
         withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
@@ -112,9 +112,11 @@ class Finisher:
             above = _above(plan)
             if not above:
                 return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
-            again = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
-            if again and other is None:
-                leaner, leaner_plan = self._lowered(layered, placed, chosen, always | again, schedule, bound, gap)
+            rematerialized = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
+            if rematerialized and other is None:
+                leaner, leaner_plan = self._lowered(
+                    layered, placed, chosen, always | rematerialized, schedule, bound, gap
+                )
                 if not _above(leaner_plan):
                     other = leaner_plan, leaner
             for stage, needed in above.items():
@@ -129,10 +131,13 @@ class Finisher:
         return None
 
     def _lowered(
-        self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding], regathers: Collection[int],
-        schedule: ScheduleName, bound: float, gap: float,
+        self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding],
+        reshard_after_forward: Collection[int], schedule: ScheduleName, bound: float, gap: float,
     ) -> tuple[LoweredStep, Plan]:  # fmt: skip
-        chosen = [dataclasses.replace(sharding, regathers=i in regathers) for i, sharding in enumerate(shardings)]
+        chosen = [
+            dataclasses.replace(sharding, reshard_after_forward=i in reshard_after_forward)
+            for i, sharding in enumerate(shardings)
+        ]
         lowered = self.lower(layered, placed, chosen)
         return lowered, self._price(layered, lowered, schedule, bound, gap)
 
@@ -194,8 +199,8 @@ class Finisher:
         layered = layered.recomputing_at(spans, self._recomputed(layered, like))
         placed = place(layered.step, stages, len(meshes), homes)
         interleaved = len({mesh.devices for mesh in meshes}) < len(meshes)
-        regathers = [i for i, stage in enumerate(like) if stage.regathers]
-        found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", regathers)
+        reshard_after_forward = [i for i, stage in enumerate(like) if stage.reshard_after_forward]
+        found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", reshard_after_forward)
         if found is None:
             raise self.stages.infeasible(self.graph.name)
         return found
@@ -246,7 +251,7 @@ class Finisher:
             shardings = [
                 StageSharding(
                     stage.mesh, stage.strategies, {(p, values[v]): s for (p, v), s in stage.layouts.items()},
-                    stage.forward, plan.lower_bound, stage.regathers,
+                    stage.forward, plan.lower_bound, stage.reshard_after_forward,
                 )
                 for stage in plan.stages
             ]  # fmt: skip

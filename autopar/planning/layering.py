@@ -19,7 +19,6 @@ from autopar.ir.program import PlacedStep
 from autopar.ir.rule import Rule
 from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
-from autopar.passes.apart import split_loops
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.intra_op.lifetimes import equation_seconds
 from autopar.passes.intra_op.stage import Stage
@@ -30,6 +29,7 @@ from autopar.passes.pipeline import place
 from autopar.passes.recompute import leaner_blocks, recompute
 from autopar.passes.rules.table import rule_of
 from autopar.passes.spans import Spans
+from autopar.passes.split_backward import split_loops
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, loop_bounds
 from autopar.tracing.build import gradient_inside
 
@@ -166,7 +166,7 @@ class Layering:
         if analysis.most_microbatches % m:
             if analysis is not self.analysis:
                 self._warn_of_whole_loops()
-            analysis = self.analysis  # the parts of a loop hand on addends that the loop as a whole sums
+            analysis = self.analysis  # the parts of a loop hand on partial sums that the loop as a whole sums
         step, rules = self.in_microbatches(analysis, m)
         forward = step.forward
 

@@ -8,7 +8,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
-from autopar.cost_model.program import OpCost, local_bytes, phases_of
+from autopar.cost_model.program_cost import OpCost, local_bytes, phases_of
 from autopar.ir.graph import Equation, Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Reread, Reshard
 from autopar.ir.mesh import Mesh
@@ -17,9 +17,9 @@ from autopar.ir.sharding import Sharding
 from autopar.ir.units import bytes_text
 from autopar.ir.why import Why
 from autopar.passes.lower import LoweredStep
+from autopar.planning.alternatives import Solved
 from autopar.planning.finisher import Finisher
 from autopar.planning.pricing import crossing_phase
-from autopar.planning.why import Solved
 from autopar.reporting.record import (
     LinkUse,
     Operator,
@@ -121,7 +121,7 @@ def rows_of_operators(
             elif isinstance(op, Reshard):
                 key = op.value.shape, op.value.dtype, op.source, op.target
             else:
-                key = op.addend.shape, op.addend.dtype, op.sharding
+                key = op.partial_sum.shape, op.partial_sum.dtype, op.sharding
             key = key, type(op), source, phase, mesh.shape, mesh.axes, program.runs
             if key not in found:
                 found[key] = _row(op, cost, source, phase, program, where, eqn)
@@ -139,7 +139,7 @@ _INDEX = re.compile(r"(?<=\[)\d+(?=\])|(?<=_)\d+")
 
 def _value(op: LocalOp) -> Value:
     assert isinstance(op, Reshard | Accumulate), "all others are equations"
-    return op.value if isinstance(op, Reshard) else op.addend
+    return op.value if isinstance(op, Reshard) else op.partial_sum
 
 
 def _row(
@@ -162,7 +162,7 @@ def _row(
         name, example = f"{_TITLES.get(op.steps[0].kind, op.steps[0].kind)}{made}", None
     else:
         assert isinstance(op, Accumulate)
-        operands, results = [_array(op.addend, op.sharding)], [_array(op.total, op.sharding)]
+        operands, results = [_array(op.partial_sum, op.sharding)], [_array(op.total, op.sharding)]
         name, example = f"add to the sum{f' of {eqn.primitive.name}' if eqn is not None else ''}", None
     is_heavy = isinstance(op, Compute) and (op.product is not None or bool(op.kernels))
     return _Row(

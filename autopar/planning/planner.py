@@ -27,7 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import Span, StageCost, StageCostFn, StagePlan, in_flight, plan_stages
+from autopar.passes.inter_op import Pipeline, Span, StageCost, StageCostFn, in_flight, plan_stages
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.passes.unsplit import find_unsplit
@@ -471,10 +471,10 @@ class Planner:
         usual = most if stages is None else _USUAL * stages
         at = next((i for i, n in enumerate(numbers) if n <= usual), len(numbers) - 1)
 
-        def look(at: int, below: float) -> StagePlan | None:
+        def look(at: int, below: float) -> Pipeline | None:
             return self._look(numbers[at], stages, shapes, below)
 
-        def is_gain(fewer: StagePlan, more: StagePlan) -> bool:
+        def is_gain(fewer: Pipeline, more: Pipeline) -> bool:
             # Where memory gets short the search does not know all that it costs: the gain must be larger.
             least = 1 - _DEAR if self._is_tight(fewer) else 1.0
             return fewer.step_time < least * more.step_time
@@ -492,7 +492,7 @@ class Planner:
             found, at = more, at - 1
         return (numbers[at], found.step_time) if found is not None else (most, below)
 
-    def _look(self, m: int, stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
+    def _look(self, m: int, stages: int | None, shapes: ShapesFn, below: float) -> Pipeline | None:
         """What the stage search finds that takes less than `below` seconds, if the step can be cut so."""
         if self._is_vain(m, stages, below):
             return None
@@ -578,9 +578,7 @@ class Planner:
             self._best.estimate = error * estimate
         return finished
 
-    def _finished(
-        self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], found: StagePlan | None
-    ) -> _Found | None:
+    def _finished(self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], found: Pipeline | None) -> _Found | None:
         """The plan of these layers on these meshes, which the stage search found if it did."""
         spans, meshes = zip(*stages, strict=True)
         levels = self._levels(layered, len(spans), found)
@@ -594,7 +592,7 @@ class Planner:
             finished = self._finished_at(layered, spans, meshes, levels, found)
         return None if finished is None else (with_layers(finished[0], spans), finished[1])
 
-    def _levels(self, layered: Layered, num_stages: int, found: StagePlan | None) -> list[int]:
+    def _levels(self, layered: Layered, num_stages: int, found: Pipeline | None) -> list[int]:
         """How much each stage computes again in the backward pass: which of `StageCosts.levels`."""
         if found is None:
             return [len(self.stages.levels(layered)) - 1 if self.method.remat else 0] * num_stages
@@ -608,7 +606,7 @@ class Planner:
 
     def _finished_at(
         self, layered: Layered, spans: Sequence[Span], meshes: Sequence[Mesh], levels: Sequence[int],
-        found: StagePlan | None,
+        found: Pipeline | None,
     ) -> _Found | None:  # fmt: skip
         """The plan where each stage computes so much again in the backward pass."""
         cuts = [start for start, _ in spans[1:]]
@@ -632,12 +630,12 @@ class Planner:
                     finished = other
         return finished
 
-    def _is_tight(self, found: StagePlan) -> bool:
+    def _is_tight(self, found: Pipeline) -> bool:
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
 
     def _search(
         self, layered: Layered, num_stages: int | None, groups: Groups | None
-    ) -> tuple[StagePlan | None, StagePlan | None]:
+    ) -> tuple[Pipeline | None, Pipeline | None]:
         """The best stages with few shapes of meshes, if it begins with those, and with any; None if they are no gain.
 
         Groups of devices are chosen with few shapes, then all logical shapes of those are tried: shapes change a
@@ -665,7 +663,7 @@ class Planner:
         found = self._stages(layered, len(first.stages), shapes, min(first.step_time, estimate))
         return first, found or (first if first.step_time < estimate else None)
 
-    def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> StagePlan | None:
+    def _stages(self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float) -> Pipeline | None:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None

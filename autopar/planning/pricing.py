@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
-from autopar.cost_model.program import ProgramCost, port_bytes, program_cost
+from autopar.cost_model.program_cost import ProgramCost, port_bytes, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.cost_model.timeline import StageHolds, StageTimes, Timeline, simulate
 from autopar.ir.graph import Phase, Value
@@ -208,7 +208,7 @@ class Prices:
                     (chosen[0], chosen[-1] + 1) if chosen else (0, 0),
                     sharding.strategies,
                     {(p, v.id): s for (p, v), s in sharding.layouts.items()},
-                    sharding.regathers,
+                    sharding.reshard_after_forward,
                     phases[Phase.FORWARD],
                     phases[Phase.BACKWARD],
                     phases[Phase.PROLOGUE] + phases[Phase.UPDATE],

@@ -203,7 +203,7 @@ def _stage_rows(report: ReportRecord) -> list[dict[str, Any]]:
             "layers": ranges_text(range(*stage.layers)) or "–", "forward": seconds_text(stage.forward),
             "backward": seconds_text(stage.backward), "weights": seconds_text(stage.weights),
             "once": seconds_text(stage.once), "again": len(stage.recomputed),
-            "regathers": stage.regathers,
+            "reshard_after_forward": stage.reshard_after_forward,
         }
         for k, stage in enumerate(plan.stages)
     ]  # fmt: skip

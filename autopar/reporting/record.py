@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class TimeSplit:
     """What a group of devices does with the seconds of a step: the parts add up to the step time."""
 
     stages: tuple[int, ...]  # that are on these devices
@@ -144,7 +144,7 @@ class Details:
 
     model_flops: float  # of a step's matrix products, whole cluster, what is computed again left out
     ideal_seconds: float  # that these would take with all devices of the cluster at their peak
-    splits: tuple[Split, ...]  # by group of devices
+    splits: tuple[TimeSplit, ...]  # by group of devices
     spans: tuple[Span, ...]
     copies: tuple[Copying, ...]
     memory: tuple[MemoryCurve, ...]  # by group of devices
@@ -232,13 +232,13 @@ class ReportRecord:
         return max(self.groups, key=lambda group: group.total - group.capacity)
 
     @property
-    def split(self) -> Split | None:
+    def split(self) -> TimeSplit | None:
         """The mean over the groups of devices, each of which counts the same."""
         if self.details is None:
             return None
         splits = self.details.splits
         mean = {name: math.fsum(split.parts[name] for split in splits) / len(splits) for name in PARTS}
-        return Split(tuple(range(len(self.plan.stages))), (), **mean)
+        return TimeSplit(tuple(range(len(self.plan.stages))), (), **mean)
 
 
 def _is_whole(leaf: LeafPlan) -> bool:

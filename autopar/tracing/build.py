@@ -17,8 +17,8 @@ from jax.interpreters import partial_eval
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Callback, Equation, Literal, Operand, Phase, Rounds, Value
-from autopar.tracing import shown
-from autopar.tracing.unmap import unmapped
+from autopar.tracing import loop_callbacks as shown
+from autopar.tracing.axis_collectives import unmapped
 
 # Primitives that call a jaxpr, and the parameter that holds it.
 CALLS = {
@@ -81,12 +81,12 @@ class Builder:
         avals: Sequence[Any],
         phase: Phase,
         source: str,
-        again: bool = False,
+        rematerialized: bool = False,
     ) -> tuple[Value, ...]:
         outputs = tuple(self.value(aval) for aval in avals)
         number = len(self.equations)
         self.equations.append(
-            Equation(number, primitive, params, tuple(inputs), outputs, phase, source, self.origin, again)
+            Equation(number, primitive, params, tuple(inputs), outputs, phase, source, self.origin, rematerialized)
         )
         return outputs
 

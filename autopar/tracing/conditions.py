@@ -106,5 +106,5 @@ def _part(eqn: Equation, outputs: Sequence[int]) -> Equation:
     return Equation(
         eqn.id, eqn.primitive, {**eqn.params, "branches": tuple(parts)},
         (index, *(x for x, used in zip(operands, read, strict=True) if used)),
-        tuple(eqn.outputs[k] for k in outputs), eqn.phase, eqn.source, eqn.origin, eqn.again,
+        tuple(eqn.outputs[k] for k in outputs), eqn.phase, eqn.source, eqn.origin, eqn.rematerialized,
     )  # fmt: skip

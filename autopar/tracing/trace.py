@@ -30,7 +30,7 @@ from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.tracing.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
 from autopar.tracing.conditions import taken_apart
-from autopar.tracing.shown import CALLBACKS
+from autopar.tracing.loop_callbacks import CALLBACKS
 from autopar.tracing.static_leaf import IsStatic, flatten_arrays, unflatten_arrays
 
 _NEEDS_VALUE = (

@@ -16,7 +16,7 @@ Place = tuple[int, int]  # program, equation id
 
 
 def alike_equations(
-    programs: Sequence[Program], look: Callable[[Program, Equation], Hashable], kind: Callable[[Value], Hashable],
+    programs: Sequence[Program], signature: Callable[[Program, Equation], Hashable], kind: Callable[[Value], Hashable],
     copied: set[Value],
 ) -> Mapping[Place, int]:  # fmt: skip
     """A number per equation, the same for alike ones.
@@ -27,7 +27,7 @@ def alike_equations(
     every second one differently (a matrix split by columns, the next by rows), but hardly more than that.
     """
     numbers: dict[Hashable, int] = {}
-    looks: dict[Place, int] = {}
+    signatures: dict[Place, int] = {}
     maker: dict[tuple[int | None, Value], int] = {}  # the look of what makes a value
     readers: dict[tuple[int | None, Value], list[tuple[int, int]]] = defaultdict(list)  # look, position
 
@@ -36,7 +36,7 @@ def alike_equations(
 
     for program in programs:
         for eqn in program.equations:
-            number = looks[program.index, eqn.id] = numbers.setdefault(look(program, eqn), len(numbers))
+            number = signatures[program.index, eqn.id] = numbers.setdefault(signature(program, eqn), len(numbers))
             maker.update((slot(program, v), number) for v in eqn.outputs)
             for position, v in enumerate(eqn.inputs):
                 if not isinstance(v, Literal):
@@ -50,7 +50,7 @@ def alike_equations(
             slots = [slot(program, v) for v in eqn.inputs if isinstance(v, Value)]
             sources = tuple(maker[s] if s in maker else (kind(s[1]),) for s in slots)
             targets = tuple(tuple(sorted(readers[slot(program, v)])) for v in eqn.outputs)
-            role = classes.setdefault((looks[place], sources, targets), len(classes))
+            role = classes.setdefault((signatures[place], sources, targets), len(classes))
             found[place] = 2 * role + counts[role] % 2
             counts[role] += 1
     return found

@@ -22,7 +22,7 @@ from autopar.passes.intra_op.problem import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Cut:
+class CuttingPlane:
     """One evaluation of the bound."""
 
     prices: Array  # seconds per byte at each point in time
@@ -33,7 +33,7 @@ class Cut:
 
 Oracle = Callable[[dict[int, Array]], tuple[float, dict[int, int]]]  # node costs -> a lower bound, a choice
 # cuts, lower and upper limits of the prices -> the cuts' maximum and where it is
-Master = Callable[[Sequence[Cut], Array, Array], tuple[float, Array]]
+Master = Callable[[Sequence[CuttingPlane], Array, Array], tuple[float, Array]]
 
 
 def priced(network: Network, prices: Array) -> dict[int, Array]:
@@ -47,7 +47,7 @@ def priced(network: Network, prices: Array) -> dict[int, Array]:
     return costs
 
 
-def climb(network: Network, oracle: Oracle, master: Master, start: Array) -> Iterator[Cut]:
+def climb(network: Network, oracle: Oracle, master: Master, start: Array) -> Iterator[CuttingPlane]:
     """Evaluate at better and better prices from `start` on; ends when the cuts promise no more."""
     best = evaluate(network, oracle, start)
     cuts = [best]
@@ -92,14 +92,14 @@ def climb(network: Network, oracle: Oracle, master: Master, start: Array) -> Ite
             best = cut
 
 
-def evaluate(network: Network, oracle: Oracle, prices: Array) -> Cut:
+def evaluate(network: Network, oracle: Oracle, prices: Array) -> CuttingPlane:
     """The bound at some prices, in seconds per byte at each point in time."""
     value, choice = oracle(priced(network, prices))
     value += network.offset - float(prices @ network.slack)
-    return Cut(prices, value, network.load(choice) - network.slack, choice)
+    return CuttingPlane(prices, value, network.load(choice) - network.slack, choice)
 
 
-def _first_scale(network: Network, cut: Cut) -> float:
+def _first_scale(network: Network, cut: CuttingPlane) -> float:
     """Seconds per byte at which the violated bytes are worth what a node's costs typically differ by.
 
     One point's price may have to do it alone, or all violated points' together: between the two.

@@ -54,13 +54,13 @@ def equation_seconds(eqn: Equation, rule: Rule, traffic: Traffic, kind: DeviceKi
 
 
 def lifetimes(
-    program: Program, rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], addends: Collection[Value]
+    program: Program, rules: Mapping[int, Rule], traffic: Mapping[int, Traffic], partial_sums: Collection[Value]
 ) -> dict[Value, tuple[int, int]]:
     """Positions between which each value that the program writes to memory is live.
 
-    `addends` are added to their sums as soon as nothing else reads them.
+    Partial sums are added to theirs as soon as nothing else reads them.
     """
-    dies = live_until(program.equations, rules, traffic, set(program.outputs) - set(addends))
+    dies = live_until(program.equations, rules, traffic, set(program.outputs) - set(partial_sums))
     return {
         v: (position, dies.get(v, position))
         for position, eqn in enumerate(program.equations)

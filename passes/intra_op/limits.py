@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.rule import DimMap, Rule
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import WHOLE, Lane
+from autopar.ir.strategy import WHOLE, AxisAssignment
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
 
@@ -24,11 +24,11 @@ from autopar.passes.rules.split import Unsplittable, batch_to_factor
 class Limits:
     """What a recipe or a user forbids; the planner itself forbids nothing."""
 
-    allow_lane: Callable[[Equation, Rule, Lane], bool] = lambda equation, rule, lane: True
+    allow_assignment: Callable[[Equation, Rule, AxisAssignment], bool] = lambda equation, rule, assignment: True
     allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
     # Whether a strategy cuts as it has to be what the user has pinned.
-    heeds_hints: Callable[[Rule, Lane], bool] = lambda rule, lane: True
-    # Equal for equations of one rule that are allowed the same lanes.
+    heeds_hints: Callable[[Rule, AxisAssignment], bool] = lambda rule, assignment: True
+    # Equal for equations of one rule that are allowed the same assignments.
     kind: Callable[[Equation], Hashable] = lambda equation: None
 
 
@@ -91,14 +91,16 @@ def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:
     return {v: (source, BatchDim(b.dim, b.outer, b.units // m, b.inner)) for v, (source, b) in step.feeds.items()}
 
 
-def _heeds_hints(mesh: Mesh, rule: Rule, lane: Lane) -> bool:
+def _heeds_hints(mesh: Mesh, rule: Rule, assignment: AxisAssignment) -> bool:
     if not rule.hints:
         return True
-    split = {a: rule.factor_of(n) for a, n in zip(mesh.axes, lane, strict=True) if n >= 0 and mesh.axis_size(a) > 1}
-    adds = any(n < WHOLE and mesh.axis_size(a) > 1 for a, n in zip(mesh.axes, lane, strict=True))
+    split = {
+        a: rule.factor_of(n) for a, n in zip(mesh.axes, assignment, strict=True) if n >= 0 and mesh.axis_size(a) > 1
+    }
+    adds = any(n < WHOLE and mesh.axis_size(a) > 1 for a, n in zip(mesh.axes, assignment, strict=True))
     return all(
         hinted.hint.allows([[a for a, f in split.items() if f in dim] for dim in hinted.dims], mesh)
-        and not (adds or any(f in hinted.addend for f in split.values()))
+        and not (adds or any(f in hinted.partial_sum for f in split.values()))
         for hinted in rule.hints
     )
 
@@ -108,14 +110,16 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     recipe = _recipe_limits(method, step, rules, mesh)
     heeds = functools.partial(_heeds_hints, mesh) if step.graph.heeds_hints else recipe.heeds_hints
 
-    def is_spatial(rule: Rule, lane: Lane) -> bool:
-        cut = {rule.factor_of(n) for a, n in zip(mesh.axes, lane, strict=True) if n >= 0 and mesh.axis_size(a) > 1}
+    def is_spatial(rule: Rule, assignment: AxisAssignment) -> bool:
+        cut = {
+            rule.factor_of(n) for a, n in zip(mesh.axes, assignment, strict=True) if n >= 0 and mesh.axis_size(a) > 1
+        }
         return not rule.windows.isdisjoint(cut)
 
-    def allow_lane(equation: Equation, rule: Rule, lane: Lane) -> bool:
-        if not method.spatial and is_spatial(rule, lane):
+    def allow_assignment(equation: Equation, rule: Rule, assignment: AxisAssignment) -> bool:
+        if not method.spatial and is_spatial(rule, assignment):
             return False
-        return heeds(rule, lane) and recipe.allow_lane(equation, rule, lane)
+        return heeds(rule, assignment) and recipe.allow_assignment(equation, rule, assignment)
 
     def allow_layout(value: Value, sharding: Sharding) -> bool:
         hint = step.hints.get(value)
@@ -123,7 +127,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
             return False
         return recipe.allow_layout(value, sharding)
 
-    return Limits(allow_lane, allow_layout, heeds, recipe.kind)
+    return Limits(allow_assignment, allow_layout, heeds, recipe.kind)
 
 
 def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
@@ -148,9 +152,9 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
     def kind(eqn: Equation) -> Hashable:
         return (*of(eqn), eqn.phase.in_loop)
 
-    def allow_lane(eqn: Equation, rule: Rule, lane: Lane) -> bool:
+    def allow_assignment(eqn: Equation, rule: Rule, assignment: AxisAssignment) -> bool:
         factors, varies, least_zero = of(eqn)
-        for axis, choice in zip(mesh.axes, lane, strict=True):
+        for axis, choice in zip(mesh.axes, assignment, strict=True):
             size = mesh.axis_size(axis)
             if size == 1:
                 continue
@@ -190,7 +194,7 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
             return True  # cannot be cut
         return all(a in sharding.axes for a in data)
 
-    return Limits(allow_lane, allow_layout, kind=kind)
+    return Limits(allow_assignment, allow_layout, kind=kind)
 
 
 def _is_tensor(value: Value) -> bool:

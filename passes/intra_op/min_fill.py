@@ -24,7 +24,7 @@ class Order(NamedTuple):
     work: int  # additions of one evaluation
 
 
-class _Graph(NamedTuple):
+class _Adjacency(NamedTuple):
     """n nodes with the lists of their neighbours in one array, with room to grow."""
 
     other: Integers
@@ -34,7 +34,7 @@ class _Graph(NamedTuple):
 
 
 @compiled
-def _with_link(graph: _Graph, node: int, other: int, end: int) -> tuple[_Graph, int]:
+def _with_link(graph: _Adjacency, node: int, other: int, end: int) -> tuple[_Adjacency, int]:
     """`other` added to the list of `node`, which moves behind all others, at `end`, where it has no room."""
     nodes, start, degree, room = graph.other, graph.start, graph.degree, graph.room
     size = degree[node]
@@ -49,11 +49,11 @@ def _with_link(graph: _Graph, node: int, other: int, end: int) -> tuple[_Graph, 
         end += more
     nodes[start[node] + size] = other
     degree[node] += 1
-    return _Graph(nodes, start, degree, room), end
+    return _Adjacency(nodes, start, degree, room), end
 
 
 @compiled
-def _unlink(graph: _Graph, node: int, other: int) -> None:
+def _unlink(graph: _Adjacency, node: int, other: int) -> None:
     first, last = graph.start[node], graph.start[node] + graph.degree[node] - 1
     for at in range(first, last + 1):
         if graph.other[at] == other:
@@ -63,7 +63,7 @@ def _unlink(graph: _Graph, node: int, other: int) -> None:
 
 
 @compiled
-def _fill(graph: _Graph, sizes: Integers, node: int, marks: Integers, mark: int) -> int:
+def _fill(graph: _Adjacency, sizes: Integers, node: int, marks: Integers, mark: int) -> int:
     """Pair entries that the elimination of a node adds; uses the marks from `mark`, as many as it has neighbours."""
     first, count, total = graph.start[node], graph.degree[node], 0
     for a in range(count):
@@ -78,7 +78,7 @@ def _fill(graph: _Graph, sizes: Integers, node: int, marks: Integers, mark: int)
 
 
 @compiled
-def _entries(graph: _Graph, sizes: Integers, node: int) -> int:
+def _entries(graph: _Adjacency, sizes: Integers, node: int) -> int:
     """Of the table that the elimination of a node makes."""
     total = 1
     for at in range(graph.start[node], graph.start[node] + graph.degree[node]):
@@ -120,7 +120,7 @@ def min_fill(
     """
     count, can_fix = sizes.size, preference.size > 0
     degree = starts[1:] - starts[:-1]
-    graph, end = _Graph(neighbours.copy(), starts[:-1].copy(), degree, degree.copy()), neighbours.size
+    graph, end = _Adjacency(neighbours.copy(), starts[:-1].copy(), degree, degree.copy()), neighbours.size
     is_left, is_fixed = np.ones(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
     fills, tables = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
     marks, mark = np.full(count, -1), 0

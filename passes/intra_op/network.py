@@ -289,12 +289,12 @@ class Network:
             used = np.stack([amount for _, _, amount in spans], axis=1) if spans else np.zeros((cost.size, 0))
             self.keep(node, undominated(cost, links, borders, used))
 
-    def reduce(self, *, dominated: bool, again: bool = False) -> None:
+    def reduce(self, *, dominated: bool, rematerialized: bool = False) -> None:
         """All reductions until none finds anything more, each only where something changed; raises Contradiction.
 
         again: it was reduced before, so that only what was changed since is looked at.
         """
-        changed, inconsistent = self.touched if again else dict.fromkeys(self.unary), self.touched
+        changed, inconsistent = self.touched if rematerialized else dict.fromkeys(self.unary), self.touched
         while changed:
             self.touched = {}
             self.make_consistent(node for node in inconsistent if node in self.unary)

@@ -12,15 +12,15 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 from ortools.sat.python import cp_model
 
-from autopar.passes.intra_op.dual import Cut
+from autopar.passes.intra_op.dual import CuttingPlane
 from autopar.passes.intra_op.network import Network
 from autopar.passes.intra_op.problem import Array, Integers
-from autopar.passes.intra_op.task import Outcome, Task
+from autopar.passes.intra_op.residual import Outcome, Residual
 
 _RESOLUTION = 2.0**40  # steps into which CP-SAT divides the distance from the bound to the best
 
 
-def solve_program(task: Task) -> Outcome:
+def solve_program(task: Residual) -> Outcome:
     """task.IntegerProgram by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
     program = _Program(task)
     if task.hint is not None:
@@ -46,7 +46,7 @@ class _Program:
     Everything that costs at least `room`, seconds, is forbidden.
     """
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Residual) -> None:
         network, nodes, edges, room = task.network, task.nodes, task.edges, task.room
         self.model = cp_model.CpModel()
         self._variables: list[cp_model.IntVar] = []
@@ -123,7 +123,7 @@ class _Program:
         self._add_cost(free, worth)
 
 
-def highest(cuts: Sequence[Cut], lower: Array, upper: Array) -> tuple[float, Array]:
+def highest(cuts: Sequence[CuttingPlane], lower: Array, upper: Array) -> tuple[float, Array]:
     """The prices within limits at which the least of all cuts is greatest: dual.Master by a linear program."""
     solver = pywraplp.Solver.CreateSolver("GLOP")
     # bytes and seconds differ by many orders of magnitude: count prices in units of the largest, values from the best

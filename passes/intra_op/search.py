@@ -28,7 +28,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from autopar.passes.intra_op.books import RATE, TOLERANCE, Books, now
-from autopar.passes.intra_op.dual import Cut, Master, climb, priced
+from autopar.passes.intra_op.dual import CuttingPlane, Master, climb, priced
 from autopar.passes.intra_op.dual import evaluate as evaluate_prices
 from autopar.passes.intra_op.eliminate import plan_elimination
 from autopar.passes.intra_op.messages import marginal_bounds
@@ -37,7 +37,7 @@ from autopar.passes.intra_op.network import Contradiction, Network, OutOfMemory
 from autopar.passes.intra_op.oracles import LARGE, STEP, Wide, oracle_for
 from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution
 from autopar.passes.intra_op.relax import Relaxation
-from autopar.passes.intra_op.task import IntegerProgram, Task
+from autopar.passes.intra_op.residual import IntegerProgram, Residual
 
 _WORTH_REDUCING = 1 << 26  # work of an elimination that takes longer than looking for dominated strategies
 _COLUMNS, _COLUMN_CLIMB = 8, 15  # evaluations of the whole network, and of a few strategies between them
@@ -97,7 +97,7 @@ class Search(Books):
         try:
             network = Network.of(self.problem) if self.network is None else self.network
             full = network.copy()
-            network.reduce(dominated=self.network is not None, again=self.network is not None)
+            network.reduce(dominated=self.network is not None, rematerialized=self.network is not None)
             binds = network.slack.size > 0
             if not binds or not math.isfinite(self.bound):
                 self._without_memory(network.without_memory(), binds=binds)
@@ -325,7 +325,7 @@ class Search(Books):
                 part.reduce(dominated=True)
             except Contradiction:
                 break  # the few do not go together, or do not fit
-            top: Cut | None = None
+            top: CuttingPlane | None = None
             inner, part_moves = oracle_for(part, self.random), Moves(part)
             priced_before = dict(zip(network.times, prices, strict=True))
             start = np.array([priced_before[time] for time in part.times])
@@ -356,14 +356,14 @@ class Search(Books):
                 columns[node][position] = True
         return prices
 
-    def _tighten(self, network: Network, prices: Array, climbs: Sequence[int]) -> tuple[float, list[Cut]]:
+    def _tighten(self, network: Network, prices: Array, climbs: Sequence[int]) -> tuple[float, list[CuttingPlane]]:
         """Steps 3 and 4: a lower bound on what is worth finding in the network, and the last climb, best cut first.
 
         Shrinks the network; raises Contradiction if nothing is left in it that is better than the best.
         """
         bound = -math.inf
         for index, evaluations in enumerate(climbs):
-            oracle, moves, cuts = oracle_for(network, self.random), Moves(network), list[Cut]()
+            oracle, moves, cuts = oracle_for(network, self.random), Moves(network), list[CuttingPlane]()
             for cut in climb(network, oracle.evaluate, self.master, prices):
                 self._spend(oracle)
                 cuts.append(cut)
@@ -397,7 +397,7 @@ class Search(Books):
             prices = np.array([known[time] for time in network.times])
         return bound, cuts
 
-    def _branch(self, network: Network, bound: float, cuts: list[Cut]) -> None:
+    def _branch(self, network: Network, bound: float, cuts: list[CuttingPlane]) -> None:
         """Split what is left in two, the part with the least bound first, until no part can hold a better choice."""
         parts = [(bound, 0, network, cuts)]
         count = 0
@@ -517,7 +517,7 @@ class Search(Books):
         while seconds > 0:
             wall = max(self.deadline - now(), 1e-3)
             outcome = self.integer_program(
-                Task(network, nodes, edges, prices, np.flatnonzero(points), room, hint, self.seed, seconds, wall)
+                Residual(network, nodes, edges, prices, np.flatnonzero(points), room, hint, self.seed, seconds, wall)
             )
             self.work -= RATE * outcome.seconds
             seconds -= max(outcome.seconds, 1e-3)
@@ -535,7 +535,7 @@ class Search(Books):
         return base + bound
 
 
-def _split(network: Network, cuts: list[Cut]) -> tuple[int, Mask]:
+def _split(network: Network, cuts: list[CuttingPlane]) -> tuple[int, Mask]:
     """A node and a half of its strategies, such that the best cuts' choices, whose mixture the bound is, fall apart."""
     unpriced = dataclasses.replace(network, unary={node: np.zeros(cost.size) for node, cost in network.unary.items()})
     weights = priced(unpriced, cuts[0].prices)

@@ -13,7 +13,7 @@ from autopar.cost_model.compute import (
     memory_seconds,
     partial_sum_bytes,
     product_share,
-    reordering_seconds,
+    strided_read_seconds,
 )
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
@@ -22,11 +22,11 @@ from autopar.ir.mesh import DeviceKind, Mesh, Pooling
 from autopar.ir.rule import Rule, Sides, product_sizes
 from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.intra_op.strategies import (
-    LaneOptions,
+    AssignmentOptions,
+    assignment_operands,
     combined_axes,
     exchanges,
     inner_collectives,
-    lane_operands,
     pieces,
 )
 
@@ -38,45 +38,47 @@ class StrategySeconds:
         self.mesh, self.kind, self.price = mesh, kind, price
         self._peaks: dict[tuple[str, bool, Pooling | None], float] = {}
 
-    def of(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
-        """One run of a lane of an equation."""
-        lane_rule = rule.lanes[lane_index]
-        outputs = [eqn.outputs[lane_index]] if rule.separable else eqn.outputs
-        cut = [] if rule.separable else [pieces(rule, lane, self.mesh) for lane in options.lanes]
+    def of(self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic) -> Any:
+        """One run of a assignment of an equation."""
+        assignment_rule = rule.assignments[assignment_index]
+        outputs = [eqn.outputs[assignment_index]] if rule.separable else eqn.outputs
+        cut = [] if rule.separable else [pieces(rule, assignment, self.mesh) for assignment in options.assignments]
         if rule.kernels:
             seconds = self._body(rule, cut)
         else:
-            moved = self._moved(eqn, rule, lane_index, options, traffic)
+            moved = self._moved(eqn, rule, assignment_index, options, traffic)
             matmul = rule.unit == "matmul"
             work = rule.work({}) * options.share
             dtype = eqn.kernel_dtype(matmul)
             share, partial = self._product(rule.sides, cut, dtype)
             seconds = self._kernel(matmul, work / share, moved, partial, dtype, traffic.launches, rule.pooling)
-            if any(traffic.against) or any(traffic.copied):
-                seconds += self._reordered(eqn, rule, lane_index, options, traffic)
-        if lane_rule.reduced:
-            for i, lane in enumerate(options.lanes):
-                for axes in combined_axes(lane_rule, lane, self.mesh).values():
+            if any(traffic.strided) or any(traffic.copied):
+                seconds += self._reordered(eqn, rule, assignment_index, options, traffic)
+        if assignment_rule.reduced:
+            for i, assignment in enumerate(options.assignments):
+                for axes in combined_axes(assignment_rule, assignment, self.mesh).values():
                     payload = sum(
                         math.prod(v.shape) * extreme_itemsize(v.dtype) * options.results[k].share[i]
                         for k, v in enumerate(outputs)
                     )
                     seconds[i] += self.price("all_reduce", axes, int(payload))
-        if lane_rule.sums or lane_rule.halos or lane_rule.gatherings:
-            for i, lane in enumerate(options.lanes):
-                inner = [*inner_collectives(lane_rule, lane, self.mesh)]
-                inner += [(e.collective, 1) for e in exchanges(lane_rule, lane, self.mesh)]
+        if assignment_rule.sums or assignment_rule.halos or assignment_rule.gatherings:
+            for i, assignment in enumerate(options.assignments):
+                inner = [*inner_collectives(assignment_rule, assignment, self.mesh)]
+                inner += [(e.collective, 1) for e in exchanges(assignment_rule, assignment, self.mesh)]
                 for c, times in inner:
                     seconds[i] += times * self.price(c.kind, c.axes, c.payload)
         return seconds
 
-    def _moved(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
+    def _moved(
+        self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic
+    ) -> Any:
         """Bytes through one device's memory."""
-        moved = np.zeros(len(options.lanes))
+        moved = np.zeros(len(options.assignments))
         if rule.separable:  # hands on the buffers that it takes
             return moved
         made = [math.prod(v.shape) * options.results[k].share for k, v in enumerate(eqn.outputs)]
-        for place, position in enumerate(lane_operands(eqn, rule, lane_index)):
+        for place, position in enumerate(assignment_operands(eqn, rule, assignment_index)):
             v = eqn.inputs[position]
             if traffic.reads[position] and isinstance(v, Value):
                 moved += traffic.read_bytes(position, v, options.operands[place].nbytes(v), np.max(made, axis=0))
@@ -85,15 +87,17 @@ class StrategySeconds:
                 moved += options.results[k].nbytes(v)
         return moved
 
-    def _reordered(self, eqn: Equation, rule: Rule, lane_index: int, options: LaneOptions, traffic: Traffic) -> Any:
+    def _reordered(
+        self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic
+    ) -> Any:
         """Seconds for operands that lie in another order."""
         seconds: Any = 0.0
-        for place, position in enumerate(lane_operands(eqn, rule, lane_index)):
+        for place, position in enumerate(assignment_operands(eqn, rule, assignment_index)):
             v = eqn.inputs[position]
             if isinstance(v, Value):
                 nbytes = options.operands[place].nbytes(v)
-                against, copied = traffic.against[position], traffic.copied[position]
-                seconds += reordering_seconds(self.kind, nbytes, against=against, copied=copied)
+                strided, copied = traffic.strided[position], traffic.copied[position]
+                seconds += strided_read_seconds(self.kind, nbytes, strided=strided, copied=copied)
         return seconds
 
     def _product(self, sides: Sides | None, cut: Sequence[Mapping[int, int]], dtype: str) -> tuple[Any, Any]:

@@ -1,6 +1,6 @@
 """One stage's programs as a problem for the solver, and its solution as shardings.
 
-Nodes are of two kinds. An *equation* (a lane of it) chooses a strategy: its seconds are the local compute's.
+Nodes are of two kinds. An *equation* (a assignment of it) chooses a strategy: its seconds are the local compute's.
 A *layout* stands for a value that has several readers, crosses programs or is stored: it chooses the sharding in
 which the value is kept. Edges price the resharding from maker to layout to reader, times how often it happens
 (once per microbatch or once per step). State leaves are layouts that the renewed leaf must return to; where one phase
@@ -26,15 +26,15 @@ from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.program import Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import Lane
-from autopar.passes.intra_op.layouts_of import End, candidate_layouts, is_finer, layouts_by_round, without_copies
+from autopar.ir.strategy import AxisAssignment
+from autopar.passes.intra_op.candidate_layouts import End, candidate_layouts, is_finer, layouts_by_round, without_copies
 from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.problem import Solution
 from autopar.passes.intra_op.seconds import StrategySeconds
-from autopar.passes.intra_op.stage import Stage, StageLane
+from autopar.passes.intra_op.stage import Stage, StageAssignment
 from autopar.passes.intra_op.strategies import (
-    LaneOptions,
+    AssignmentOptions,
     OptionsCache,
     Shardings,
     temporaries,
@@ -62,7 +62,7 @@ class Remembered:
 
     def __init__(self, options: OptionsCache) -> None:
         self.options = options  # of all meshes of this shape
-        self.equations: dict[Any, tuple[LaneOptions, Any]] = {}  # with the seconds of each strategy
+        self.equations: dict[Any, tuple[AssignmentOptions, Any]] = {}  # with the seconds of each strategy
         self.matrices: dict[Any, Any] = {}  # edges' seconds per step; None: all free
         self.candidates: dict[Any, list[Sharding]] = {}  # in which values may be kept
 
@@ -105,7 +105,9 @@ class StageProblem:
         self._equations: dict[Any, int] = {}  # the nodes of tied ones
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
         self._ends: dict[int, tuple[list[End], ...]] = {}  # by node of equations: of operands, of results
-        self.lanes: dict[tuple[int, int, int], tuple[int, LaneOptions]] = {}  # (program, equation id, lane)
+        self.assignments: dict[
+            tuple[int, int, int], tuple[int, AssignmentOptions]
+        ] = {}  # (program, equation id, assignment)
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, End] = {}
         self.readers: dict[Slot, list[End]] = defaultdict(list)
@@ -149,21 +151,21 @@ class StageProblem:
     def untied(self, tied: StageProblem, choice: Sequence[int]) -> list[int]:
         """A choice of the same stage's problem with ties, in this one, which has none."""
         found: dict[int, int] = {}
-        for key, (node, _) in self.lanes.items():
-            found[node] = choice[tied.lanes[key][0]]
+        for key, (node, _) in self.assignments.items():
+            found[node] = choice[tied.assignments[key][0]]
         for slot, (node, _) in self.layouts.items():
             found[node] = choice[tied.layouts[slot][0]]
         for place, node in self.copies.items():
             found[node] = choice[tied.copies[place]]
-        taken = {*(node for node, _ in (*tied.lanes.values(), *tied.layouts.values())), *tied.copies.values()}
+        taken = {*(node for node, _ in (*tied.assignments.values(), *tied.layouts.values())), *tied.copies.values()}
         rest = [n for n in range(len(self.numbers.costs)) if n not in found]  # what is sent or returned is not tied
         found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
         return [found[n] for n in range(len(self.numbers.costs))]
 
     def read(self, solution: Solution) -> StageSharding:
-        strategies: dict[tuple[int, int], list[Lane]] = defaultdict(list)
-        for (program, eqn_id, _), (node, options) in self.lanes.items():
-            strategies[program, eqn_id].append(options.lanes[solution.choice[node]])
+        strategies: dict[tuple[int, int], list[AxisAssignment]] = defaultdict(list)
+        for (program, eqn_id, _), (node, options) in self.assignments.items():
+            strategies[program, eqn_id].append(options.assignments[solution.choice[node]])
         layouts: dict[Slot, Sharding] = {(None, v): lies for v, lies in self.stage.pinned.items()}  # read or not
         layouts.update({slot: found.each[solution.choice[node]] for slot, (node, found) in self.layouts.items()})
         return StageSharding(
@@ -182,45 +184,45 @@ class StageProblem:
     def _slot(self, program: Program, value: Value) -> Slot:
         return (program.index if value in self.copied else None, value)
 
-    def _strategies(self, lane: StageLane) -> tuple[LaneOptions, Any]:
-        """The options of a lane of an equation, and the seconds of each."""
+    def _strategies(self, assignment: StageAssignment) -> tuple[AssignmentOptions, Any]:
+        """The options of a assignment of an equation, and the seconds of each."""
         known, limits = self.setting.remembered.equations, self.setting.limits
-        eqn, rule, index = lane.equation, lane.rule, lane.at
-        key = (lane.look, limits.kind(eqn))
+        eqn, rule, index = assignment.equation, assignment.rule, assignment.at
+        key = (assignment.signature, limits.kind(eqn))
         if key not in known:
             options = self.setting.remembered.options.of(
-                rule.lanes[index], lane.addends, functools.partial(limits.allow_lane, eqn, rule)
+                rule.assignments[index], assignment.partial_sums, functools.partial(limits.allow_assignment, eqn, rule)
             )
-            if not limits.heeds_hints(rule, options.lanes[0]):
+            if not limits.heeds_hints(rule, options.assignments[0]):
                 raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
-            known[key] = (options, self._seconds.of(eqn, rule, index, options, lane.traffic))
+            known[key] = (options, self._seconds.of(eqn, rule, index, options, assignment.traffic))
         return known[key]
 
     def _add_equations(self, program: Program, alike: Mapping[tuple[int, int], int]) -> None:
         in_loop, often = program.in_loop, self.setting.often(program.in_loop)
-        for lane in self.stage.lanes[program.index]:
-            eqn = lane.equation
-            options, seconds = self._strategies(lane)
+        for assignment in self.stage.assignments[program.index]:
+            eqn = assignment.equation
+            options, seconds = self._strategies(assignment)
             number = alike.get((program.index, eqn.id))
-            key = (number, lane.role, id(options))
+            key = (number, assignment.role, id(options))
             if number is not None and key in self._equations:
                 node = self._equations[key]
                 self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
             else:
                 node = self._equations[key] = self._node(seconds, in_loop)
-            self.lanes[program.index, eqn.id, lane.at] = (node, options)
+            self.assignments[program.index, eqn.id, assignment.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
-                by_round = layouts_by_round(lane.rule.lanes[lane.at], options)
+                by_round = layouts_by_round(assignment.rule.assignments[assignment.at], options)
                 self._ends[node] = tuple(
                     [End(node, each, in_loop, is_finer(each, by_round)) for each in side]
                     for side in (options.operands, options.results)
                 )
             operands, results = self._ends[node]
-            for place, v in lane.inputs:
+            for place, v in assignment.inputs:
                 slot = self._slot(program, v)
                 self.readers[slot].append(operands[place])
                 self._readers_in[slot, (program.index, eqn.phase)].append(operands[place])
-            for place, v in enumerate(lane.outputs):
+            for place, v in enumerate(assignment.outputs):
                 self.makers[self._slot(program, v)] = results[place]
 
     def _add_layouts(self) -> None:
@@ -232,13 +234,13 @@ class StageProblem:
         stored = [v for v in self.state if self.stage.placed.home[v] == self.stage.index]
         for v in sorted(stored, key=lambda v: v.id):
             self.readers.setdefault((None, v), [])
-        sums: dict[Slot, End] = {}  # running sums of this stage's addends
-        for addend, total in step.accumulate.items():
-            maker = self.makers.get((None, addend))
+        sums: dict[Slot, End] = {}  # running sums of this stage's partial sums
+        for partial_sum, total in step.accumulate.items():
+            maker = self.makers.get((None, partial_sum))
             if maker is not None:
                 sums[None, total] = maker
                 self.readers.setdefault((None, total), [])
-        kept = {piece: addend for addend, pieces_ in step.keep.items() for piece in pieces_}
+        kept = {piece: partial_sum for partial_sum, pieces_ in step.keep.items() for piece in pieces_}
         for slot in list(dict.fromkeys([*self.readers, *self.makers])):
             value = slot[1]
             maker, readers = self.makers.get(slot), self.readers.get(slot, [])
@@ -318,7 +320,7 @@ class StageProblem:
             full = [s for s in dict.fromkeys(source.shardings.each) if not s.partial]
             candidates = listed(full or [Sharding.replicated(len(value.shape))])
             varies = value in step.batched
-            # The receiver pays for the copy; here the value must only become whole addends.
+            # The receiver pays for the copy; here the value must only become whole partial sums.
             node = self._node(np.zeros(len(candidates.each)), varies)
             self._edge(value, source, End(node, candidates, varies))
         for slot in self._sums.keys() & {(None, v) for v in step.outputs}:  # returned: reduced once, after the loop
@@ -359,7 +361,7 @@ class StageProblem:
             return End(node, shardings, False)
         if slot in self.makers:
             return self.makers[slot]
-        kept = {piece: addend for addend, pieces_ in self.step.keep.items() for piece in pieces_}
+        kept = {piece: partial_sum for partial_sum, pieces_ in self.step.keep.items() for piece in pieces_}
         return self._source((None, kept[slot[1]]))
 
     def _sent(self) -> list[Value]:
@@ -461,9 +463,9 @@ class StageProblem:
             for t in range(start, stop):
                 eqn = program.equations[positions[t]]
                 rule = stage.rules[eqn.id]
-                if rule.moments:
-                    node, options = self.lanes[program.index, eqn.id, 0]
-                    held = np.array([temporaries(rule, lane, setting.mesh) for lane in options.lanes])
+                if rule.live_sets:
+                    node, options = self.assignments[program.index, eqn.id, 0]
+                    held = np.array([temporaries(rule, assignment, setting.mesh) for assignment in options.assignments])
                     self._hold(node, Held(t, t + 1, False), held)
             for value, (born, dies) in stage.lives[program.index].items():
                 live = [t for t in range(start, stop) if born <= positions[t] <= dies]

@@ -18,21 +18,21 @@ from autopar.ir.same import signature_of
 from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
-from autopar.passes.intra_op.strategies import can_sum, lane_operands
+from autopar.passes.intra_op.strategies import assignment_operands, can_sum
 from autopar.passes.intra_op.traffic import KnownTraffic
 
 
-class StageLane(NamedTuple):
-    """A lane of an equation of a stage."""
+class StageAssignment(NamedTuple):
+    """A assignment of an equation of a stage."""
 
     equation: Equation
     rule: Rule  # the equation's
     at: int  # among those of the equation
-    addends: frozenset[int]  # operands of the lane that can be partial sums
+    partial_sums: frozenset[int]  # operands of the assignment that can be partial sums
     traffic: Traffic  # the equation's
-    role: Hashable  # equal where `at`, `addends` and `traffic` are
-    look: Hashable  # equal for lanes that have the same strategies, but for limits, at the same costs
-    inputs: Sequence[tuple[int, Value]]  # with their places among the operands of the lane
+    role: Hashable  # equal where `at`, `partial_sum` and `traffic` are
+    signature: Hashable  # equal for assignments that have the same strategies, but for limits, at the same costs
+    inputs: Sequence[tuple[int, Value]]  # with their places among the operands of the assignment
     outputs: Sequence[Value]
 
 
@@ -66,15 +66,15 @@ class Stage:
 
     @functools.cached_property
     def _summed(self) -> int:
-        """Bytes of the running sums that each microbatch reads with its addends, and writes."""
+        """Bytes of the running sums that each microbatch reads with its partial sums, and writes."""
         made = {v for p in self.programs if p.in_loop for v in p.outputs}
-        return sum(total.nbytes for addend, total in self.step.accumulate.items() if addend in made)
+        return sum(total.nbytes for partial_sum, total in self.step.accumulate.items() if partial_sum in made)
 
     @functools.cached_property
     def lives(self) -> Mapping[int, Mapping[Value, tuple[int, int]]]:
         """By program: the positions between which each value that it writes to memory is live."""
-        addends = self.step.accumulate.keys() - set(self.step.outputs)
-        return {p.index: lifetimes(p, self.rules, self.traffic[p.index], addends) for p in self.programs}
+        partial_sums = self.step.accumulate.keys() - set(self.step.outputs)
+        return {p.index: lifetimes(p, self.rules, self.traffic[p.index], partial_sums) for p in self.programs}
 
     @functools.cached_property
     def peaks(self) -> Mapping[int, list[int]]:
@@ -82,37 +82,41 @@ class Stage:
         return {p.index: peak_positions(p, self.rules, self.lives[p.index]) for p in self.programs}
 
     @functools.cached_property
-    def addends(self) -> frozenset[Value]:
+    def partial_sums(self) -> frozenset[Value]:
         """Values that can be partial sums: a sum over a split factor, or linear in such a value."""
         found: set[Value] = set()
         for program in self.programs:
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
-                for index, lane_rule in enumerate(rule.lanes):
-                    positions = lane_operands(eqn, rule, index)
+                for index, assignment_rule in enumerate(rule.assignments):
+                    positions = assignment_operands(eqn, rule, index)
                     partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
-                    if can_sum(lane_rule) or any(partial & operands for operands in lane_rule.linear):
+                    if can_sum(assignment_rule) or any(partial & operands for operands in assignment_rule.linear):
                         found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
             found.update(w for v, w in self.step.accumulate.items() if v in found)
             found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
         return frozenset(found)
 
     @functools.cached_property
-    def lanes(self) -> Mapping[int, list[StageLane]]:
+    def assignments(self) -> Mapping[int, list[StageAssignment]]:
         """Those of all equations in order, by program."""
-        found: dict[int, list[StageLane]] = {}
+        found: dict[int, list[StageAssignment]] = {}
         for program in self.programs:
-            traffic, lanes = self.traffic[program.index], found.setdefault(program.index, [])
+            traffic, assignments = self.traffic[program.index], found.setdefault(program.index, [])
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
-                for index in range(len(rule.lanes)):
-                    operands = [eqn.inputs[p] for p in lane_operands(eqn, rule, index)]
+                for index in range(len(rule.assignments)):
+                    operands = [eqn.inputs[p] for p in assignment_operands(eqn, rule, index)]
                     inputs = [(place, v) for place, v in enumerate(operands) if isinstance(v, Value)]
-                    addends = frozenset([place for place, v in inputs if v in self.addends])
-                    role = signature_of(None, (index, addends, traffic[eqn.id]))
-                    look = signature_of(None, (eqn.signature, role))
+                    partial_sums = frozenset([place for place, v in inputs if v in self.partial_sums])
+                    role = signature_of(None, (index, partial_sums, traffic[eqn.id]))
+                    signature = signature_of(None, (eqn.signature, role))
                     outputs = [eqn.outputs[index]] if rule.separable else eqn.outputs
-                    lanes.append(StageLane(eqn, rule, index, addends, traffic[eqn.id], role, look, inputs, outputs))
+                    assignments.append(
+                        StageAssignment(
+                            eqn, rule, index, partial_sums, traffic[eqn.id], role, signature, inputs, outputs
+                        )
+                    )
         return found
 
     @functools.cached_property
@@ -121,8 +125,8 @@ class Stage:
         step = self.step
         inputs, outputs = set(step.graph.inputs), {v for v in step.outputs if isinstance(v, Value)}
 
-        def look(program: Program, eqn: Equation) -> Hashable:
-            arrays = tuple((v.shape, v.dtype, v in self.addends) for v in (*eqn.inputs, *eqn.outputs))
+        def signature(program: Program, eqn: Equation) -> Hashable:
+            arrays = tuple((v.shape, v.dtype, v in self.partial_sums) for v in (*eqn.inputs, *eqn.outputs))
             return (program.index, self.rules[eqn.id].key, arrays)
 
         def kind(v: Value) -> Hashable:
@@ -130,7 +134,7 @@ class Stage:
             pins = self.pinned.get(v), step.hints.get(v)
             return (v.shape, v.dtype, v in inputs, at_home, v in outputs, pins)
 
-        return alike_equations(self.programs, look, kind, self.copied)
+        return alike_equations(self.programs, signature, kind, self.copied)
 
     def least_seconds(self, kind: DeviceKind, num_devices: int) -> tuple[float, float]:
         """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""

@@ -15,7 +15,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Halo, Rule, halo_hops
 from autopar.ir.sharding import Collective, Sharding, StepKind
-from autopar.ir.strategy import WHOLE, AxisChoice, Lane, linear_set
+from autopar.ir.strategy import WHOLE, AxisAssignment, AxisChoice, linear_set
 from autopar.passes.collectives import shift, sum_kinds
 
 
@@ -25,7 +25,7 @@ class Shardings:
 
     each: tuple[Sharding, ...]
     share: np.ndarray[Any, Any]  # the part of the value that one device holds
-    partial: np.ndarray[Any, Any]  # whether it is an addend
+    partial: np.ndarray[Any, Any]  # whether it is an partial sum
     _nbytes: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @staticmethod
@@ -43,12 +43,12 @@ class Shardings:
 
 
 @dataclasses.dataclass
-class LaneOptions:
-    """Strategies of one lane with what they imply, by index."""
+class AssignmentOptions:
+    """Strategies of one assignment with what they imply, by index."""
 
-    lanes: tuple[Lane, ...]
-    operands: list[Shardings]  # [operand of the lane]
-    results: list[Shardings]  # [result of the lane]
+    assignments: tuple[AxisAssignment, ...]
+    operands: list[Shardings]  # [operand of the assignment]
+    results: list[Shardings]  # [result of the assignment]
     share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
 
 
@@ -58,7 +58,7 @@ class OptionsCache:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._lists: dict[tuple[Sharding, ...], Shardings] = {}
-        self._options: dict[Any, LaneOptions] = {}
+        self._options: dict[Any, AssignmentOptions] = {}
 
     def shardings(self, each: Iterable[Sharding]) -> Shardings:
         key = tuple(each)
@@ -67,62 +67,66 @@ class OptionsCache:
             found = self._lists[key] = Shardings.of(key, self._mesh)
         return found
 
-    def of(self, rule: Rule, addends: frozenset[int], allow: Callable[[Lane], bool]) -> LaneOptions:
-        """The strategies of one lane that are allowed; the first, replicated, is always possible."""
+    def of(
+        self, rule: Rule, partial_sums: frozenset[int], allow: Callable[[AxisAssignment], bool]
+    ) -> AssignmentOptions:
+        """The strategies of one assignment that are allowed; the first, replicated, is always possible."""
         key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
-               rule.linear, tuple(sorted(rule.unaffected.items())), rule.gatherings, addends)  # fmt: skip
+               rule.linear, tuple(sorted(rule.unaffected.items())), rule.gatherings, partial_sums)  # fmt: skip
         every = self._options.get(key)
         if every is None:
-            every = self._options[key] = self._of_lanes(rule, enumerate_lane(rule, self._mesh, addends))
-        allowed = tuple(lane for lane in every.lanes if allow(lane)) or every.lanes[:1]
-        if len(allowed) == len(every.lanes):
+            every = self._options[key] = self._of_assignments(
+                rule, enumerate_assignments(rule, self._mesh, partial_sums)
+            )
+        allowed = tuple(assignment for assignment in every.assignments if allow(assignment)) or every.assignments[:1]
+        if len(allowed) == len(every.assignments):
             return every
         found = self._options.get((*key, allowed))
         if found is None:
-            found = self._options[*key, allowed] = self._of_lanes(rule, allowed)
+            found = self._options[*key, allowed] = self._of_assignments(rule, allowed)
         return found
 
-    def _of_lanes(self, rule: Rule, lanes: tuple[Lane, ...]) -> LaneOptions:
-        operands = zip(*(operand_shardings(rule, lane, self._mesh) for lane in lanes), strict=True)
-        results = zip(*(result_shardings(rule, lane, self._mesh) for lane in lanes), strict=True)
-        share = np.array([1 / math.prod(pieces(rule, lane, self._mesh).values()) for lane in lanes])
-        return LaneOptions(lanes, [*map(self.shardings, operands)], [*map(self.shardings, results)], share)
+    def _of_assignments(self, rule: Rule, assignments: tuple[AxisAssignment, ...]) -> AssignmentOptions:
+        operands = zip(*(operand_shardings(rule, assignment, self._mesh) for assignment in assignments), strict=True)
+        results = zip(*(result_shardings(rule, assignment, self._mesh) for assignment in assignments), strict=True)
+        share = np.array([1 / math.prod(pieces(rule, assignment, self._mesh).values()) for assignment in assignments])
+        return AssignmentOptions(assignments, [*map(self.shardings, operands)], [*map(self.shardings, results)], share)
 
 
-def enumerate_lane(rule: Rule, mesh: Mesh, addends: frozenset[int]) -> tuple[Lane, ...]:
-    """All strategies of one lane, the fully replicated one first; `addends` are the operands that can be partial."""
+def enumerate_assignments(rule: Rule, mesh: Mesh, partial_sums: frozenset[int]) -> tuple[AxisAssignment, ...]:
+    """All strategies of one assignment, the fully replicated one first; `partial_sums`: operands that can be these."""
     factors = rule.splittable
     options: list[AxisChoice] = [WHOLE, *factors]
     options += [len(rule.factors) + k for k, way in enumerate(rule.gatherings) if way.factor in factors]
-    options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & addends]
-    lanes = []
+    options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & partial_sums]
+    assignments = []
     per_axis = [options if size > 1 else [WHOLE] for size in mesh.shape]
-    for lane in itertools.product(*per_axis):
-        if all(rule.factors[f] % n == 0 for f, n in pieces(rule, lane, mesh).items()):
-            sets = [choice for choice in lane if choice < WHOLE]
-            # Pieces of a reduced factor are addends only if the rule sums; mixing two linear sets is pointless.
+    for assignment in itertools.product(*per_axis):
+        if all(rule.factors[f] % n == 0 for f, n in pieces(rule, assignment, mesh).items()):
+            sets = [choice for choice in assignment if choice < WHOLE]
+            # Pieces of a reduced factor are partial sums only if the rule sums; mixing two linear sets is pointless.
             if len(set(sets)) <= 1:
-                lanes.append(lane)
-    return tuple(lanes)
+                assignments.append(assignment)
+    return tuple(assignments)
 
 
 def can_sum(rule: Rule) -> bool:
-    """Whether splitting the equation can leave addends."""
+    """Whether splitting the equation can leave partial sums."""
     return "sum" in rule.reduced.values() and any(rule.reduced.get(factor) == "sum" for factor in rule.splittable)
 
 
-def pieces(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, int]:
+def pieces(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int, int]:
     """In how many pieces each split factor is cut."""
     cut: dict[int, int] = {}
-    for axis, choice in zip(mesh.axes, lane, strict=True):
+    for axis, choice in zip(mesh.axes, assignment, strict=True):
         if choice >= 0:
             factor = rule.factor_of(choice)
             cut[factor] = cut.get(factor, 1) * mesh.axis_size(axis)
     return cut
 
 
-def _lay(rule: Rule, dims: DimMap, lane: Lane, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    split = {axis: rule.factor_of(choice) for axis, choice in zip(mesh.axes, lane, strict=True) if choice >= 0}
+def _lay(rule: Rule, dims: DimMap, assignment: AxisAssignment, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
+    split = {axis: rule.factor_of(choice) for axis, choice in zip(mesh.axes, assignment, strict=True) if choice >= 0}
     return tuple(tuple(axis for axis, factor in split.items() if factor in dim) for dim in dims)
 
 
@@ -136,29 +140,29 @@ class Kept:
     times: int
 
 
-def kept_operands(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, Kept]:
+def kept_operands(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int, Kept]:
     """By position. See `Gathering`."""
-    return _kept(rule, lane, mesh, "all_gather")
+    return _kept(rule, assignment, mesh, "all_gather")
 
 
-def kept_results(rule: Rule, lane: Lane, mesh: Mesh) -> dict[int, Kept]:
+def kept_results(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int, Kept]:
     """By position. See `Gathering`."""
-    return _kept(rule, lane, mesh, "reduce_scatter")
+    return _kept(rule, assignment, mesh, "reduce_scatter")
 
 
-def _kept(rule: Rule, lane: Lane, mesh: Mesh, kind: StepKind) -> dict[int, Kept]:
+def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) -> dict[int, Kept]:
     """In pieces along the first dimension after that of the rounds which nothing cuts and the pieces divide."""
     found: dict[int, Kept] = {}
     for k, way in enumerate(rule.gatherings):
         choice = len(rule.factors) + k
-        axes = tuple(a for a, c in zip(mesh.axes, lane, strict=True) if c == choice and mesh.axis_size(a) > 1)
+        axes = tuple(a for a, c in zip(mesh.axes, assignment, strict=True) if c == choice and mesh.axis_size(a) > 1)
         count = math.prod(mesh.axis_size(axis) for axis in axes)
         if count == 1:
             continue
         slices, maps = (way.operands, rule.inputs) if kind == "all_gather" else (way.results, rule.outputs)
         for s in slices:
             dims = maps[s.position]
-            cut = _lay(rule, dims, lane, mesh)
+            cut = _lay(rule, dims, assignment, mesh)
             sizes = [math.prod(rule.factors[f] for f in dim) for dim in dims]
             free = (d for d in range(1, len(dims)) if not cut[d] and sizes[d] % count == 0)
             dim = next(free, None)
@@ -176,44 +180,44 @@ def _with_kept(dims: tuple[tuple[str, ...], ...], kept: Kept | None) -> tuple[tu
     return (*dims[:at], kept.axes, *dims[at + 1 :])
 
 
-def operand_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
+def operand_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each operand must be; literals get the sharding of a scalar."""
     found = []
-    kept = kept_operands(rule, lane, mesh)
+    kept = kept_operands(rule, assignment, mesh)
     for position, dims in enumerate(rule.inputs):
         partial = tuple(
             sorted(
                 axis
-                for axis, choice in zip(mesh.axes, lane, strict=True)
+                for axis, choice in zip(mesh.axes, assignment, strict=True)
                 if choice < WHOLE and position in rule.linear[linear_set(choice)]
             )
         )
-        found.append(Sharding(_with_kept(_lay(rule, dims, lane, mesh), kept.get(position)), partial))
+        found.append(Sharding(_with_kept(_lay(rule, dims, assignment, mesh), kept.get(position)), partial))
     return tuple(found)
 
 
-def result_shardings(rule: Rule, lane: Lane, mesh: Mesh) -> tuple[Sharding, ...]:
+def result_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each result is: partial over axes that split a summed factor or whose operands are partial."""
     found = []
-    kept = kept_results(rule, lane, mesh)
+    kept = kept_results(rule, assignment, mesh)
     for k, dims in enumerate(rule.outputs):
         scattered = kept[k].axes if k in kept else ()
         partial = tuple(
             sorted(
                 axis
-                for axis, choice in zip(mesh.axes, lane, strict=True)
+                for axis, choice in zip(mesh.axes, assignment, strict=True)
                 if choice < WHOLE
-                or (choice >= 0 and axis not in scattered and rule.is_addend(rule.factor_of(choice), k))
+                or (choice >= 0 and axis not in scattered and rule.is_partial_sum(rule.factor_of(choice), k))
             )
         )
-        found.append(Sharding(_with_kept(_lay(rule, dims, lane, mesh), kept.get(k)), partial))
+        found.append(Sharding(_with_kept(_lay(rule, dims, assignment, mesh), kept.get(k)), partial))
     return tuple(found)
 
 
-def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def combined_axes(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Axes over which results must be combined at once, by operation (max, min, ..): no sum can stay partial there."""
     found: dict[str, tuple[str, ...]] = {}
-    for axis, choice in zip(mesh.axes, lane, strict=True):
+    for axis, choice in zip(mesh.axes, assignment, strict=True):
         if choice < 0 or mesh.axis_size(axis) == 1:
             continue
         if (op := rule.reduced.get(rule.factor_of(choice))) not in (None, "sum"):
@@ -221,14 +225,14 @@ def combined_axes(rule: Rule, lane: Lane, mesh: Mesh) -> dict[str, tuple[str, ..
     return found
 
 
-def inner_collectives(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
+def inner_collectives(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Iterator[tuple[Collective, int]]:
     """Collectives in the body of an equation, and how often."""
-    cut = pieces(rule, lane, mesh)
-    for kept in (*kept_operands(rule, lane, mesh).values(), *kept_results(rule, lane, mesh).values()):
+    cut = pieces(rule, assignment, mesh)
+    for kept in (*kept_operands(rule, assignment, mesh).values(), *kept_results(rule, assignment, mesh).values()):
         if kept.collective is not None:
             yield kept.collective, kept.times
     for total in rule.sums:
-        axes = splitting_axes(rule, total.factor, lane, mesh)
+        axes = splitting_axes(rule, total.factor, assignment, mesh)
         if axes:
             size = total.size // math.prod(cut.get(f, 1) for f in total.held)
             count = math.prod(mesh.axis_size(axis) for axis in axes)
@@ -251,12 +255,12 @@ class Exchange:
     collective: Collective
 
 
-def exchanges(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[Exchange]:
+def exchanges(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Iterator[Exchange]:
     """The exchanges that halos take, in the order in which they are made."""
-    cut = pieces(rule, lane, mesh)
+    cut = pieces(rule, assignment, mesh)
     grown: dict[int, tuple[Halo, ...]] = defaultdict(tuple)
     for halo in rule.halos:
-        axes = splitting_axes(rule, halo.factor, lane, mesh)
+        axes = splitting_axes(rule, halo.factor, assignment, mesh)
         if not axes:
             continue
         shape = [math.prod(rule.factors[f] // cut.get(f, 1) for f in dim) for dim in rule.inputs[halo.operand]]
@@ -275,24 +279,24 @@ def exchanges(rule: Rule, lane: Lane, mesh: Mesh) -> Iterator[Exchange]:
         grown[halo.operand] += (dataclasses.replace(halo, operand=0, factor=0),)
 
 
-def temporaries(rule: Rule, lane: Lane, mesh: Mesh) -> float:
+def temporaries(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> float:
     """Most bytes that the body of an equation holds at once on one device, beyond operands and results."""
-    cut = pieces(rule, lane, mesh)
-    for axis, choice in zip(mesh.axes, lane, strict=True):
+    cut = pieces(rule, assignment, mesh)
+    for axis, choice in zip(mesh.axes, assignment, strict=True):
         if choice >= len(rule.factors):
             cut[choice] = cut.get(choice, 1) * mesh.axis_size(axis)
     return rule.temporaries(cut)
 
 
-def splitting_axes(rule: Rule, factor: int, lane: Lane, mesh: Mesh) -> tuple[str, ...]:
+def splitting_axes(rule: Rule, factor: int, assignment: AxisAssignment, mesh: Mesh) -> tuple[str, ...]:
     """The axes of several devices that split a factor, in whatever way, major first."""
     return tuple(
         axis
-        for axis, choice in zip(mesh.axes, lane, strict=True)
+        for axis, choice in zip(mesh.axes, assignment, strict=True)
         if choice >= 0 and rule.factor_of(choice) == factor and mesh.axis_size(axis) > 1
     )
 
 
-def lane_operands(equation: Equation, rule: Rule, lane_index: int) -> Sequence[int]:
-    """Positions of the operands that belong to a lane."""
-    return (lane_index,) if rule.separable else range(len(equation.inputs))
+def assignment_operands(equation: Equation, rule: Rule, assignment_index: int) -> Sequence[int]:
+    """Positions of the operands that belong to a assignment."""
+    return (assignment_index,) if rule.separable else range(len(equation.inputs))

@@ -26,7 +26,7 @@ class KnownTraffic:
     def of(self, program: Program, rules: Mapping[int, Rule], single_output: bool) -> dict[int, Traffic]:
         """See `memory_traffic`."""
         equations = program.equations
-        key = (single_output, *_look(program))
+        key = (single_output, *_signature(program))
         found = self._known.get(key)
         if found is None:
             traffic = memory_traffic(equations, rules, program.inputs, program.outputs, single_output=single_output)
@@ -39,14 +39,14 @@ class KnownTraffic:
         }
 
 
-def _look(program: Program) -> Sequence[Hashable]:
+def _signature(program: Program) -> Sequence[Hashable]:
     """Equal for programs that do the same."""
     numbers: dict[Value, int] = {}
 
     def name(operand: Operand) -> int:
         return numbers.setdefault(operand, len(numbers)) if isinstance(operand, Value) else -1
 
-    def look(eqn: Equation) -> Hashable:
+    def signature(eqn: Equation) -> Hashable:
         return eqn.signature, *map(name, (*eqn.inputs, *eqn.outputs))
 
-    return [*map(look, program.equations), *map(name, (*program.inputs, *program.outputs)), len(program.inputs)]
+    return [*map(signature, program.equations), *map(name, (*program.inputs, *program.outputs)), len(program.inputs)]

@@ -63,12 +63,12 @@ def _in_cases(eqn: Equation) -> Iterable[Iterable[int]]:
 
 
 def _in_first_if_inexact(eqn: Equation) -> Iterable[Iterable[int]]:
-    """Quotients of integers round each addend, those of floats the sum just as well."""
+    """Quotients of integers round each partial sum, those of floats the sum just as well."""
     return ({0},) if is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0]) else ()
 
 
-def _in_first_if_it_holds_addends(eqn: Equation) -> Iterable[Iterable[int]]:
-    """A cast to 16 bits rounds the sum, not its addends: these are held in 32 (`emit_piece`). float8 holds none."""
+def _in_first_if_it_holds_partial_sums(eqn: Equation) -> Iterable[Iterable[int]]:
+    """A cast to 16 bits rounds the sum, not what it is a sum of: that is held in 32 (`emit_piece`). float8 holds none."""
     inexact = is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0])
     return ({0},) if inexact and eqn.outputs[0].dtype.itemsize > 1 else ()
 
@@ -131,7 +131,7 @@ RULES: dict[str, RuleBuilder] = {
     "bitcast_convert_type": _bitcast,
     "complex": elementwise(_in_all_at_once, 0.0, "none"),
     "conj": elementwise(_in_first, 1.0),
-    "convert_element_type": elementwise(_in_first_if_it_holds_addends, 1.0, emit=emit_cast),
+    "convert_element_type": elementwise(_in_first_if_it_holds_partial_sums, 1.0, emit=emit_cast),
     "copy": elementwise(_in_first, 0.0, "none"),
     "copy_p": elementwise(_in_first, 0.0, "none"),
     "div": elementwise(_in_first_if_inexact, 1.0),

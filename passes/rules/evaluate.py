@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from autopar.errors import InternalError
 from autopar.ir.graph import Equation, Literal, Value
 from autopar.ir.rule import Local, Rule, emit_piece
-from autopar.passes.rules.propagation import PARTIAL, Body, Cut
+from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 from autopar.passes.rules.split import Split, check_position, slice_units
 from autopar.tracing.build import live_equations
 
@@ -21,7 +21,7 @@ from autopar.tracing.build import live_equations
 class Piece:
     """Which piece of a cut is computed."""
 
-    cut: Cut
+    cut: BodyCut
     factor: int  # the cut's factor in the rule of the whole
     local: Local
 
@@ -87,7 +87,7 @@ def evaluate(
     totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
 
     def adding(v: Value) -> tuple[Piece, ...]:
-        """The pieces whose values of `v` are addends."""
+        """The pieces whose values of `v` are partial sums."""
         return tuple(piece for piece in pieces if piece.cut.states.get(v) is PARTIAL)
 
     def total(v: Value, over: tuple[Piece, ...]) -> Any:
@@ -115,8 +115,8 @@ def evaluate(
         rule = body.rules[eqn.id]
         operands = [read(eqn, i) for i in range(len(eqn.inputs))]
         splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
-        addends = [bool(adding(v)) for v in eqn.outputs]
-        for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, addends), strict=True):
+        partial_sums = [bool(adding(v)) for v in eqn.outputs]
+        for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, partial_sums), strict=True):
             define(v, x)
     found = []
     for o in outputs:

@@ -147,7 +147,7 @@ def _gather(eqn: Equation) -> Rule:
         keep = lax.broadcast_in_dim(keep, rows.shape, batch_positions)
         return [lax.select(keep, rows, lax.full_like(rows, 0))]
 
-    # A filled-in value would be counted once per addend; not a number stays what it is.
+    # A filled-in value would be counted once per partial sum; not a number stays what it is.
     fill = eqn.params.get("fill_value")
     fill_adds_up = mode != _DROP or fill == 0 or (is_inexact(result) and (fill is None or fill != fill))
     return factors.rule(
@@ -220,15 +220,15 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
                 limits[numbers.scatter_dims_to_operand_dims.index(d)] = (d, size - window + 1)
 
         def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-            array, vectors, addends = operands
+            array, vectors, partial_sums = operands
             dtype = eqn.outputs[0].dtype
-            array, addends = (lax.convert_element_type(x, dtype) for x in (array, addends))
+            array, partial_sums = (lax.convert_element_type(x, dtype) for x in (array, partial_sums))
             eqn = dataclasses.replace(eqn, params={**eqn.params, **_update_in(dtype, eqn)})
             if neutral is not None and any(local.is_split(f) for f in reduced):
                 array = lax.select(_is_first_piece(local, reduced), array, lax.full_like(array, neutral))
             split = {k: f for k, f in tables.items() if local.is_split(f)}
             if not split:
-                return bind(eqn, (array, vectors, addends))
+                return bind(eqn, (array, vectors, partial_sums))
             components = _components(vectors)
             for k, index in enumerate(components):
                 if mode == _CLIP:
@@ -241,7 +241,7 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
                 components[k] = index
             return bind(
                 eqn,
-                (array, _vectors(components), addends),
+                (array, _vectors(components), partial_sums),
                 mode=_DROP,
                 indices_are_sorted=False,
                 unique_indices=False,
@@ -256,7 +256,7 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
             linear=() if applies else linear_sets(eqn, *linear),
             emit=emit,
             flops=work_per_point(math.prod(updates.shape), factors),
-            places={0: 0},
+            aliases={0: 0},
         )
 
     return build

@@ -8,16 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost_model.fusion import memory_traffic, moved_values, stored
-from autopar.cost_model.order import Kernels, held_by, live
+from autopar.cost_model.order import ProgramKernels, held_by, live
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.rule import (
+    BodyKernel,
     Gathering,
-    Kernel,
-    Moment,
+    LiveSet,
     Sides,
     Unit,
 )
-from autopar.passes.rules.propagation import Body, Cut
+from autopar.passes.rules.propagation import Body, BodyCut
 
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
 
@@ -34,9 +34,9 @@ class LoopLayout:
     length: int = 1
 
 
-def moments_of(
-    body: Body, numbered: Sequence[tuple[int, Cut]], layout: LoopLayout, gatherings: Mapping[int, Gathering]
-) -> tuple[Moment, ...]:  # fmt: skip
+def live_sets_of(
+    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, gatherings: Mapping[int, Gathering]
+) -> tuple[LiveSet, ...]:  # fmt: skip
     """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it.
 
     Gatherings are by the number of their choice; what they keep in pieces is cut by that.
@@ -52,15 +52,15 @@ def moments_of(
     made = {v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)}
     traffic = memory_traffic(body.equations, body.rules, body.inputs, kept | made)
     in_memory = stored(body.equations, body.rules, (), kept | made)
-    told = Kernels()
-    inner: dict[Value, list[Moment]] = {}  # by the first value that the equation makes
+    told = ProgramKernels()
+    inner: dict[Value, list[LiveSet]] = {}  # by the first value that the equation makes
 
     for v in slices:  # taken from stacks where they are read, and copied if a library's kernel reads them
         if v in in_memory:
             told.run((), [(v, v.nbytes)])
     for e in body.equations:
         rule, moved = body.rules[e.id], traffic[e.id]
-        places = {k: None if i is None else e.inputs[i] for k, i in moved.places}
+        aliases = {k: None if i is None else e.inputs[i] for k, i in moved.aliases}
         if rule.separable:
             told.fence(zip(e.outputs, e.inputs, strict=True))
             continue
@@ -69,20 +69,20 @@ def moments_of(
             written = []
         taken = told.buffers(e.values)
         if written:
-            if rule.moments:
+            if rule.live_sets:
                 splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
                 inner[written[0]] = [
-                    tuple((nbytes, _outer(held, splits)) for nbytes, held in moment) for moment in rule.moments
+                    tuple((nbytes, _outer(held, splits)) for nbytes, held in live_set) for live_set in rule.live_sets
                 ]
-            held = max((sum(nbytes for nbytes, _ in moment) for moment in rule.moments), default=0)
+            held = max((sum(nbytes for nbytes, _ in live_set) for live_set in rule.live_sets), default=0)
             makes = [(v, v.nbytes) for v in written]
             if rule.kernels:
-                told.run_rounds(e.values, makes, places, held)
+                told.run_rounds(e.values, makes, aliases, held)
             else:
                 taken_over = [v for v, shared in zip(e.inputs, moved.in_place, strict=True) if shared]
                 told.run(
-                    e.values, makes, places={e.outputs[k]: place for k, place in places.items()}, in_place=taken_over,
-                    part_of=None if places else moved.kernel,
+                    e.values, makes, aliases={e.outputs[k]: place for k, place in aliases.items()}, in_place=taken_over,
+                    part_of=None if aliases else moved.kernel,
                 )  # fmt: skip
         for v in e.outputs:
             if v not in written:
@@ -91,7 +91,7 @@ def moments_of(
         told.leave(v)
     found = live(told)
     totals, count = held_by(found.ranges, told.sizes, found.order), len(found.order)
-    moments: list[Moment] = []
+    live_sets: list[LiveSet] = []
     for k in range(_STRETCHES):
         stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
         if not stretch:
@@ -104,11 +104,11 @@ def moments_of(
                 held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
         first_made: Any = told.values[found.order[at].makes[0]]
-        moments += [(*now, *moment) for moment in inner.get(first_made, [()])]
-    return tuple(moments)
+        live_sets += [(*now, *live_set) for live_set in inner.get(first_made, [()])]
+    return tuple(live_sets)
 
 
-def _cut_by(v: Value, numbered: Sequence[tuple[int, Cut]]) -> frozenset[int]:
+def _cut_by(v: Value, numbered: Sequence[tuple[int, BodyCut]]) -> frozenset[int]:
     return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
 
 
@@ -124,18 +124,18 @@ def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None
     return Sides(batch, rows, columns, depth, sides.patches)
 
 
-def unit_of(kernels: Sequence[Kernel]) -> Unit:
+def unit_of(kernels: Sequence[BodyKernel]) -> Unit:
     """What computes them: matrix units where any is a product."""
     return "matmul" if any(kernel.sides for kernel in kernels) else "vector"
 
 
 def kernels_of_rounds(
-    body: Body, numbered: Sequence[tuple[int, Cut]], layout: LoopLayout, times: float
-) -> tuple[Kernel, ...]:  # fmt: skip
+    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: float
+) -> tuple[BodyKernel, ...]:  # fmt: skip
     """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
     outputs = [v for v in body.outputs if isinstance(v, Value)]
     traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
-    found: list[Kernel] = []
+    found: list[BodyKernel] = []
     fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
     for e in body.equations:
         rule = body.rules[e.id]
@@ -148,14 +148,16 @@ def kernels_of_rounds(
         dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
         if moved or sides:
             launches = times * traffic[e.id].launches
-            found.append(Kernel(flops, held, moved, sides, dtype, launches, e.again, rule.pooling, times))
+            found.append(BodyKernel(flops, held, moved, sides, dtype, launches, e.rematerialized, rule.pooling, times))
         else:
             fused[held, dtype] += flops
     found += [
-        Kernel(0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count)
+        BodyKernel(
+            0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count
+        )
         for v, often, count in _stacked(body, layout)
     ]
-    return (*found, *(Kernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
+    return (*found, *(BodyKernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
 
 
 def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:
@@ -171,7 +173,7 @@ def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:
     return taken + [(v, 3, 1) if v in read else (v, 1, 0) for v in outputs]
 
 
-def _renamed(kernel: Kernel, splits: Mapping[int, int], times: float) -> Kernel:
+def _renamed(kernel: BodyKernel, splits: Mapping[int, int], times: float) -> BodyKernel:
     """A kernel of a body in a body, in the outer one's factors."""
     traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
     sides = _outer_sides(kernel.sides, splits)

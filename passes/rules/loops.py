@@ -31,12 +31,12 @@ from autopar.ir.rule import (
 from autopar.ir.same import Signature, program_signature
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, moments_of, unit_of
+from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, live_sets_of, unit_of
 from autopar.passes.rules.nested import find_cuts, gathering_path, make_body
-from autopar.passes.rules.propagation import PARTIAL, Body, Cut
+from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 from autopar.passes.rules.random import is_partitionable
+from autopar.tracing.axis_collectives import scan_counts
 from autopar.tracing.build import Builder, live_equations
-from autopar.tracing.unmap import scan_counts
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 Each = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]  # what each branch computes
@@ -50,7 +50,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     @functools.lru_cache(maxsize=256)
     def scan_body(
         program: Signature[Any], consts: int, carries: int, least_sum_bytes: int, partitionable: bool
-    ) -> tuple[Body, list[Cut], dict[int, tuple[Value, ...]]]:
+    ) -> tuple[Body, list[BodyCut], dict[int, tuple[Value, ...]]]:
         """Also each stacked input's way to where it is gathered if it comes in pieces.
 
         `partitionable`: the rules in the body depend on it.
@@ -71,7 +71,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
     @functools.lru_cache(maxsize=256)
     def while_body(
         condition: Any, body: Any, of_condition: int, of_body: int, least_sum_bytes: int
-    ) -> tuple[Body, list[Cut]]:
+    ) -> tuple[Body, list[BodyCut]]:
         """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on.
 
         Whether to go on is an array where a `vmap` made one loop of each example's. Pieces may then turn differently
@@ -92,7 +92,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
 
     @functools.lru_cache(maxsize=256)
-    def cond_body(branches: tuple[Any, ...], least_sum_bytes: int) -> tuple[Body, list[Cut]]:
+    def cond_body(branches: tuple[Any, ...], least_sum_bytes: int) -> tuple[Body, list[BodyCut]]:
         """Outputs: those of the first branch, of the second, .."""
         avals, count = branches[0].in_avals, len(branches[0].out_avals)
         parts = [(branch, range(len(avals))) for branch in branches]
@@ -116,7 +116,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
                 found = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
                 ys = [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
-                # What was an addend before is rounded, round by round.
+                # What was an partial sum before is rounded, round by round.
                 return found[:carries], [
                     y if y.dtype == t else y.astype(t) for y, t in zip(ys, types[carries:], strict=True)
                 ]
@@ -263,13 +263,19 @@ def _where_going_on(condition: Any, body: Any, of_condition: int) -> Any:
     return jax.make_jaxpr(one_round)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
 
 
-def _communicates(body: Body, cut: Cut) -> bool:
+def _communicates(body: Body, cut: BodyCut) -> bool:
     """Whether the pieces need something of one another in a round."""
     return bool(cut.sums) or any(body.rules[e].communicates(split.factor) for e, split in cut.splits.items())
 
 
 def _rule(
-    eqn: Equation, body: Body, cuts: Sequence[Cut], layout: LoopLayout, run: Run, times: float, each: Each | None = None
+    eqn: Equation,
+    body: Body,
+    cuts: Sequence[BodyCut],
+    layout: LoopLayout,
+    run: Run,
+    times: float,
+    each: Each | None = None,
 ) -> Rule:
     """One factor a cut; `times` is how often the body runs; `each` gives the branches of a `cond`."""
 
@@ -281,7 +287,7 @@ def _rule(
     def branches_with(pieces_of: Callable[[Local], Sequence[Piece]]) -> Branches | None:
         return None if each is None else lambda local, eqn, xs: each(pieces_of(local), xs)
 
-    places = {
+    aliases = {
         k: layout.inputs.index(body.carried[o]) if o in body.carried else None
         for k, o in enumerate(layout.outputs)
         if o in body.carried or o in layout.stacked_out
@@ -290,8 +296,8 @@ def _rule(
         whole = replicated(eqn)
         kernels = kernels_of_rounds(body, [], layout, times)
         return dataclasses.replace(
-            whole, unit=unit_of(kernels), kernels=kernels, places=places, moments=moments_of(body, [], layout, {}),
-            hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
+            whole, unit=unit_of(kernels), kernels=kernels, aliases=aliases,
+            live_sets=live_sets_of(body, [], layout, {}), hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
             branches=branches_with(lambda local: []),
         )  # fmt: skip
     factors = Factors()
@@ -318,14 +324,14 @@ def _rule(
         inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), places=places,
-        moments=moments_of(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
+        unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), aliases=aliases,
+        live_sets=live_sets_of(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
         branches=branches_with(pieces_of),
     )  # fmt: skip
 
 
 def _gatherings(
-    body: Body, numbered: Sequence[tuple[int, Cut]], layout: LoopLayout, times: int
+    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: int
 ) -> tuple[Gathering, ...]:  # fmt: skip
     """One for the cut of what goes from round to round that sums least, where that leaves parameters whole.
 
@@ -338,23 +344,23 @@ def _gatherings(
     factor, cut = min(candidates, key=lambda numbered_cut: len(numbered_cut[1].sums))
     operands = {i: path[-1] for i, path in layout.stacked_in.items() if cut.state(body.inputs[i]) is None}
     results = {o: out for o in layout.stacked_out if isinstance(out := body.outputs[o], Value)}
-    addends = {o for o in results if cut.leaving(body, o) is PARTIAL}
-    results = {o: out for o, out in results.items() if o in addends or cut.leaving(body, o) is None}
+    partial_sums = {o for o in results if cut.leaving(body, o) is PARTIAL}
+    results = {o: out for o, out in results.items() if o in partial_sums or cut.leaving(body, o) is None}
     large_operands = _large({i: at.nbytes for i, at in operands.items() if not at.is_key})
     large_results = _large({o: out.sum_nbytes for o, out in results.items() if not out.is_key})
-    if not addends & large_results.keys() and not _meet_products(body, cut, [operands[i] for i in large_operands]):
+    if not partial_sums & large_results.keys() and not _meet_products(body, cut, [operands[i] for i in large_operands]):
         return ()
     return (
         Gathering(
             factor,
             tuple(RoundSlice(i, n) for i, n in large_operands.items()),
-            tuple(RoundSlice(o, n if o in addends else 0) for o, n in large_results.items()),
+            tuple(RoundSlice(o, n if o in partial_sums else 0) for o, n in large_results.items()),
             times,
         ),
     )
 
 
-def _meet_products(body: Body, cut: Cut, values: Sequence[Value]) -> bool:
+def _meet_products(body: Body, cut: BodyCut, values: Sequence[Value]) -> bool:
     """Whether some matrix product reads one of the values, or what all pieces make of them alike."""
     alike = set(values)
     for e in body.equations:
@@ -371,7 +377,7 @@ def _large(nbytes: Mapping[int, int]) -> dict[int, int]:
     return {i: n for i, n in nbytes.items() if n > least}
 
 
-def _hints(body: Body, numbered: Sequence[tuple[int, Cut]]) -> tuple[Hinted, ...]:
+def _hints(body: Body, numbered: Sequence[tuple[int, BodyCut]]) -> tuple[Hinted, ...]:
     """Of the equations in the body, in the factors of the whole."""
     found: dict[Hinted, None] = {}
     for e in body.equations:
@@ -381,7 +387,7 @@ def _hints(body: Body, numbered: Sequence[tuple[int, Cut]]) -> tuple[Hinted, ...
     return tuple(found)
 
 
-def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[InnerSum, ...]:
+def _sums(body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int) -> tuple[InnerSum, ...]:
     found = []
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
@@ -397,7 +403,9 @@ def _sums(body: Body, numbered: Sequence[tuple[int, Cut]], times: int) -> tuple[
     return tuple(found)
 
 
-def _dim(operand: Any, dim: int, size: int, numbered: Sequence[tuple[int, Cut]], factors: Factors) -> tuple[int, ...]:
+def _dim(
+    operand: Any, dim: int, size: int, numbered: Sequence[tuple[int, BodyCut]], factors: Factors
+) -> tuple[int, ...]:
     """The factors of one dimension of what enters or leaves the body."""
     for factor, cut in numbered:
         state = cut.state(operand)

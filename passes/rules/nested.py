@@ -1,10 +1,10 @@
 """Ways to split an equation with a body (`scan`, `while`, `cond`), from the rules of the equations in the body.
 
 A *cut* is one way to split the whole: some dimensions of what enters the body are split, and every equation in it
-splits a factor of its own, keeps its addends, or runs alike on every piece. Cuts are found by propagation from each
-dimension that enters, forward through the equations and backward to what they need split, until the carry comes out
-as it went in and branches agree. Addends that something cannot take as such are summed on the spot: a collective in
-the loop. Each cut becomes a factor of the equation's rule; `evaluate.py` runs the body on pieces.
+splits a factor of its own, keeps its partial sums, or runs alike on every piece. Cuts are found by propagation from
+each dimension that enters, forward through the equations and backward to what they need split, until the carry comes
+out as it went in and branches agree. Partial sums that something cannot take as such are summed on the spot: a
+collective in the loop. Each cut becomes a factor of the equation's rule; `evaluate.py` runs the body on pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from autopar.ir.graph import BatchDim, Operand, Value
 from autopar.ir.rule import emit_cast, emit_same
 from autopar.passes.rules.building import is_number
-from autopar.passes.rules.propagation import PARTIAL, Body, Cut, Propagation, RuleOf, State, widens
+from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut, Propagation, RuleOf, State, widens
 from autopar.tracing.build import Builder, live_equations
 
 
@@ -38,12 +38,12 @@ def make_body(
     return Body(equations, inputs, tuple(outputs), builder.constants, rules, carried or {}, agreeing, whole)
 
 
-def find_cuts(body: Body) -> list[Cut]:
+def find_cuts(body: Body) -> list[BodyCut]:
     """Cuts that share no work, those that split most first; others are merged into cuts in need of sums.
 
     A mesh axis can take one cut of a loop: heads and hidden units, say, are worth more as one than apart.
     """
-    found: list[Cut] = []
+    found: list[BodyCut] = []
     for value in body.inputs:
         if value.is_key:
             continue
@@ -55,7 +55,7 @@ def find_cuts(body: Body) -> list[Cut]:
                 found.append(cut)
     work = {e.id: body.flops(e) for e in body.equations}
     found.sort(key=lambda cut: -sum(work[i] for i in cut.splits))
-    chosen: list[Cut] = []
+    chosen: list[BodyCut] = []
     for cut in found:
         if any(_clash(cut, other) for other in chosen):
             continue
@@ -65,14 +65,14 @@ def find_cuts(body: Body) -> list[Cut]:
                 break
         else:
             chosen.append(cut)
-    for index, cut in enumerate(chosen):  # after merging: addends in the carry would be a state that cuts share
-        improved = _with_addends_carried(_with_sums_before_widening(cut, body), body)
+    for index, cut in enumerate(chosen):  # after merging: partial sums in the carry would be a state that cuts share
+        improved = _with_partial_sums_carried(_with_sums_before_widening(cut, body), body)
         if not any(_clash(improved, other) for other in chosen if other is not cut):
             chosen[index] = improved
     return chosen
 
 
-def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value, ...]:
+def gathering_path(body: Body, cuts: Sequence[BodyCut], value: Value) -> tuple[Value, ...]:
     """From an input that comes in pieces to where it is best gathered.
 
     That is what follows from it alone, element by element, and is no larger, such as its conversion to 16 bits.
@@ -101,8 +101,8 @@ def gathering_path(body: Body, cuts: Sequence[Cut], value: Value) -> tuple[Value
         path.append(value := following)
 
 
-def _with_sums_before_widening(cut: Cut, body: Body) -> Cut:
-    """The cut with sums made before addends become wider, where less is sent for it."""
+def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
+    """The cut with sums made before partial sums become wider, where less is sent for it."""
     if not any(widens(e) and e.id in cut.passing for e in body.equations):
         return cut
     seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
@@ -110,14 +110,14 @@ def _with_sums_before_widening(cut: Cut, body: Body) -> Cut:
     if other is None or not cut.splits.keys() <= other.splits.keys():
         return cut
 
-    def sent(cut: Cut) -> int:
+    def sent(cut: BodyCut) -> int:
         return sum(v.nbytes + v.sum_nbytes for v in cut.sums)
 
     return other if sent(other) < sent(cut) else cut
 
 
-def _with_addends_carried(cut: Cut, body: Body) -> Cut:
-    """The cut with those carries as running sums of addends that save sums in the loop."""
+def _with_partial_sums_carried(cut: BodyCut, body: Body) -> BodyCut:
+    """The cut with those carries as running sums of partial sums that save sums in the loop."""
     entering = (v for i in body.carried.values() if is_number(v := body.inputs[i]))
     return _carrying(cut, body, [v for v in entering if _meets(cut.sums, v, body)])
 
@@ -140,7 +140,7 @@ def _meets(sums: Set[Value], value: Value, body: Body) -> bool:
     return False
 
 
-def _carrying(cut: Cut, body: Body, entering: Sequence[Value]) -> Cut:
+def _carrying(cut: BodyCut, body: Body, entering: Sequence[Value]) -> BodyCut:
     """The cut with all of these as running sums if each saves a sum, else with what each half saves.
 
     Gradients that a loop adds up are as many as there are parameters: one propagation shows that all can be.
@@ -168,7 +168,7 @@ def _holds(state: State, dim: int) -> bool:
     return isinstance(state, BatchDim) and state.dim == dim
 
 
-def _merged(a: Cut, b: Cut, body: Body) -> Cut | None:
+def _merged(a: BodyCut, b: BodyCut, body: Body) -> BodyCut | None:
     """Both at once, if they have nothing in common but fences, and neither loses pieces by it."""
     common = (a.splits.keys() | a.passing) & (b.splits.keys() | b.passing)
     if a.states.keys() & b.states.keys() or any(not body.rules[i].separable for i in common):
@@ -176,13 +176,13 @@ def _merged(a: Cut, b: Cut, body: Body) -> Cut | None:
     units = math.gcd(a.units, b.units)
     if units < min(a.units, b.units):
         return None
-    return Cut(
+    return BodyCut(
         units, {**a.states, **b.states}, {**a.splits, **b.splits}, a.passing | b.passing, a.sums | b.sums,
         {**a.slices, **b.slices}, a.ends | b.ends,
     )  # fmt: skip
 
 
-def _clash(a: Cut, b: Cut) -> bool:
+def _clash(a: BodyCut, b: BodyCut) -> bool:
     """Whether both split the same dimension of a value or the same factor of an equation."""
     values = any(_holds(b.states.get(v), s.dim) for v, s in a.states.items() if isinstance(s, BatchDim))
     equations = any(i in b.splits and b.splits[i].factor == s.factor for i, s in a.splits.items())

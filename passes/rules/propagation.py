@@ -87,7 +87,7 @@ class Body:
             rule = self.rules[eqn]
             results: list[State] = [batch_in_dims(split, dims, rule.factors) for dims in rule.outputs]
             for k, piece in enumerate(results):
-                if piece is None and rule.is_addend(split.factor, k):
+                if piece is None and rule.is_partial_sum(split.factor, k):
                     results[k] = PARTIAL
             return [batch_in_dims(split, dims, rule.factors) for dims in rule.inputs], results
 
@@ -95,7 +95,7 @@ class Body:
 
 
 class _Partial:
-    """State of a value whose pieces are addends."""
+    """State of a value whose pieces are partial sums."""
 
 
 PARTIAL = _Partial()
@@ -103,16 +103,16 @@ State = BatchDim | _Partial | None  # None: every piece has the whole
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Cut:
+class BodyCut:
     """One way to split a body."""
 
     units: int  # into how many pieces at most; others must divide it
     states: Mapping[Value, State]  # those that are not None
     splits: Mapping[int, Split]  # by equation id: the factor it splits
-    passing: frozenset[int]  # ids of equations that keep addends, or pass each state on
-    sums: frozenset[Value]  # addends that some reader needs summed
+    passing: frozenset[int]  # ids of equations that keep partial sums, or pass each state on
+    sums: frozenset[Value]  # partial sums that some reader needs summed
     slices: Mapping[tuple[int, int], BatchDim]  # (equation id, operand): a whole value of which it takes a slice
-    ends: frozenset[int]  # outputs whose addends are summed before they leave
+    ends: frozenset[int]  # outputs whose partial sums are summed before they leave
 
     def leaving(self, body: Body, output: int) -> State:
         """How an output leaves the body."""
@@ -136,12 +136,12 @@ class Propagation:
 
     def __init__(self, body: Body, sum_narrow: bool = False) -> None:
         self.body = body
-        self.sum_narrow = sum_narrow  # addends are summed before they become wider
+        self.sum_narrow = sum_narrow  # partial sums are summed before they become wider
         self.given: dict[Value, State] = {}  # inputs
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
-        self.ends: set[int] = set()  # outputs whose addends are summed before they leave
+        self.ends: set[int] = set()  # outputs whose partial sums are summed before they leave
 
-    def run(self, seeds: Mapping[Value, State]) -> Cut | None:
+    def run(self, seeds: Mapping[Value, State]) -> BodyCut | None:
         self.given = dict(seeds)
         try:
             for _ in range(_MAX_ROUNDS):
@@ -299,7 +299,7 @@ class Propagation:
             raise _Failed  # no one could split what leaves whole
         return False
 
-    def _cut(self) -> Cut | None:
+    def _cut(self) -> BodyCut | None:
         units = 0
         for state in self.states.values():
             if isinstance(state, BatchDim):
@@ -318,7 +318,7 @@ class Propagation:
             operand = self.body.by_id[e].inputs[i]
             if _state(states, operand) is None or operand in self.sums:
                 slices[e, i] = piece
-        return Cut(
+        return BodyCut(
             units, states, dict(self.splits), frozenset(self.passing), frozenset(self.sums), slices, ends
         )  # fmt: skip
 

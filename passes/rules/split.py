@@ -109,7 +109,7 @@ def split_of(rule: Rule, batches: Mapping[int, BatchDim]) -> Split:
     if reduction not in (None, "sum"):
         raise Unsplittable(f"it takes the {reduction} over the batch")
     for k, dims in enumerate(rule.outputs):
-        alike = rule.is_addend(factor, k) or k in rule.unaffected.get(factor, ())
+        alike = rule.is_partial_sum(factor, k) or k in rule.unaffected.get(factor, ())
         if not alike and batch_in_dims(split, dims, rule.factors) is None:
             raise Unsplittable("it mixes examples")
     for position, dims in enumerate(rule.inputs):

@@ -17,7 +17,7 @@ from autopar.cost_model.compute import (
     partial_sum_bytes,
     peak_flops,
     product_share,
-    reordering_seconds,
+    strided_read_seconds,
 )
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.mesh import DeviceKind, Patches, ProductSizes, ProductSpeed, XlaBackend
@@ -184,10 +184,12 @@ def test_buffers_are_set_aside_as_fast_as_was_measured() -> None:
 
 
 def test_reading_against_the_order_takes_as_much_longer_as_was_measured() -> None:
-    assert reordering_seconds(TOY, 1e9, against=2, copied=0) == 0.0  # where compilers transpose in tiles
-    kind = dataclasses.replace(TOY, bandwidths=((1.0, 4e9),), reorderings=((1e4, 8e9), (1e6, 2e9)), launch_overhead=1.0)
-    assert reordering_seconds(kind, 1e5, against=1, copied=0) == pytest.approx(1e5 / 4e9)
-    assert reordering_seconds(kind, np.array([1e4, 1e7]), against=2, copied=3) == pytest.approx(
+    assert strided_read_seconds(TOY, 1e9, strided=2, copied=0) == 0.0  # where compilers transpose in tiles
+    kind = dataclasses.replace(
+        TOY, bandwidths=((1.0, 4e9),), strided_reads=((1e4, 8e9), (1e6, 2e9)), launch_overhead=1.0
+    )
+    assert strided_read_seconds(kind, 1e5, strided=1, copied=0) == pytest.approx(1e5 / 4e9)
+    assert strided_read_seconds(kind, np.array([1e4, 1e7]), strided=2, copied=3) == pytest.approx(
         [2e4 / 8e9 + 6e4 / 4e9 + 3, 2e7 / 2e9 + 6e7 / 4e9 + 3], rel=1e-9
     )
 

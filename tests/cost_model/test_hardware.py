@@ -246,7 +246,7 @@ def test_presets_of_published_measurements_differ_by_the_compiler_alone(today: s
 def test_a_cluster_file_without_a_compiler_has_that_of_gpus_today() -> None:
     data = json.loads(cluster_to_json(load_preset("dgx-h100")))
     assert data.pop("xla") == {
-        "combined_sums": 30 << 20, "contiguous_sums": False, "hides_latency": True, "single_output": False,
-        "split_k": True,
+        "collective_combine_threshold": 30 << 20, "combines_contiguously": False, "hides_latency": True,
+        "single_output": False, "split_k": True,
     }  # fmt: skip
     assert cluster_from_json(json.dumps(data)) == load_preset("dgx-h100")

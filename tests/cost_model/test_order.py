@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.cost_model.order import Combining, Kernels, Live, held_by, live
+from autopar.cost_model.order import Combining, Live, ProgramKernels, held_by, live
 
 SUM = Combining("sum", True)
 
 
-def most(told: Kernels, found: Live) -> int:
+def most(told: ProgramKernels, found: Live) -> int:
     return max(held_by(found.ranges, told.sizes, found.order))
 
 
-def least(told: Kernels) -> int:
+def least(told: ProgramKernels) -> int:
     """Of all orders in which each kernel comes after what it needs."""
     maker = {b: i for i, kernel in enumerate(told.kernels) for b in kernel.makes}
     best = None
@@ -43,7 +43,7 @@ def least(told: Kernels) -> int:
 @pytest.mark.parametrize("seed", range(20))
 def test_no_order_holds_less_than_the_best_and_most_hold_hardly_more(seed: int) -> None:
     draw = random.Random(seed)
-    told = Kernels()
+    told = ProgramKernels()
     for i in range(6):
         reads = [k for k in range(i) if draw.random() < 0.5]
         told.run(reads, [(i, draw.randint(1, 9))], held=draw.randint(0, 3))
@@ -53,7 +53,7 @@ def test_no_order_holds_less_than_the_best_and_most_hold_hardly_more(seed: int) 
 
 def test_what_frees_most_comes_first() -> None:
     """Each chain ends in one byte: one after the other they need 8 + 1, side by side 16."""
-    told = Kernels()
+    told = ProgramKernels()
     for k in range(2):
         told.run([], [(("large", k), 8)])
     for k in range(2):
@@ -64,7 +64,7 @@ def test_what_frees_most_comes_first() -> None:
 
 
 def test_a_fused_value_holds_what_it_is_computed_from() -> None:
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [("x", 4)])
     told.fuse("y", told.buffers(["x"]))
     told.run([], [("other", 2)])
@@ -76,24 +76,24 @@ def test_a_fused_value_holds_what_it_is_computed_from() -> None:
 
 
 def test_a_result_in_an_operands_place_is_no_second_buffer() -> None:
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [("zeros", 8)])
-    told.run(["zeros"], [("filled", 8)], places={"filled": "zeros"})
+    told.run(["zeros"], [("filled", 8)], aliases={"filled": "zeros"})
     told.run(["filled"], [("result", 1)])
     assert most(told, live(told)) == 8 + 1
 
 
 def test_a_loop_begins_with_zeros_in_the_place_of_what_its_rounds_fill() -> None:
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [("carry", 4)])
     told.run_rounds(["carry"], [("last", 4), ("stack", 16)], {0: "carry", 1: None}, held=2)
     assert len(told.kernels) == 3
     assert most(told, live(told)) == 4 + 16 + 2
 
 
-def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
+def gradients(layers: int, keys: Sequence[str] = ()) -> ProgramKernels:
     """A cotangent goes through layers, each with 1000 bytes of residuals; gradients of 400 bytes are summed."""
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [(("cotangent", 0), 100)])
     for k in range(layers):
         how = Combining(keys[k], True) if keys else SUM
@@ -103,7 +103,7 @@ def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
         told.run(
             [("gradient", k)],
             [(("sum", k), 400)],
-            places={("sum", k): ("gradient", k)},
+            aliases={("sum", k): ("gradient", k)},
             combining=how,
             is_collective=True,
         )
@@ -114,7 +114,7 @@ def gradients(layers: int, keys: Sequence[str] = ()) -> Kernels:
 
 def test_collectives_that_are_hidden_have_an_end_of_their_own() -> None:
     """Between a gather's start and its end there is what runs beside it, and what is gathered is there."""
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [("weight", 100)], combining=Combining("gather", False), is_collective=True, seconds=1e-5)
     told.run([], [("x", 30)], seconds=1e-5)
     told.run(["weight", "x"], [("y", 1)], seconds=1e-5)
@@ -124,10 +124,12 @@ def test_collectives_that_are_hidden_have_an_end_of_their_own() -> None:
     assert most(told, found) == 131
 
 
-def test_a_sum_in_the_place_of_its_addend_needs_no_second_buffer_until_its_end() -> None:
-    told = Kernels()
-    told.run([], [("addend", 100)], seconds=1e-5)
-    told.run(["addend"], [("sum", 100)], places={"sum": "addend"}, combining=SUM, is_collective=True, seconds=1e-5)
+def test_a_sum_in_the_place_of_its_partial_sum_needs_no_second_buffer_until_its_end() -> None:
+    told = ProgramKernels()
+    told.run([], [("partial sum", 100)], seconds=1e-5)
+    told.run(
+        ["partial sum"], [("sum", 100)], aliases={"sum": "partial sum"}, combining=SUM, is_collective=True, seconds=1e-5
+    )
     told.run(["sum"], [("y", 1)], seconds=1e-5)
     assert most(told, live(told, hides_latency=True)) == 101
 
@@ -135,7 +137,7 @@ def test_a_sum_in_the_place_of_its_addend_needs_no_second_buffer_until_its_end()
 def test_what_is_part_of_a_kernel_runs_with_it() -> None:
     """The loss reads logits that the cotangent needs, too, and nothing later."""
     for part in ("softmax", None):
-        told = Kernels()
+        told = ProgramKernels()
         told.run([], [("logits", 1000)])
         told.run(["logits"], [("loss", 4)], part_of=part)
         told.run(["logits"], [("cotangent", 100)], part_of=part)
@@ -147,7 +149,7 @@ def test_what_is_part_of_a_kernel_runs_with_it() -> None:
 
 
 def test_what_needs_the_rest_of_a_kernel_by_way_of_another_is_no_part_of_it() -> None:
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [("x", 1)])
     told.run(["x"], [("y", 1)], part_of="kernel")
     told.run(["y"], [("product", 1)])
@@ -157,7 +159,7 @@ def test_what_needs_the_rest_of_a_kernel_by_way_of_another_is_no_part_of_it() ->
 
 def test_a_kernel_can_wait_for_what_does_not_need_it() -> None:
     """A weight is narrowed for one product by the kernel that updates it, once the gradient is summed."""
-    told = Kernels()
+    told = ProgramKernels()
     told.run(["weight"], [("narrow", 1)], part_of="weight")
     told.run([], [("gradient", 2)])
     told.run(["gradient"], [("sum", 2)])
@@ -172,7 +174,7 @@ def test_a_kernel_can_wait_for_what_does_not_need_it() -> None:
 def test_results_in_the_places_of_arguments_do_not_choose_the_order() -> None:
     """What is between is held three times where all results are made last, as counted results want it."""
     for elsewhere in (False, True):
-        told = Kernels()
+        told = ProgramKernels()
         told.run([], [("seed", 1)])
         for k in range(3):
             told.run(["seed"], [(("between", k), 10)])
@@ -187,7 +189,7 @@ def test_results_in_the_places_of_arguments_do_not_choose_the_order() -> None:
 
 def test_an_elementwise_result_takes_the_place_of_an_operand_that_nothing_needs_later() -> None:
     for reads_again in (False, True):
-        told = Kernels()
+        told = ProgramKernels()
         told.run([], [("x", 8)])
         told.run([], [("small", 2)])
         told.run(["x", "small"], [("y", 8)], in_place=["small", "x"])
@@ -205,17 +207,17 @@ def test_sums_of_more_than_the_threshold_are_several() -> None:
 def test_contiguous_sums_lie_beside_their_operands() -> None:
     """Operands are copied into one array, which is summed: both are live at once. Other collectives copy nothing."""
     for how, contiguous in itertools.product((SUM, Combining("gather", False)), (False, True)):
-        told = Kernels()
+        told = ProgramKernels()
         for k in range(4):
             told.run([], [(("part", k), 100)])
-            told.run([("part", k)], [(("sum", k), 100)], places={("sum", k): ("part", k)}, combining=how)
+            told.run([("part", k)], [(("sum", k), 100)], aliases={("sum", k): ("part", k)}, combining=how)
             told.leave(("sum", k))
         expected = 800 if contiguous and how is SUM else 400
         assert most(told, live(told, combined=400, contiguous=contiguous)) == expected
 
 
 def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
-    told = Kernels()
+    told = ProgramKernels()
     told.run([], [("x", 1)])
     told.run(["x"], [("first", 1)], combining=SUM)
     told.run(["first"], [("y", 1)])

@@ -73,7 +73,7 @@ class Case:
 
     @property
     def must_reduce(self) -> bool:
-        """Whether devices hold addends of one sum, by the method's definition: of gradients or of matrix products.
+        """Whether devices hold partial sums of one sum, by the method's definition: of gradients or of matrix products.
 
         Without this a recipe that computes everything on every device would pass, its numbers being right.
         """

@@ -189,7 +189,7 @@ def _cluster(case: Case) -> autopar.Cluster:
         memory_efficiency=1.0,
         launch_overhead=1e-8,
         dispatch_overhead=1e-8,
-        xla=autopar.XlaBackend(combined_sums=0, hides_latency=False),
+        xla=autopar.XlaBackend(collective_combine_threshold=0, hides_latency=False),
     )
     link = autopar.Link("inside a host", latency=1e-8, bandwidth=1e10)
     network = autopar.Link("between hosts", latency=1e-5, bandwidth=2e5)

@@ -111,7 +111,7 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
         ),
         (
             dataclasses.replace(PLAN, stages=(dataclasses.replace(FIRST, strategies={(0, 3): ((0,),)}), SECOND)),
-            "stages[0].strategies.0.3 is [[0]]; it must be one choice for each of the axes x, y in each lane",
+            "stages[0].strategies.0.3 is [[0]]; it must be one choice for each of the axes x, y in each assignment",
         ),
         (dataclasses.replace(PLAN, method=object()), "a plan file cannot hold <object object"),  # type: ignore[arg-type]
     ],
@@ -257,10 +257,17 @@ def test_every_value_of_another_type_is_an_error_that_names_its_place() -> None:
 
 def test_every_missing_field_is_an_error() -> None:
     # Of a cluster file.
-    optional = {"num_hosts", "memory_reserve", "convolution_share", "batched_share", "combined_sums", "multiprocessors"}
-    optional |= {"xla", "contiguous_sums", "hides_latency", "single_output", "split_k", "pair_bandwidth"}
+    optional = {
+        "num_hosts",
+        "memory_reserve",
+        "convolution_share",
+        "batched_share",
+        "collective_combine_threshold",
+        "multiprocessors",
+    }
+    optional |= {"xla", "combines_contiguously", "hides_latency", "single_output", "split_k", "pair_bandwidth"}
     optional |= {"lone_bandwidth", "bfloat16"}
-    optional |= {"regathers", "recomputed", "weights"}
+    optional |= {"reshard_after_forward", "recomputed", "weights"}
     for path, _ in places(json.loads(PLAN.to_json())):
         held = {"strategies", "layouts"} & set(path[:-1])  # what these hold depends on the step
         if not path[-1].isdigit() and path[-1] not in optional and not held:

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from autopar.ir.graph import Equation, Phase, Value
-from autopar.passes.apart import put_off, split_loops
 from autopar.passes.rules.table import rule_of
-from autopar.tracing.unmap import scan_counts
+from autopar.passes.split_backward import put_off, split_loops
+from autopar.tracing.axis_collectives import scan_counts
 from tests.passes.test_stacks import run
 from tests.planned import analyse
 

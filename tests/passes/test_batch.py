@@ -321,7 +321,7 @@ def test_long_chains_of_keys_are_no_recursion() -> None:
 
 
 def test_running_sums_have_32_bits() -> None:
-    """A parameter in bfloat16 has a gradient in bfloat16; of 32 addends its sum would lose what it shows here."""
+    """A parameter in bfloat16 has a gradient in bfloat16; of 32 partial sums its sum would lose what it shows here."""
     random = np.random.default_rng(0)
     w = jnp.asarray(random.normal(size=(16, 8)) / 4, jnp.bfloat16)
     x = jnp.asarray(random.normal(size=(256, 16)), jnp.bfloat16)

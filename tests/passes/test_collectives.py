@@ -60,25 +60,25 @@ def coordinates(mesh: Mesh) -> list[dict[str, int]]:
 
 
 def scatter(whole: np.ndarray, sharding: Sharding, mesh: Mesh, random: np.random.Generator) -> np.ndarray:
-    """The pieces [device, ...] of an array; partial values get random addends with the right sum."""
-    addends: dict[tuple[int, ...], np.ndarray] = {(): whole}
+    """The pieces [device, ...] of an array; partial values get random partial sums with the right sum."""
+    partial_sums: dict[tuple[int, ...], np.ndarray] = {(): whole}
     for axis in sharding.partial:
         split: dict[tuple[int, ...], np.ndarray] = {}
-        for key, value in addends.items():
+        for key, value in partial_sums.items():
             parts = random.integers(-99, 99, (mesh.axis_size(axis) - 1, *whole.shape)).astype(whole.dtype)
             for i, part in enumerate([*parts, value - parts.sum(0, dtype=whole.dtype)]):
                 split[*key, i] = part
-        addends = split
+        partial_sums = split
     return np.stack(
         [
-            addends[tuple(at[axis] for axis in sharding.partial)][region(sharding, whole.shape, at, mesh)]
+            partial_sums[tuple(at[axis] for axis in sharding.partial)][region(sharding, whole.shape, at, mesh)]
             for at in coordinates(mesh)
         ]
     )
 
 
 def assert_pieces_are(pieces: np.ndarray, whole: np.ndarray, sharding: Sharding, mesh: Mesh, what: str) -> None:
-    """Each device's piece, summed over the devices that hold the other addends, is its part of the array."""
+    """Each device's piece, summed over the devices that hold the other partial sums, is its part of the array."""
     summed = pieces.reshape(*mesh.shape, *pieces.shape[1:])
     for axis in sharding.partial:
         summed = np.broadcast_to(summed.sum(mesh.axes.index(axis), keepdims=True, dtype=summed.dtype), summed.shape)

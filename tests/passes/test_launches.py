@@ -74,7 +74,7 @@ METHODS: list[tuple[Method, str]] = [
 @pytest.fixture(scope="module", params=METHODS, ids=[name for _, name in METHODS])
 def instructions(request: pytest.FixtureRequest) -> tuple[InstructionList, int]:
     """Of a GPT with a tied embedding, whose gradients cross in the update; and its stages."""
-    from autopar.compiling.programs import instructions_of
+    from autopar.compiling.program_sources import instructions_of
 
     method, schedule = request.param
     config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)

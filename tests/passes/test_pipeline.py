@@ -108,7 +108,7 @@ class TestPlacement:
 
 
 def test_the_tied_gradient_is_summed_once_a_step() -> None:
-    """Each stage accumulates its own addend; their sum is an update equation, not one of each microbatch."""
+    """Each stage accumulates its own partial sum; their sum is an update equation, not one of each microbatch."""
     placed = _placed(2, 4)
     totals = set(placed.step.accumulate.values())
     assert all(v.shape != (6, 6) or placed.stage_of(v) in (0, 1) for v in totals)

@@ -359,7 +359,7 @@ def descended(loss: Loss) -> Callable[[Any, Any], Any]:
 
 
 def penalised(params: Any, x: jax.Array) -> Any:
-    """Addends in a carry: whole, the loop keeps them; its parts would hand them on."""
+    """Partial sums in a carry: whole, the loop keeps them; its parts would hand them on."""
 
     def layer(carry: Any, w: jax.Array) -> Any:
         h, penalty = carry

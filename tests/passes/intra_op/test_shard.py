@@ -13,7 +13,7 @@ import pytest
 from autopar import recipes
 from autopar.cost_model.compute import partial_sum_bytes
 from autopar.cost_model.fusion import memory_traffic
-from autopar.cost_model.program import program_cost
+from autopar.cost_model.program_cost import program_cost
 from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.method import Method
 from autopar.passes import lower
@@ -93,7 +93,7 @@ def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(
     analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 8))
     plain = cluster_of(1, devices, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
     xla = dataclasses.replace(IN_TURN, single_output=True)
-    kind = dataclasses.replace(plain.hosts[0].kind, xla=xla, reorderings=((1e4, 1e10), (1e7, 1e9)))
+    kind = dataclasses.replace(plain.hosts[0].kind, xla=xla, strided_reads=((1e4, 1e10), (1e7, 1e9)))
     cluster = dataclasses.replace(plain, hosts=(dataclasses.replace(plain.hosts[0], kind=kind),))
     seconds = {}
     for each in (plain, cluster):

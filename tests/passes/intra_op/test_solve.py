@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from autopar.passes.intra_op import eliminate
-from autopar.passes.intra_op.dual import Cut
+from autopar.passes.intra_op.dual import CuttingPlane
 from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages
 from autopar.passes.intra_op.network import Contradiction, Network
@@ -263,7 +263,7 @@ def test_marginals_are_the_least_costs_with_each_strategy(seed: int) -> None:
 def test_prices_at_which_the_least_cut_is_greatest() -> None:
     # cuts 0 + 2 p and 3 - 1 p: equal at p = 1, value 2; with p <= 0.5: 1
     zero = np.zeros(1)
-    cuts = [Cut(zero, 0.0, np.array([2.0]), {}), Cut(zero, 3.0, np.array([-1.0]), {})]
+    cuts = [CuttingPlane(zero, 0.0, np.array([2.0]), {}), CuttingPlane(zero, 3.0, np.array([-1.0]), {})]
     value, prices = highest(cuts, zero, np.array([10.0]))
     assert [value, *prices] == pytest.approx([2.0, 1.0])
     value, prices = highest(cuts, zero, np.array([0.5]))

@@ -53,9 +53,9 @@ microbatches. Written by `make docs` from the rule table and the cases that test
 The primitives that a Pallas kernel is written in are left out: it is one `pallas_call`.
 
 A letter is a dimension (or the major or minor part of one) that can be cut; wherever it occurs, all are cut together.
-`*` is gathered: every device has it whole. `1` is of size 1 or broadcast. `sum b` leaves addends, which may stay
-addends through what is linear; `max b` and the like are combined at once. Nothing is said of dimensions that a size
-does not divide: they are whole then.
+`*` is gathered: every device has it whole. `1` is of size 1 or broadcast. `sum b` leaves partial sums, which may stay
+so through what is linear; `max b` and the like are combined at once. Nothing is said of dimensions that a size does
+not divide: they are whole then.
 
 Another primitive, a user's own among them, is gathered and runs whole on every device, with a warning that names the
 line; `autopar.register_sharding_rule` gives it a rule. Calls are inlined, and what is in them splits by rules of its

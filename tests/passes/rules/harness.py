@@ -18,7 +18,7 @@ from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, accumulat
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import Lane
+from autopar.ir.strategy import AxisAssignment
 from autopar.passes.collectives import Halos
 from autopar.passes.emit import SpaceLocal, partition_spec
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings
@@ -165,16 +165,18 @@ def compute_on_devices(application: Application, rule: Rule, split: Mapping[int,
     """The results of an application, from pieces that send one another what they need, a mesh axis a factor."""
     axes = tuple(f"f{f}" for f in split)
     mesh = Mesh(tuple(range(math.prod(split.values()))), tuple(split.values()), axes)
-    return compute_lane(application, rule, tuple(split), mesh)
+    return compute_assignment(application, rule, tuple(split), mesh)
 
 
-def compute_lane(application: Application, rule: Rule, lane: Lane, mesh: Mesh) -> list[np.ndarray[Any, Any]]:
+def compute_assignment(
+    application: Application, rule: Rule, assignment: AxisAssignment, mesh: Mesh
+) -> list[np.ndarray[Any, Any]]:
     """The results of an application split over a mesh."""
     equation = application.equation
-    results = result_shardings(rule, lane, mesh)
+    results = result_shardings(rule, assignment, mesh)
 
     def run(*operands: Any) -> Sequence[Any]:
-        pieces = rule.emit(SpaceLocal.of(rule, lane, mesh, Halos(mesh)), equation, operands)
+        pieces = rule.emit(SpaceLocal.of(rule, assignment, mesh, Halos(mesh)), equation, operands)
         return [jax.lax.psum(x, s.partial) if s.partial else x for x, s in zip(pieces, results, strict=True)]
 
     def specs(shardings: Sequence[Sharding]) -> tuple[Any, ...]:
@@ -182,7 +184,7 @@ def compute_lane(application: Application, rule: Rule, lane: Lane, mesh: Mesh) -
 
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.shape)
     mapped = jax.shard_map(
-        run, mesh=jax.sharding.Mesh(devices, mesh.axes), in_specs=specs(operand_shardings(rule, lane, mesh)),
+        run, mesh=jax.sharding.Mesh(devices, mesh.axes), in_specs=specs(operand_shardings(rule, assignment, mesh)),
         out_specs=list(specs(results)), check_vma=False,
     )  # fmt: skip
     return [to_numpy(x) for x in _compile(mapped)(*application.operands)]
@@ -282,21 +284,21 @@ def _is_narrow(dtype: Any) -> bool:
     return jnp.issubdtype(dtype, jnp.floating) and accumulator_dtype(dtype) != dtype
 
 
-def _of_addends(rule: Rule, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """The whole results, as addends, of operands of which some are addends."""
+def _of_partial_sums(rule: Rule, equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+    """The whole results, as partial sums, of operands of which some are partial sums."""
     return emit_piece(rule, Piece(rule, {}, {}), equation, operands, [True] * len(equation.outputs))
 
 
 def check_linear(application: Application, tolerance: float = 1e-4) -> int:
     """f(x + y) = f(x) + f(y) in each linear set; returns how many sets there are.
 
-    As addends are held: what has a result of 16 bits is not rounded.
+    As partial sums are held: what has a result of 16 bits is not rounded.
     """
     rng = np.random.default_rng(1)
     equation = application.equation
     rule = rule_of(equation)
     narrow = any(_is_narrow(v.dtype) for v in equation.outputs)
-    compute = _compile(lambda xs: tuple(_of_addends(rule, equation, xs) if narrow else bind(equation, xs)))
+    compute = _compile(lambda xs: tuple(_of_partial_sums(rule, equation, xs) if narrow else bind(equation, xs)))
     for members in rule.linear:
         first, second = list(application.operands), list(application.operands)
         for i in sorted(members):
@@ -305,8 +307,8 @@ def check_linear(application: Application, tolerance: float = 1e-4) -> int:
             if narrow and _is_narrow(first[i].dtype):
                 first[i], second[i] = (x.astype(jnp.float32) for x in (first[i], second[i]))
         total = [x + y if i in members else x for i, (x, y) in enumerate(zip(first, second, strict=True))]
-        addends = zip(compute(first), compute(second), strict=True)
-        for sum_of_parts, result in zip((a + b for a, b in addends), compute(total), strict=True):
+        partial_sums = zip(compute(first), compute(second), strict=True)
+        for sum_of_parts, result in zip((a + b for a, b in partial_sums), compute(total), strict=True):
             what = f"{equation!r} is not linear in {set(members)}"
             np.testing.assert_allclose(
                 to_numpy(sum_of_parts).astype(complex),
@@ -318,8 +320,8 @@ def check_linear(application: Application, tolerance: float = 1e-4) -> int:
     return len(rule.linear)
 
 
-def check_narrow_addends(fun: Callable[..., Any], args: Sequence[Any], narrow: Any = jnp.bfloat16) -> int:
-    """Addends of an application in 16 bits are what it is in 32, not rounded; returns how many there are.
+def check_narrow_partial_sums(fun: Callable[..., Any], args: Sequence[Any], narrow: Any = jnp.bfloat16) -> int:
+    """Partial sums of an application in 16 bits are what it is in 32, not rounded; returns how many there are.
 
     Those of convolutions are rounded once, since no GPU computes them otherwise from operands in 16 bits.
     """
@@ -339,11 +341,11 @@ def check_narrow_addends(fun: Callable[..., Any], args: Sequence[Any], narrow: A
     sets = [*rule.linear, *([frozenset[int]()] if "sum" in rule.reduced.values() else [])]
     for members in sets:
         given = [wide.operands[i] if i in members else x for i, x in enumerate(operands)]
-        for x, expected in zip(_of_addends(rule, equation, given), wide.results, strict=True):
+        for x, expected in zip(_of_partial_sums(rule, equation, given), wide.results, strict=True):
             assert x.dtype == expected.dtype == jnp.float32
             if equation.primitive is jax.lax.conv_general_dilated_p:
                 assert (x == x.astype(narrow).astype(x.dtype)).all()
                 np.testing.assert_allclose(to_numpy(x), to_numpy(expected), rtol=1e-2, atol=1e-2)
                 continue
-            assert_close(to_numpy(x), to_numpy(expected), False, f"{equation!r} of addends {set(members)}")
+            assert_close(to_numpy(x), to_numpy(expected), False, f"{equation!r} of partial sums {set(members)}")
     return len(sets)

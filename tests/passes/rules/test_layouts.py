@@ -47,14 +47,14 @@ PRODUCTS: dict[str, tuple[str, tuple[Any, Any], tuple[int, int], tuple[int, int]
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_operands_of_products(name: str) -> None:
-    subscripts, args, copied, against = PRODUCTS[name]
+    subscripts, args, copied, strided = PRODUCTS[name]
 
     def product(x: Any, y: Any) -> Any:
         return jnp.einsum(subscripts, x, y)
 
     (traffic,) = [each for each in traffic_of(product, *args) if each.launches]
     assert traffic.copied == copied
-    assert traffic.against == against
+    assert traffic.strided == strided
     assert len(re.findall(r" copy\(", compiled(product, *args))) == sum(copied)
 
 
@@ -87,19 +87,19 @@ ELEMENTWISE: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int]] = {
 
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_operands_of_elementwise_kernels(name: str) -> None:
-    function, args, against = ELEMENTWISE[name]
+    function, args, strided = ELEMENTWISE[name]
     found = traffic_of(function, *args)
-    assert sum(sum(each.against) for each in found) == against
+    assert sum(sum(each.strided) for each in found) == strided
     assert not any(sum(each.copied) for each in found)
 
 
 @pytest.mark.parametrize("name", [name for name in ELEMENTWISE if "product" in name or "gradient" in name])
 def test_transposed_products(name: str) -> None:
-    function, args, against = ELEMENTWISE[name]
+    function, args, strided = ELEMENTWISE[name]
     text = compiled(function, *args)
     assert text.count(" dot(") == (2 if "gradient" in name else 1)
     turned = re.findall(r".* (?:copy|transpose)\(.*", text)
-    assert bool(turned) == bool(against), turned
+    assert bool(turned) == bool(strided), turned
 
 
 COLUMN, WIDE = shape(64, 1), shape(64, 10)
@@ -117,10 +117,10 @@ REDUCTIONS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], int, int]] = {
 
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_operands_of_reductions(name: str) -> None:
-    function, args, copied, against = REDUCTIONS[name]
+    function, args, copied, strided = REDUCTIONS[name]
     found = traffic_of(function, *args)
     assert sum(sum(each.copied) for each in found) == copied
-    assert sum(sum(each.against) for each in found) == against
+    assert sum(sum(each.strided) for each in found) == strided
 
 
 def test_each_of_several_results_lies_in_its_own_dimensions() -> None:
@@ -129,7 +129,7 @@ def test_each_of_several_results_lies_in_its_own_dimensions() -> None:
         return a + 1.0, b * 2.0
 
     found = traffic_of(two, SQUARE, shape(64))
-    assert sum(sum(each.against) for each in found) == 1
+    assert sum(sum(each.strided) for each in found) == 1
 
 
 def test_gpus_read_in_any_order() -> None:
@@ -137,4 +137,4 @@ def test_gpus_read_in_any_order() -> None:
     rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
     for each in memory_traffic(graph.equations, rules, graph.inputs, outputs).values():
-        assert each.against == each.copied == (0,) * len(each.reads)
+        assert each.strided == each.copied == (0,) * len(each.reads)

@@ -23,7 +23,7 @@ from tests.passes.rules.harness import (
     Piece,
     apply,
     check_linear,
-    check_narrow_addends,
+    check_narrow_partial_sums,
     check_pieces,
     compute_in_pieces,
     equations_of,
@@ -51,18 +51,18 @@ def test_pieces_give_the_whole(name: str) -> None:
 @pytest.mark.parametrize("name", ["scatter-add", "scatter-sub", "convolution", "gather"])
 def test_addends_in_16_bits_are_in_32(name: str) -> None:
     fun, args = {**EXACT, **CLOSE}[name]
-    assert check_narrow_addends(fun, args) > 0
+    assert check_narrow_partial_sums(fun, args) > 0
 
 
 def test_sums_and_products_in_16_bits_are_not_rounded() -> None:
     x = floats(4, 6)
-    assert check_narrow_addends(lambda x: lax.reduce_sum(x, (0,)), [x]) == 2  # of pieces, and of addends
-    assert check_narrow_addends(lax.mul, [x, x]) == 2
-    assert check_narrow_addends(lambda x: lax.mul(x, x.dtype.type(0.125)), [x]) == 1
-    assert check_narrow_addends(lambda x: lax.pad(x, x.dtype.type(0), ((0, 1, 0), (0, 0, 0))), [x]) == 1
-    # Addends of operands are summed first: a product of float32 would take several times as long.
-    assert check_narrow_addends(lax.dot, [x, x.T]) == 1
-    assert check_narrow_addends(lax.ragged_dot, [x, floats(2, 6, 3), jnp.asarray([1, 3])]) == 1
+    assert check_narrow_partial_sums(lambda x: lax.reduce_sum(x, (0,)), [x]) == 2  # of pieces, and of partial sums
+    assert check_narrow_partial_sums(lax.mul, [x, x]) == 2
+    assert check_narrow_partial_sums(lambda x: lax.mul(x, x.dtype.type(0.125)), [x]) == 1
+    assert check_narrow_partial_sums(lambda x: lax.pad(x, x.dtype.type(0), ((0, 1, 0), (0, 0, 0))), [x]) == 1
+    # Partial sums of operands are summed first: a product of float32 would take several times as long.
+    assert check_narrow_partial_sums(lax.dot, [x, x.T]) == 1
+    assert check_narrow_partial_sums(lax.ragged_dot, [x, floats(2, 6, 3), jnp.asarray([1, 3])]) == 1
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_no_addends_in_16_bits_are_rounded() -> None:
                 jax.jit(fun).lower(*(x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x for x in args))
             except (KeyError, NotImplementedError, TypeError, ValueError):
                 continue  # not defined in bfloat16
-            count += check_narrow_addends(fun, args)
+            count += check_narrow_partial_sums(fun, args)
     assert count > 80
 
 
@@ -206,7 +206,7 @@ def test_linear_sets() -> None:
     half = x.astype(jnp.bfloat16)
     assert linear(lambda x: lax.convert_element_type(x, jnp.float32), half) == [{0}]
     assert linear(lax.neg, half) == [{0}]
-    # Addends of 16 bits are held in 32; float8 holds none.
+    # Partial sums of 16 bits are held in 32; float8 holds none.
     assert linear(lambda x: lax.convert_element_type(x, jnp.bfloat16), x) == [{0}]
     assert linear(lambda x: lax.convert_element_type(x, jnp.float16), half) == [{0}]
     assert linear(lambda x: lax.convert_element_type(x, jnp.float8_e5m2), half) == []

@@ -23,7 +23,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, Rule, bind
 from autopar.ir.sharding import Collective, Sharding
-from autopar.passes.intra_op.strategies import enumerate_lane, inner_collectives, operand_shardings
+from autopar.passes.intra_op.strategies import enumerate_assignments, inner_collectives, operand_shardings
 from autopar.passes.rules import propagation as bodies
 from autopar.passes.rules import table
 from autopar.passes.rules.table import find_fault, rule_of
@@ -97,7 +97,7 @@ def in_pieces(equation: Equation, rule: Rule, split: Mapping[int, int], operands
             results = jax.random.key_data(results)[..., 0]
         whole = np.zeros(unfolded(rule, dims), results.dtype)
         held = {f for dim in dims for f in dim}
-        first = {f for f in split if f not in held and not rule.is_addend(f, k)}  # alike on all pieces
+        first = {f for f in split if f not in held and not rule.is_partial_sum(f, k)}  # alike on all pieces
         for index in indices:
             part = np.asarray(results[tuple(index.values())])
             place = window(rule, dims, split, index)
@@ -355,13 +355,13 @@ def test_pieces_give_the_whole(name: str) -> None:
 
 
 def test_a_loop_over_examples_is_cut_by_examples() -> None:
-    """`while`: no sum in the loop, though what it adds up leaves it as addends."""
+    """`while`: no sum in the loop, though what it adds up leaves it as partial sums."""
     ((eqn, _, _),) = loops("powers")
     rule = rule_of(eqn)
     examples = [f for f in rule.splittable if rule.factors[f] == BATCH]
     assert len(examples) == 1
     assert not any(s.factor == examples[0] for s in rule.sums)
-    assert sum(rule.is_addend(examples[0], k) for k in range(len(rule.outputs))) == 2
+    assert sum(rule.is_partial_sum(examples[0], k) for k in range(len(rule.outputs))) == 2
 
 
 def test_a_loop_of_each_example_is_cut_by_examples() -> None:
@@ -413,12 +413,12 @@ def test_so_they_are_in_the_backward_loop() -> None:
     assert rule.work({least: 2}) < 0.6 * rule.work({})
 
 
-def test_gradients_are_addends_over_examples() -> None:
-    """Over the batch nothing is summed in the loop: the weights' gradients come out as addends."""
+def test_gradients_are_partial_sums_over_examples() -> None:
+    """Over the batch nothing is summed in the loop: the weights' gradients come out as partial sums."""
     rule = cuts_of("layers", 1)
     batch = max(rule.splittable, key=lambda f: sum(any(f in dim for dim in dims) for dims in rule.inputs))
     assert not any(s.factor == batch for s in rule.sums)
-    assert sum(rule.is_addend(batch, k) for k in range(len(rule.outputs))) == len(LAYER_WEIGHTS)
+    assert sum(rule.is_partial_sum(batch, k) for k in range(len(rule.outputs))) == len(LAYER_WEIGHTS)
 
 
 @pytest.mark.parametrize("name", ["layers", "rematerialised"])
@@ -432,11 +432,13 @@ def test_what_is_kept_in_pieces_gives_the_whole(name: str) -> None:
         application = harness.Application(eqn, tuple(operands), tuple(expected))
         factor = rule.gatherings[0].factor
         other = min((f for f in rule.splittable if f != factor), key=lambda f: rule.work({f: 2}))
-        lanes = [(kept, choice) for choice in (factor, kept, other)]
-        assert set(lanes) < set(enumerate_lane(rule, mesh, frozenset()))
-        for lane in lanes:
-            for found, wanted in zip(harness.compute_lane(application, rule, lane, mesh), expected, strict=True):
-                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5, err_msg=str(lane))
+        assignments = [(kept, choice) for choice in (factor, kept, other)]
+        assert set(assignments) < set(enumerate_assignments(rule, mesh, frozenset()))
+        for assignment in assignments:
+            for found, wanted in zip(
+                harness.compute_assignment(application, rule, assignment, mesh), expected, strict=True
+            ):
+                np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5, err_msg=str(assignment))
 
 
 def test_parameters_are_what_is_kept_in_pieces() -> None:
@@ -459,9 +461,11 @@ def test_parameters_are_what_is_kept_in_pieces() -> None:
     assert [[s.nbytes for s in way.results] for way in backward.gatherings] == [[4 * 64 * 64]]
     mesh = Mesh((0, 1), (2,), ("x",))
     first = forward.gatherings[0].operands[0].position
-    lane = (len(forward.factors),)
-    assert operand_shardings(forward, lane, mesh)[first] == Sharding(((), ("x",), ()))
-    assert list(inner_collectives(forward, lane, mesh)) == [(Collective("all_gather", ("x",), 2 * 64 * 64), LAYERS)]
+    assignment = (len(forward.factors),)
+    assert operand_shardings(forward, assignment, mesh)[first] == Sharding(((), ("x",), ()))
+    assert list(inner_collectives(forward, assignment, mesh)) == [
+        (Collective("all_gather", ("x",), 2 * 64 * 64), LAYERS)
+    ]
 
 
 def test_a_rule_registered_later_reaches_bodies_seen_before() -> None:
@@ -513,7 +517,7 @@ def test_what_cannot_be_cut_is_replicated() -> None:
 
 
 @pytest.mark.parametrize("parameters", [2, 16])
-def test_gradients_that_a_loop_adds_up_are_carried_as_addends_all_at_once(
+def test_gradients_that_a_loop_adds_up_are_carried_as_partial_sums_all_at_once(
     parameters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One propagation shows that none is summed in the loop, however many there are."""
@@ -542,4 +546,4 @@ def test_gradients_that_a_loop_adds_up_are_carried_as_addends_all_at_once(
     rule = rule_of(scan)
     assert 1 <= sum(carrying) <= 2
     [examples] = [f for dims in rule.inputs for dim in dims for f in dim if rule.factors[f] == 8]
-    assert all(rule.is_addend(examples, k) for k in range(parameters))
+    assert all(rule.is_partial_sum(examples, k) for k in range(parameters))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core, source_info_util
 
-from autopar.tracing.unmap import scan_counts
+from autopar.tracing.axis_collectives import scan_counts
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 CALLBACKS = frozenset({"debug_callback", "debug_print"})

@@ -131,7 +131,7 @@ def _slower_kind(kind: DeviceKind, factor: float) -> DeviceKind:
         memory_efficiency=min(1.0, kind.memory_efficiency / factor),
         products=tuple(dataclasses.replace(each, flops=each.flops / factor) for each in kind.products),
         bandwidths=tuple((nbytes, speed / factor) for nbytes, speed in kind.bandwidths),
-        reorderings=tuple((nbytes, speed / factor) for nbytes, speed in kind.reorderings),
+        strided_reads=tuple((nbytes, speed / factor) for nbytes, speed in kind.strided_reads),
         pooling={of: speed / factor for of, speed in kind.pooling.items()},
         allocations=tuple((nbytes, speed / factor) for nbytes, speed in kind.allocations),
     )

@@ -15,7 +15,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.ir.sharding import TileCopies
 from autopar.passes.emit import emit, partition_spec, port_dtype, port_shape
-from autopar.passes.instructions import write_instructions
+from autopar.passes.instruction_writer import write_instructions
 from autopar.passes.lower import Crossing, LoweredStep
 from autopar.runtime.placement import Array
 from autopar.runtime.source import Source

@@ -34,7 +34,7 @@ def merge_equal_ops(ops: Sequence[LocalOp], outputs: Iterable[Port], rules: Mapp
 
     for op in ops:
         if isinstance(op, Accumulate):
-            kept.append(dataclasses.replace(op, addend=standing_for(op.addend, op.sharding)))
+            kept.append(dataclasses.replace(op, partial_sum=standing_for(op.partial_sum, op.sharding)))
         elif isinstance(op, Reread):
             after = op.after and (standing_for(*op.after), op.after[1])
             kept.append(dataclasses.replace(op, value=standing_for(op.value, op.sharding), after=after))

@@ -17,9 +17,9 @@ from autopar.cost_model.compute import (
     partial_sum_bytes,
     peak_flops,
     product_share,
-    reordering_seconds,
+    strided_read_seconds,
 )
-from autopar.cost_model.order import Combining, Kernels, held_by, live
+from autopar.cost_model.order import Combining, ProgramKernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
 from autopar.cost_model.xla_memory import temporaries_factor
 from autopar.ir.graph import Phase, Value
@@ -134,8 +134,8 @@ def _looks(port: Port) -> Hashable:
 
 def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
     """The price of each operation of a program, in order."""
-    sent, reorderings = _sent(local), _Reorderings(local, kind)
-    return tuple(_op_cost(op, local.mesh, kind, price, sent, reorderings.seconds(op)) for op in local.ops)
+    sent, strided_reads = _sent(local), _Reorderings(local, kind)
+    return tuple(_op_cost(op, local.mesh, kind, price, sent, strided_reads.seconds(op)) for op in local.ops)
 
 
 def _op_cost(
@@ -215,7 +215,9 @@ class _Reorderings:
             operands = zip(op.equation.inputs, op.operands, strict=True)
             return sum(self._reading(op, position, *held) for position, held in enumerate(operands))
         if isinstance(op, Accumulate):
-            return self._of((op.addend, op.sharding), against=(op.addend, op.sharding) in self._turned, copied=0)
+            return self._of(
+                (op.partial_sum, op.sharding), strided=(op.partial_sum, op.sharding) in self._turned, copied=0
+            )
         if (op.value, op.sharding) in self._turned:
             self._turned.add((op.copy, op.sharding))
         return 0.0
@@ -225,7 +227,7 @@ class _Reorderings:
         if _is_inner(op, self._mesh):
             self._turned.add(after)
             leaves = after in self._leaving
-            return self._of(before, against=1, copied=1) + self._of(after, against=leaves, copied=leaves)
+            return self._of(before, strided=1, copied=1) + self._of(after, strided=leaves, copied=leaves)
         if before in self._turned and all(step.kind in LOCAL_KINDS for step in op.steps):
             self._turned.add(after)
         return 0.0
@@ -234,23 +236,23 @@ class _Reorderings:
         if sharding is None:
             return 0.0
         held, traffic = (value, sharding), op.traffic
-        against, copied = traffic.against[position], traffic.copied[position]
+        strided, copied = traffic.strided[position], traffic.copied[position]
         if held in self._turned:
             if op.fence:
                 self._turned.add((op.equation.outputs[position], op.results[position]))
             elif op.product is not None:
-                against, copied = max(against, 1), max(copied, 1)
+                strided, copied = max(strided, 1), max(copied, 1)
                 self._turned.remove(held)  # others read the copy, too
             elif not (op.kernels or traffic.launches or any(traffic.reads)):  # a view
                 self._turned.add((op.equation.outputs[0], op.results[0]))
             else:
-                against = max(against, traffic.reads[position])
-        return self._of(held, against=against, copied=copied)
+                strided = max(strided, traffic.reads[position])
+        return self._of(held, strided=strided, copied=copied)
 
-    def _of(self, held: _Held, *, against: int, copied: int) -> float:
-        if not (against or copied):
+    def _of(self, held: _Held, *, strided: int, copied: int) -> float:
+        if not (strided or copied):
             return 0.0
-        return float(reordering_seconds(self._kind, local_bytes(*held, self._mesh), against=against, copied=copied))
+        return float(strided_read_seconds(self._kind, local_bytes(*held, self._mesh), strided=strided, copied=copied))
 
 
 def _is_inner(op: Reshard, mesh: Mesh) -> bool:
@@ -274,9 +276,9 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
     return moved + sum(written)
 
 
-def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels:
+def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramKernels:
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums."""
-    mesh, sent, found = local.mesh, _sent(local), Kernels()
+    mesh, sent, found = local.mesh, _sent(local), ProgramKernels()
     gathered: set[_Held] = set()  # in another layout than results have
     fused: dict[_Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
     for op in local.ops:
@@ -292,20 +294,20 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
                 written = []
             taken = found.buffers(reads)
             makes = [(key, local_bytes(*key, mesh)) for key in written]
-            places = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
-                      for k, i in op.traffic.places}  # fmt: skip
+            aliases = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
+                      for k, i in op.traffic.aliases}  # fmt: skip
             moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
             if op.kernels:
                 seconds = sum(_kernel_seconds(k, kind) for k in op.kernels)
-                found.run_rounds(reads, makes, places, op.temporaries, seconds)
+                found.run_rounds(reads, makes, aliases, op.temporaries, seconds)
             elif written:
-                lie: dict[Hashable, Hashable] = {results[k]: place for k, place in places.items()}
+                lie: dict[Hashable, Hashable] = {results[k]: place for k, place in aliases.items()}
                 shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
                 taken_over = [(v, s) for v, s, may_be_taken in shared if may_be_taken]
                 seconds = _estimated_seconds(op, moved, kind)
-                part_of = None if places else op.traffic.kernel  # what is written where something lies is apart
+                part_of = None if aliases else op.traffic.kernel  # what is written where something lies is apart
                 held = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
-                found.run(reads, makes, held=held, places=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
+                found.run(reads, makes, held=held, aliases=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
             else:
                 fused.update(dict.fromkeys(results[:1], moved))
             for key in results:
@@ -315,7 +317,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Kernels
             found.fence([((op.copy, op.sharding), (op.value, op.sharding))], [] if op.after is None else [op.after])
         elif isinstance(op, Accumulate):
             seconds = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
-            found.run([(op.addend, op.sharding), (op.total, op.sharding)], [], seconds=seconds)
+            found.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds)
         else:
             _reshard(op, mesh, found, price)
             last = op.steps[-1]
@@ -360,7 +362,7 @@ def _estimated_seconds(op: Compute, nbytes: float, kind: DeviceKind) -> float:
     return op.flops / speed
 
 
-def _reshard(op: Reshard, mesh: Mesh, found: Kernels, price: StepPrice) -> None:
+def _reshard(op: Reshard, mesh: Mesh, found: ProgramKernels, price: StepPrice) -> None:
     """Step by step. What is summed is held in the type of the sum until it is read."""
     value, at = op.value, op.source
     here: Any = (value, at)
@@ -378,8 +380,8 @@ def _reshard(op: Reshard, mesh: Mesh, found: Kernels, price: StepPrice) -> None:
             payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.sum_itemsize)
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
             key = Combining((step.kind, axes, dtype), sums, latency) if combines else None
-            places = {there: here} if step.kind == "all_reduce" else {}
-            found.run([here], [(there, nbytes)], places=places, combining=key, is_collective=True, seconds=seconds)
+            aliases = {there: here} if step.kind == "all_reduce" else {}
+            found.run([here], [(there, nbytes)], aliases=aliases, combining=key, is_collective=True, seconds=seconds)
         here, at = there, after
     found.fuse((value, op.target), found.buffers([here]))
 
@@ -400,8 +402,9 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
         told.lie_elsewhere(renewed)
     xla = kind.xla
     found = live(
-        told, combined=xla.combined_sums, contiguous=xla.contiguous_sums, hides_latency=xla.hides_latency
+        told, combined=xla.collective_combine_threshold, contiguous=xla.combines_contiguously,
+        hides_latency=xla.hides_latency,
     )  # fmt: skip
     ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
-    places = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
-    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - places)
+    aliases = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
+    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - aliases)

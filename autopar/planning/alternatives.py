@@ -12,7 +12,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Equation, Phase
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import schedule_for
-from autopar.ir.strategy import Lane
+from autopar.ir.strategy import AxisAssignment
 from autopar.ir.why import Alternative, Why
 from autopar.passes.intra_op.priced_stage import PATIENCE
 from autopar.passes.intra_op.problem import Infeasible
@@ -71,7 +71,7 @@ class Solved:
         self._stages: dict[int, _Stage] = {}
 
     def why(self, stage: int, program: int, eqn: Equation, most: int | None = None) -> list[Why]:
-        """One for each lane of an operator, with at most so many alternatives: those that could be best."""
+        """One for each assignment of an operator, with at most so many alternatives: those that could be best."""
         if stage not in self._stages:
             self._stages[stage] = _Stage(*self._of, stage, self._tied)
         return self._stages[stage].why(program, eqn, most)
@@ -91,16 +91,16 @@ class _Stage:
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
         self.in_flight = rows.in_flight(stage)
         self.choice = _choice(self.problem, plan, stage)
-        self.operators = {node for node, _ in self.problem.lanes.values()}
+        self.operators = {node for node, _ in self.problem.assignments.values()}
         self.tied = tied
         self._problem = self.problem.numbers.problem(self.in_flight)
         self._asked: Forced | None = None
 
     def why(self, program: int, eqn: Equation, most: int | None) -> list[Why]:
-        """One for each lane of an operator."""
+        """One for each assignment of an operator."""
         found = []
-        for (at, eqn_id, _), (node, options) in self.problem.lanes.items():
-            if (at, eqn_id) != (program, eqn.id) or len(options.lanes) < 2:
+        for (at, eqn_id, _), (node, options) in self.problem.assignments.items():
+            if (at, eqn_id) != (program, eqn.id) or len(options.assignments) < 2:
                 continue
             mine = self.choice[node]
             # Tied, the plan's own choice may not be one: what it is compared with is the best that there is.
@@ -166,9 +166,9 @@ def _choice(problem: StageProblem, plan: Plan, stage: int) -> list[int]:
     """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be."""
     numbers, kept = problem.numbers, plan.stages[stage]
     found: dict[int, int] = {}
-    for (program, eqn_id, lane), (node, options) in problem.lanes.items():
-        chosen: Lane = kept.strategies[program, eqn_id][lane]
-        found[node] = options.lanes.index(chosen)
+    for (program, eqn_id, assignment), (node, options) in problem.assignments.items():
+        chosen: AxisAssignment = kept.strategies[program, eqn_id][assignment]
+        found[node] = options.assignments.index(chosen)
     for (program_or_none, value), (node, shardings) in problem.layouts.items():
         found[node] = shardings.each.index(kept.layouts[program_or_none, value.id])
     for node, costs in enumerate(numbers.costs):

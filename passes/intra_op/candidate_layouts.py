@@ -14,7 +14,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.strategies import (
-    LaneOptions,
+    AssignmentOptions,
     Shardings,
 )
 
@@ -45,16 +45,16 @@ def without_copies(matrix: Any, source: End, target: End, fits: Any) -> Any:
     return np.where(fits, matrix, np.inf)
 
 
-def layouts_by_round(rule: Rule, options: LaneOptions) -> list[list[int]]:
+def layouts_by_round(rule: Rule, options: AssignmentOptions) -> list[list[int]]:
     """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
     way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
     if not way:
         return []
-    index = {lane: i for i, lane in enumerate(options.lanes)}
+    index = {assignment: i for i, assignment in enumerate(options.assignments)}
     found = []
-    for lane in options.lanes:
-        others = itertools.product(*({choice, way.get(choice, choice)} for choice in lane))
-        found.append([index[other] for other in others if other in index and other != lane])
+    for assignment in options.assignments:
+        others = itertools.product(*({choice, way.get(choice, choice)} for choice in assignment))
+        found.append([index[other] for other in others if other in index and other != assignment])
     return found
 
 

@@ -18,8 +18,8 @@ from autopar.ir.rule import Rule, bind
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.nested import make_body
 from autopar.passes.rules.propagation import Body
+from autopar.tracing.axis_collectives import scan_counts
 from autopar.tracing.build import Builder, trace_emission
-from autopar.tracing.unmap import scan_counts
 
 IsHeavy = Callable[[Equation], bool]
 

@@ -105,10 +105,10 @@ def test_the_planner_keeps_what_fits_and_gathers_again_what_does_not() -> None:
         return step.plan(*args)
 
     kept = plan(2**30)
-    assert not kept.stages[0].regathers
+    assert not kept.stages[0].reshard_after_forward
     weights = 2 * LAYERS * WEIGHT
     again = plan(weights)
-    assert again.stages[0].regathers
+    assert again.stages[0].reshard_after_forward
     assert again.peak_memory <= weights < kept.peak_memory
     assert kept.step_time < again.step_time
 
@@ -121,8 +121,8 @@ def test_other_shapes_follow() -> None:
     """A shorter batch gathers again, too."""
     params, x = arguments()
     step = autopar.parallelize(STEPS["plain"], method=recipes.zero(3), devices=jax.devices()[:4])
-    assert step.compile(params, x).plan.stages[0].regathers
-    assert step.compile(params, x[: BATCH // 2]).plan.stages[0].regathers
+    assert step.compile(params, x).plan.stages[0].reshard_after_forward
+    assert step.compile(params, x[: BATCH // 2]).plan.stages[0].reshard_after_forward
 
 
 def test_what_a_gather_waits_for_may_be_what_another_equation_made() -> None:
@@ -145,7 +145,7 @@ def test_what_a_gather_waits_for_may_be_what_another_equation_made() -> None:
 
 
 def combining(cluster: Cluster, nbytes: int, *, hides_latency: bool = False) -> Cluster:
-    xla = XlaBackend(combined_sums=nbytes, hides_latency=hides_latency)
+    xla = XlaBackend(collective_combine_threshold=nbytes, hides_latency=hides_latency)
     kind = dataclasses.replace(cluster.hosts[0].kind, xla=xla)
     return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(h, kind=kind) for h in cluster.hosts))
 

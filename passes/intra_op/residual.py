@@ -19,7 +19,7 @@ class Outcome:
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
+class Residual:
     """A network in costs over a lower bound, for an integer program."""
 
     network: Network
@@ -34,4 +34,4 @@ class Task:
     wall_seconds: float
 
 
-IntegerProgram = Callable[[Task], Outcome]
+IntegerProgram = Callable[[Residual], Outcome]
