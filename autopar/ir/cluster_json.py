@@ -229,7 +229,8 @@ MOST_OF_A_KIND = 1_000_000  # hosts or devices that a file may ask for: beyond i
 _COUNT = whole(f"a whole number from 1 to {MOST_OF_A_KIND}", least=1, most=MOST_OF_A_KIND)
 _read_xla = record(
     {
-        "collective_combine_threshold": whole("a whole number of bytes, 0 or more", least=0), "combines_contiguously": read_boolean,
+        "collective_combine_threshold": whole("a whole number of bytes, 0 or more", least=0),
+        "combines_contiguously": read_boolean,
         "hides_latency": read_boolean, "single_output": read_boolean, "split_k": read_boolean,
     },
     dataclasses.asdict(XlaBackend()),

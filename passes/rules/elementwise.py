@@ -68,7 +68,7 @@ def _in_first_if_inexact(eqn: Equation) -> Iterable[Iterable[int]]:
 
 
 def _in_first_if_it_holds_partial_sums(eqn: Equation) -> Iterable[Iterable[int]]:
-    """A cast to 16 bits rounds the sum, not what it is a sum of: that is held in 32 (`emit_piece`). float8 holds none."""
+    """A cast to 16 bits rounds the sum, not what is summed: that is held in 32 (`emit_piece`). float8 holds none."""
     inexact = is_inexact(eqn.inputs[0]) and is_inexact(eqn.outputs[0])
     return ({0},) if inexact and eqn.outputs[0].dtype.itemsize > 1 else ()
 

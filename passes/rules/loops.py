@@ -297,8 +297,8 @@ def _rule(
         kernels = kernels_of_rounds(body, [], layout, times)
         return dataclasses.replace(
             whole, unit=unit_of(kernels), kernels=kernels, aliases=aliases,
-            live_sets=live_sets_of(body, [], layout, {}), hints=_hints(body, []), emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs),
-            branches=branches_with(lambda local: []),
+            live_sets=live_sets_of(body, [], layout, {}), hints=_hints(body, []),
+            emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs), branches=branches_with(lambda local: []),
         )  # fmt: skip
     factors = Factors()
     numbers = [factors.new(cut.units)[0] for cut in cuts]
