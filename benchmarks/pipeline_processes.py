@@ -121,7 +121,7 @@ def measured_cluster(folder: pathlib.Path) -> autopar.Cluster:
     job = this_job()
     assert job is not None
     found = [autopar.cluster_from_json(folder / f"{process}.cluster.json").hosts[0] for process in range(job.count)]
-    speeds = [{(each.sizes, each.dtype): each.flops for each in host.kind.products} for host in found]
+    speeds = [{(each.sizes, each.dtype): each.flops for each in host.kind.measured.products} for host in found]
     both = set.intersection(*map(set, speeds))
     host, _ = min(zip(found, speeds, strict=True), key=lambda pair: statistics.geometric_mean(pair[1][x] for x in both))
     return autopar.make_cluster("two processes", job.count, 1, host.kind, host.link, measured_link(job))

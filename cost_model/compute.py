@@ -59,7 +59,7 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> f
     """Share of the speed of large products (`kind.matmul_efficiency`) that one of these sizes reaches; None: large."""
     if sizes is None:
         return 1.0
-    if kind.products:
+    if kind.measured.products:
         measured = _measured(kind)
         if found := measured.flops(sizes, dtype):
             return found / (peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency)
@@ -102,7 +102,7 @@ def partial_sum_bytes(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) 
         return 0.0
     if not dtype.startswith(("float", "bfloat", "complex")):
         return 0.0
-    if kind.products and _measured(kind).flops(sizes, dtype):
+    if kind.measured.products and _measured(kind).flops(sizes, dtype):
         return 0.0  # in what was measured
     itemsize = _itemsize(dtype)
     parts = _parts(kind.multiprocessors, sizes)
@@ -136,7 +136,7 @@ class _Measured:
     def __init__(self, kind: DeviceKind) -> None:
         self._bandwidth = kind.memory_bandwidth * kind.memory_efficiency
         groups: dict[tuple[str, bool], list[ProductSpeed]] = defaultdict(list)
-        for each in kind.products:
+        for each in kind.measured.products:
             groups[product_family(each.sizes, each.dtype)].append(each)
         self._best = {key: max(each.flops for each in some) for key, some in groups.items()}
         self._points = {}
@@ -201,23 +201,23 @@ def _measured(kind: DeviceKind) -> _Measured:
 
 def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:
     """Seconds in which kernels go through so many bytes of memory each; a number or an array of them."""
-    if not kind.bandwidths:
+    if not kind.measured.bandwidths:
         return nbytes / (kind.memory_bandwidth * kind.memory_efficiency)
-    return nbytes / _between(kind.bandwidths, nbytes)
+    return nbytes / _between(kind.measured.bandwidths, nbytes)
 
 
 def strided_read_seconds(kind: DeviceKind, nbytes: Any, *, strided: float, copied: float) -> Any:
     """Seconds for an array of so many bytes, or many of them, in another order than it is wanted in.
 
-    `against`: how often it is read against its order, which takes longer; `copied`: how often it is copied.
+    `strided`: how often it is read against its order, which takes longer; `copied`: how often it is copied.
     """
-    longer = nbytes / _between(kind.strided_reads, nbytes) if kind.strided_reads else 0.0
+    longer = nbytes / _between(kind.measured.strided_reads, nbytes) if kind.measured.strided_reads else 0.0
     return strided * longer + copied * (memory_seconds(kind, 2 * nbytes) + kind.launch_overhead)
 
 
 def allocation_seconds(kind: DeviceKind, nbytes: float) -> float:
     """Seconds in which a program sets aside a buffer of so many bytes; 0 where buffers are handed on."""
-    return float(nbytes / _between(kind.allocations, nbytes)) if kind.allocations and nbytes else 0.0
+    return float(nbytes / _between(kind.measured.allocations, nbytes)) if kind.measured.allocations and nbytes else 0.0
 
 
 def _between(curve: tuple[tuple[float, float], ...], at: Any) -> Any:
@@ -249,6 +249,6 @@ def compute_time(
     it: an elementwise operation fused into another kernel has none, and only the caller knows.
     """
     efficiency = kind.matmul_efficiency * share if matmul else 1.0
-    peak = kind.pooling.get(pooling) if pooling else None
+    peak = kind.measured.pooling.get(pooling) if pooling else None
     arithmetic = flops / (peak or peak_flops(kind, dtype, matmul=matmul) * efficiency)
     return max(arithmetic, float(memory_seconds(kind, bytes_moved)))

@@ -29,6 +29,7 @@ from autopar.cost_model.materialize import MOST_IN_A_COLUMN, MOST_IN_A_ROW, MOST
 from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import Step, last_reads
 from autopar.ir.local import Traffic
+from autopar.ir.mesh import XLA_FOR_GPUS, XlaBackend
 from autopar.ir.rule import Rule, is_fusible, is_reduction, reduced_dims
 
 _FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
@@ -79,7 +80,7 @@ def stored(
 
 def _memory(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
-    single_output: bool = False, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
+    xla: XlaBackend = XLA_FOR_GPUS, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
 ) -> _Memory:  # fmt: skip
     viewed: dict[Value, Value] = {}  # view -> what it is a view of
     read = Counter(v for eqn in equations for v in eqn.values)
@@ -96,7 +97,7 @@ def _memory(
     filled: set[int] = set()  # equations that write little to such an array, which a kernel makes before
     sparse: set[Value] = set()  # such a number but for a few places
     aliases: dict[int, tuple[tuple[int, int | None], ...]] = {}
-    maker = {v: eqn for eqn in equations for v in eqn.outputs} if single_output else {}
+    maker = {v: eqn for eqn in equations for v in eqn.outputs} if xla.single_output else {}
     for eqn in equations:
         rule = rules[eqn.id]
         if rule.kernels:
@@ -109,7 +110,7 @@ def _memory(
             if taken in uniform and read[eqn.outputs[0]] == 1:
                 sparse.update(eqn.outputs)
                 continue
-            if taken in uniform and not single_output:
+            if taken in uniform and not xla.single_output:
                 filled.add(eqn.id)
                 needed.update(eqn.outputs)
                 continue
@@ -128,13 +129,13 @@ def _memory(
             uniform.update(eqn.outputs)
         if not is_fusible(rule):
             needed.update(eqn.outputs)
-        if single_output and is_reduction(eqn, rule):
+        if xla.single_output and is_reduction(eqn, rule):
             (summed,) = eqn.values
             made = maker.get(summed)
             multiplied = made is not None and _is_product(rules[made.id])
             needed.update(v for v in (made.values if made and multiplied else [summed]) if v not in uniform)
     needed = {viewed.get(v, v) for v in needed}
-    if not single_output:
+    if not xla.single_output:
         anew = computed_anew(equations, rules, needed, viewed, shapes)
         for k, eqn in enumerate(equations):
             if k in anew:
@@ -154,14 +155,14 @@ def _is_product(rule: Rule) -> bool:
 
 def memory_traffic(
     equations: Sequence[Equation], rules: Mapping[int, Rule], inputs: Collection[Value], outputs: Collection[Value],
-    *, single_output: bool = False, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
+    *, xla: XlaBackend = XLA_FOR_GPUS, shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
 ) -> dict[int, Traffic]:  # fmt: skip
     """The traffic of each equation, by its id, in a program with these inputs and outputs.
 
-    `single_output`: for a compiler whose kernels have one result each (`XlaBackend.single_output`). `shapes`: of values
+    `xla`: the compiler. `shapes`: of values
     that are in pieces, those of a device's piece.
     """
-    memory = _memory(equations, rules, inputs, outputs, single_output, shapes)
+    memory = _memory(equations, rules, inputs, outputs, xla, shapes)
     layouts = Layouts(equations, rules, outputs)
     strided: dict[_Place, int] = defaultdict(int)
     copied: dict[_Place, int] = defaultdict(int)
@@ -209,10 +210,10 @@ def memory_traffic(
             sources.update(dict.fromkeys(eqn.outputs, needs))
             if apart := _needed_otherwise(eqn, rule, sources, around):
                 around.update(dict.fromkeys(eqn.outputs, apart))
-            if single_output:
+            if xla.single_output:
                 layouts.fuse(eqn, rule)
             continue
-        if is_fusible(rule) and not single_output:
+        if is_fusible(rule) and not xla.single_output:
             # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
             apart = _needed_otherwise(eqn, rule, sources, around)
             apart.update(u for v in needs if v in maker for u in maker[v].reduces)
@@ -229,7 +230,7 @@ def memory_traffic(
             ]  # fmt: skip
         loop, reduced = _loop(eqn, rule, shapes)
         made_by = [maker[v].number for v in needs if v in maker]
-        kernel = None if single_output else _partner(loop, reduced, needs, maker, readers, dependencies)
+        kernel = None if xla.single_output else _partner(loop, reduced, needs, maker, readers, dependencies)
         if kernel is None:
             kernel = _Fusion(eqn.id, dependencies.add(made_by), loop, reduced)
             launches[eqn.id] = 1 + (eqn.id in memory.filled)
@@ -242,7 +243,7 @@ def memory_traffic(
             kernel.at_end.update(eqn.outputs)
             kernel.reductions += 1
             kernel.reduces.update(needs)
-            if not single_output and _in_two_steps(loop, reduced):
+            if not xla.single_output and _in_two_steps(loop, reduced):
                 kernel.in_two_steps = True
                 launches[eqn.id] = launches.get(eqn.id, 0) + 1
         for source, place in needs.items():
@@ -250,7 +251,7 @@ def memory_traffic(
                 kernel.reads.add(source)
                 reads[place] += 1
                 readers[source][kernel.loop].append(kernel)
-        if rule.sides is not None and rule.patches is None and not single_output:
+        if rule.sides is not None and rule.patches is None and not xla.single_output:
             for position, v in enumerate(eqn.inputs[:2]):
                 # What a kernel computes element by element it leaves in the order that is wanted.
                 if isinstance(v, Value) and is_apart(rule, position, order := layouts.order(v)):
@@ -259,13 +260,13 @@ def memory_traffic(
                         launches[eqn.id] += 1
                         reads[eqn.id, position] += 2
                     ordered.add((base, order))
-        if rule.pooling == "gradient" and not single_output:
+        if rule.pooling == "gradient" and not xla.single_output:
             # First where in its window each of the largest is, in indices that are written and read, beside what it
             # is; then another kernel adds its gradient there.
             gradients = eqn.outputs[0].itemsize
             launches[eqn.id] = launches.get(eqn.id, 0) + 1
             reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * INDEX_BYTES + 2 * gradients + INDEX_BYTES) // gradients
-        for position in filters_to_turn(eqn, rule, turned) if not single_output else ():
+        for position in filters_to_turn(eqn, rule, turned) if not xla.single_output else ():
             v = eqn.inputs[position]
             # What a kernel computes element by element it leaves in the order that is wanted.
             filters = bases.get(v, v) if isinstance(v, Value) else None
@@ -274,13 +275,13 @@ def memory_traffic(
                 reads[eqn.id, position] += 2
                 copied_filters.add(filters)
         is_copied = leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs)
-        if not single_output and is_copied and not copied_filters.intersection(eqn.values):
+        if not xla.single_output and is_copied and not copied_filters.intersection(eqn.values):
             # Back, as many bytes as an operand of the same size; of what is read turned, too, the kernel turns one.
             alike = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v.nbytes == eqn.outputs[0].nbytes]
             launches[eqn.id] = launches.get(eqn.id, 0) + 1
             if alike:
                 reads[eqn.id, alike[0]] += 2
-        for reading in layouts.run(eqn, rule) if single_output else ():
+        for reading in layouts.run(eqn, rule) if xla.single_output else ():
             place = needs[reading.value]
             strided[place] += reading.strided
             copied[place] += reading.copied

@@ -115,7 +115,7 @@ _FUSED = (Phase.FORWARD, Phase.UPDATE)  # phases of programs that may have equat
 
 def _set_aside(local: LocalProgram, kind: DeviceKind, needed: int) -> float:
     """Seconds for the buffer of all temporaries, and for each result that does not take an operand's place."""
-    if not kind.allocations:
+    if not kind.measured.allocations:
         return 0.0
     taken = Counter(_looks(port) for port in local.inputs) if local.program.phase is Phase.UPDATE else Counter()
     fresh = [needed]

@@ -1,7 +1,7 @@
 """What XLA sets aside for temporaries beside what its schedule, as `order` knows it, needs: learned from programs.
 
 A factor for each kind of program: for GPUs in a file that `python -m benchmarks.memory_corpus` makes, else what a
-calibration found (`DeviceKind.temporaries`).
+calibration found (`Measured.temporaries`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def temporaries_factor(local: LocalProgram, kind: DeviceKind) -> float:
     """How many times as large as `program.temporaries` says the buffer is."""
     if kind.xla.hides_latency:  # XLA for GPUs
         return memory_factors().get(program_kind(local), 1.0)
-    return kind.temporaries.get("convolutions" if _convolves(local) else "others", 1.0)
+    return kind.measured.temporaries.get("convolutions" if _convolves(local) else "others", 1.0)
 
 
 def _convolves(local: LocalProgram) -> bool:

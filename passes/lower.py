@@ -26,7 +26,7 @@ from autopar.ir.local import (
     Reshard,
     StageSharding,
 )
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import XLA_FOR_GPUS, Mesh, XlaBackend
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule, product_sizes
 from autopar.ir.sharding import Sharding
@@ -77,7 +77,7 @@ def assemble(
     resharders: Sequence[Resharder],
     link: Callable[[Sequence[tuple[int, int]], int], float],
     *,
-    single_output: bool,
+    xla: XlaBackend,
 ) -> LoweredStep:
     """Local programs of all stages with their ports, and the transfers between stages.
 
@@ -85,7 +85,7 @@ def assemble(
     planned from that layout to the one wanted there. 3. A sum or a leaf that must first be resharded to be sent
     gets a bridge: a program without equations. 4. Each program is written out with all the ports it must serve.
 
-    `single_output`: what the cluster's compiler does (`XlaBackend.single_output`).
+    `xla`: the cluster's compiler.
     """
     step = placed.step
     stored = {**{total: v for v, total in step.accumulate.items()}}
@@ -146,9 +146,7 @@ def assemble(
     programs: list[LocalProgram] = []
     for program in placed.programs:
         stage = program.stage
-        writer = _Writer(
-            program, shardings[stage], rules, resharders[stage], step.batched, layouts[stage], single_output
-        )
+        writer = _Writer(program, shardings[stage], rules, resharders[stage], step.batched, layouts[stage], xla)
         for value in program.inputs:
             writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
@@ -234,13 +232,13 @@ class _Writer:
 
     def __init__(
         self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
-        batched: Collection[Value], layouts: Mapping[Value, Sharding], single_output: bool,
+        batched: Collection[Value], layouts: Mapping[Value, Sharding], xla: XlaBackend,
     ) -> None:  # fmt: skip
         """`batched`: the values that depend on examples; `layouts`: how values lie."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
         self.batched = batched
         self.traffic = memory_traffic(
-            program.equations, rules, program.inputs, program.outputs, single_output=single_output,
+            program.equations, rules, program.inputs, program.outputs, xla=xla,
             shapes={v: s.local_shape(v.shape, sharding.mesh) for v, s in layouts.items()},
         )  # fmt: skip
         self.ops: list[LocalOp] = []
@@ -460,7 +458,7 @@ def _bridge(
 ) -> LocalProgram:  # fmt: skip
     inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
     program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
-    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, (), {}, False)
+    writer = _Writer(program, dataclasses.replace(sharding, layouts={}), rules, resharder, (), {}, XLA_FOR_GPUS)
     for port, _ in pairs:
         if port.value not in writer.have:
             writer.arrive(port.value, port.sharding)

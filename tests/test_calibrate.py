@@ -61,12 +61,17 @@ def test_everything_is_measured(found: autopar.Calibration) -> None:
     host = found.cluster.hosts[0]
     assert [each.num_devices for each in host.busy] == [1]
     for kind in (host.kind, host.busy[0].kind):
-        assert {product_family(s.sizes, s.dtype) for s in kind.products} >= {("float32", False), ("float32", True)}
+        assert {product_family(s.sizes, s.dtype) for s in kind.measured.products} >= {
+            ("float32", False),
+            ("float32", True),
+        }
         assert kind.dispatch_overhead > kind.launch_overhead > 0
         assert kind.xla.single_output
-        assert kind.pooling["result"] > kind.pooling["gradient"] > 0
-        assert kind.strided_reads
-        assert [nbytes for nbytes, _ in kind.bandwidths] == sorted({nbytes for nbytes, _ in kind.bandwidths})
+        assert kind.measured.pooling["result"] > kind.measured.pooling["gradient"] > 0
+        assert kind.measured.strided_reads
+        assert [nbytes for nbytes, _ in kind.measured.bandwidths] == sorted(
+            {nbytes for nbytes, _ in kind.measured.bandwidths}
+        )
     assert {"memory", "collectives", "products"} <= set(found.errors())
     assert {each.num_devices for each in found.measurements} == {1, 2}
 
@@ -274,7 +279,7 @@ def test_new_buffers_count_where_they_take_longer_than_old_ones() -> None:
             for nbytes in (1 << 20, 1 << 24)
             for old in (False, True)
         }
-        return Machine({**alone, **tasks}, host, 4).fitted(None)[0].allocations
+        return Machine({**alone, **tasks}, host, 4).fitted(None)[0].measured.allocations
 
     assert allocations(1.05e-9) == ()
     sizes, speeds = zip(*allocations(3e-9), strict=True)
@@ -294,7 +299,7 @@ def test_reading_against_the_order_is_what_it_takes_longer_than_in_order() -> No
             seconds = 10 * (nbytes // 256 * 256) * (1e-9 + slower * blocks)
             task = ProbeTask("order", str(blocks), probe, 4, moved=nbytes, times=10, strided=blocks > 0)
             tasks[task] = Timed.of((1e-4 + seconds,))
-    sizes, speeds = zip(*Machine(tasks, host, 4).fitted(None)[0].strided_reads, strict=True)
+    sizes, speeds = zip(*Machine(tasks, host, 4).fitted(None)[0].measured.strided_reads, strict=True)
     assert sizes == (1 << 17, 1 << 23)
     assert speeds == pytest.approx((1e10 / 8**0.5, 2.5e8 / 8**0.5))
 
@@ -331,7 +336,7 @@ def test_pages_that_a_probe_waited_for_are_taken_out_of_its_time() -> None:
             tasks[ProbeTask("buffers", "", probes.buffer(nbytes, False), 4, moved=nbytes)] = new
             tasks[ProbeTask("buffers", "", probes.buffer(nbytes, True), 4, moved=nbytes)] = old
         kind, _ = Machine(tasks, host, 4).fitted(None)
-        return max(each.flops for each in kind.products)
+        return max(each.flops for each in kind.measured.products)
 
     small = {1 << 20: (Timed.of((5e-4,), 2.0), Timed.of((1e-4,), 1.0))}
     large = {**small, 1 << 26: (Timed.of((pages * 1e-6 + 1e-3,), pages), Timed.of((1e-3,), 0.0))}
@@ -360,8 +365,8 @@ def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
         ProductSpeed("float32", ProductSizes(1, 4096, 512, 256), 3e10),
         ProductSpeed("float32", ProductSizes(1, 4096, 64, 512, Patches(9, 9.0)), 2e10),
     )
-    kind = dataclasses.replace(
-        host.kind, allocations=((1e3, 1e9), (1e7, 5e8)), bandwidths=((1e3, 9e9), (1e7, 4e9)), products=products
+    kind = host.kind.with_measured(
+        allocations=((1e3, 1e9), (1e7, 5e8)), bandwidths=((1e3, 9e9), (1e7, 4e9)), products=products
     )
     cluster = Cluster("test", (Host(kind, 4, host.link, (Busy(2, kind, host.link),)),), host.link)
     runs, truth = [], []
@@ -369,7 +374,7 @@ def test_a_cluster_is_as_slow_as_the_steps_that_were_run() -> None:
         options = Options(cluster=cluster, method=recipes.data_parallel(1))
         traced = trace(probe.step, (probe.state, probe.batch), options)
         plan = traced.plan()
-        larger = dataclasses.replace(kind, temporaries={"convolutions": 4.0, "others": 2.0})
+        larger = kind.with_measured(temporaries={"convolutions": 4.0, "others": 2.0})
         with_larger = dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=larger),))
         convolves = probe.name == "convolutions"
         run = StepRun(probe, traced, plan, 1.0, 0.5, 4.0 if convolves else 2.0, convolves)

@@ -17,7 +17,7 @@ from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.program_cost import op_costs
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Compute, LocalOp, LocalProgram, Reshard
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
+from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh, XlaBackend
 from autopar.ir.program import Program
 from autopar.ir.rule import product_sizes
 from autopar.ir.sharding import ReshardStep, Sharding
@@ -72,7 +72,7 @@ def kind_of(cluster: Cluster, kind: DeviceKind) -> Cluster:
 
 def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that_it_replaces() -> None:
     cluster = cluster_of(1, 2)
-    kind = dataclasses.replace(cluster.hosts[0].kind, allocations=((1.0, 1e6),))
+    kind = cluster.hosts[0].kind.with_measured(allocations=((1.0, 1e6),))
     slow = kind_of(cluster, kind)
     step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=cluster, method=recipes.data_parallel(1))
     args = models.sgd_state(models.mlp_params((32, 64, 16))), models.mlp_batch(32, (32, 64, 16))
@@ -80,7 +80,7 @@ def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that
     slower = step.plan(*args, method=dataclasses.replace(plan, cluster=slow))
     expected = plan.stages[0].memory.temporaries / 1e6  # the loss, a new result, is one of them in a plan
     assert slower.step_time - plan.step_time == pytest.approx(expected)
-    more = kind_of(slow, dataclasses.replace(kind, temporaries={"convolutions": 9.0, "others": 3.0}))
+    more = kind_of(slow, kind.with_measured(temporaries={"convolutions": 9.0, "others": 3.0}))
     slowest = step.plan(*args, method=dataclasses.replace(plan, cluster=more))
     assert slowest.stages[0].memory.temporaries == pytest.approx(3 * plan.stages[0].memory.temporaries, abs=12)
     assert slowest.step_time - plan.step_time == pytest.approx(3 * expected, abs=1.2e-5)
@@ -96,9 +96,8 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
     kind = dataclasses.replace(
         cluster_of(1, 4).hosts[0].kind,
         memory_bandwidth=copying,
-        strided_reads=((1.0, strided),),
         xla=dataclasses.replace(IN_TURN, single_output=True),
-    )
+    ).with_measured(strided_reads=((1.0, strided),))
     mesh = mesh_at(0, (4,))
 
     def seconds(shape: tuple[int, ...], dim: int, function: Callable[[Any], Any], kind: DeviceKind) -> list[float]:
@@ -108,7 +107,7 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
         rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
         outputs = tuple(v for v in graph.outputs if isinstance(v, Value))
         program = Program(0, "program", Phase.FORWARD, 0, graph.equations, (value,), outputs)
-        traffic = memory_traffic(graph.equations, rules, (value,), outputs, single_output=True)
+        traffic = memory_traffic(graph.equations, rules, (value,), outputs, xla=XlaBackend(single_output=True))
         whole = Sharding.replicated(len(shape))
         cut = Sharding(tuple(mesh.axes if d == dim else () for d in range(len(shape))))
         ops: list[LocalOp] = [Reshard(value, cut, whole, (ReshardStep("all_gather", mesh.axes, dim),))]

@@ -15,7 +15,7 @@ import pytest
 from autopar import recipes
 from autopar.cost_model.fusion import memory_traffic
 from autopar.errors import InfeasiblePlanError
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import XLA_FOR_GPUS, Mesh
 from autopar.ir.method import AUTO
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op import traffic
@@ -182,7 +182,7 @@ def test_programs_that_do_the_same_have_the_same_traffic(layers: int) -> None:
             layered = planner.layering.layered(m, True)
             for program in layered.finest.programs:
                 looked += 1
-                found = known.of(program, layered.rules, False)
+                found = known.of(program, layered.rules, XLA_FOR_GPUS)
                 expected = memory_traffic(program.equations, layered.rules, program.inputs, program.outputs)
                 assert found == expected
                 assert {k: one.kernel for k, one in found.items()} == {k: one.kernel for k, one in expected.items()}

@@ -159,7 +159,7 @@ class _Calibrator:
             ]
             found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
             if self._backend.reorders:
-                found += self._reorderings(busy) + self._pooling(busy)
+                found += self._strided_reads(busy) + self._pooling(busy)
             every = busy == len(self._devices)
             for dtype in self._backend.products:
                 found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
@@ -186,7 +186,7 @@ class _Calibrator:
             found.append(ProbeTask("memory", name, repeated, busy, moved=moved // kernels, times=kernels * times))
         return found
 
-    def _reorderings(self, busy: int) -> list[ProbeTask]:
+    def _strided_reads(self, busy: int) -> list[ProbeTask]:
         found = []
         shapes = ((_WIDTH, 0), *_TURNED)
         # What tells most first: each size in order and in another one.

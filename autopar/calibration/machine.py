@@ -73,7 +73,7 @@ def traffic_of(probe: Probe, kind: DeviceKind) -> tuple[int, int]:
     graph = _traced(probe)
     rules = {equation.id: rule_of(equation) for equation in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
-    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, single_output=kind.xla.single_output)
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, xla=kind.xla)
     moved = sum(nbytes for e in graph.equations for _, nbytes in moved_values(e, traffic[e.id]))
     return moved, sum(each.launches for each in traffic.values())
 
@@ -99,8 +99,8 @@ class Machine:
         start, launches = self._one("start of a program"), self._one("launches")
         self._start = start.seconds
         self._launch = max(0.0, launches.least - start.least) / LAUNCHES
-        self._guess = dataclasses.replace(self._guess, allocations=self._allocations())
-        self._fault = self._seconds_of_a_fault() if self._guess.allocations else 0.0
+        self._guess = self._guess.with_measured(allocations=self._allocations())
+        self._fault = self._seconds_of_a_fault() if self._guess.measured.allocations else 0.0
         self._products = {task: products_of(task.probe) for task in found if task.group in _PRODUCTS}
 
     def _one(self, group: str) -> Timed:
@@ -148,15 +148,17 @@ class Machine:
         curve = self._curve()
         largest = curve[-1][1] if curve else self._guess.memory_bandwidth * self._guess.memory_efficiency
         kind = dataclasses.replace(
-            self._guess, dispatch_overhead=self._start, launch_overhead=self._launch, bandwidths=curve,
-            strided_reads=self._reorderings(), pooling=self._pooled(),
-            memory_bandwidth=max(largest, self._guess.memory_bandwidth), products=self._speeds(),
+            self._guess, dispatch_overhead=self._start, launch_overhead=self._launch,
+            memory_bandwidth=max(largest, self._guess.memory_bandwidth),
         )  # fmt: skip
-        kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth))
+        kind = dataclasses.replace(kind, memory_efficiency=min(1.0, largest / kind.memory_bandwidth)).with_measured(
+            bandwidths=curve, strided_reads=self._strided_reads(), pooling=self._pooled(), products=self._speeds()
+        )
         if every is not None:
-            kind = dataclasses.replace(
-                kind, products=_faster(every.products, kind.products) if every.products else kind.products,
-                strided_reads=kind.strided_reads or every.strided_reads, pooling=kind.pooling or every.pooling,
+            own, whole = kind.measured, every.measured
+            kind = kind.with_measured(
+                products=_faster(whole.products, own.products) if whole.products else own.products,
+                strided_reads=own.strided_reads or whole.strided_reads, pooling=own.pooling or whole.pooling,
             )  # fmt: skip
         return kind, self._fit_link(kind)
 
@@ -168,7 +170,7 @@ class Machine:
         curve = [tuple(map(statistics.geometric_mean, zip(*some, strict=True))) for _, some in sorted(groups.items())]
         return tuple((nbytes, speed) for nbytes, speed in curve)
 
-    def _reorderings(self) -> tuple[tuple[float, float], ...]:
+    def _strided_reads(self) -> tuple[tuple[float, float], ...]:
         """By what a kernel takes longer that reads one array against its order."""
         found: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
         for task, seconds in self._of("order"):
@@ -244,17 +246,17 @@ class Machine:
         if task.group == "order":
             longer = strided_read_seconds(kind, task.moved, strided=task.strided, copied=0)
             return task.times * float(memory_seconds(kind, 3 * task.moved) + self._launch + longer)
-        if task.pooling is not None and kind.pooling:
-            return pooled_by(task.probe, task.pooling) / kind.pooling[task.pooling] + self._launch
+        if task.pooling is not None and kind.measured.pooling:
+            return pooled_by(task.probe, task.pooling) / kind.measured.pooling[task.pooling] + self._launch
         if task.group == "collectives":
             return self._collective_seconds(task, kind, link)
         if task.group not in _PRODUCTS:
             return None
         own = {(sizes, dtype) for sizes, dtype, _ in self._products[task]}
-        left = tuple(each for each in kind.products if (each.sizes, each.dtype) not in own)
+        left = tuple(each for each in kind.measured.products if (each.sizes, each.dtype) not in own)
         if not {product_family(s.sizes, s.dtype) for s in left} & {product_family(*each) for each in own}:
             return None
-        without = dataclasses.replace(kind, products=left)
+        without = kind.with_measured(products=left)
         total = 0.0
         for sizes, dtype, flops in self._products[task]:
             speed = peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency

@@ -107,7 +107,7 @@ def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
         factors[name] = statistics.median(found)
 
     def kind(of: DeviceKind) -> DeviceKind:
-        return of if of.xla.hides_latency else dataclasses.replace(of, temporaries=factors)
+        return of if of.xla.hides_latency else of.with_measured(temporaries=factors)
 
     return _changed(cluster, kind, lambda link: link)
 
@@ -129,11 +129,12 @@ def _slower_kind(kind: DeviceKind, factor: float) -> DeviceKind:
         dispatch_overhead=kind.dispatch_overhead * factor,
         matmul_efficiency=min(1.0, kind.matmul_efficiency / factor),
         memory_efficiency=min(1.0, kind.memory_efficiency / factor),
-        products=tuple(dataclasses.replace(each, flops=each.flops / factor) for each in kind.products),
-        bandwidths=tuple((nbytes, speed / factor) for nbytes, speed in kind.bandwidths),
-        strided_reads=tuple((nbytes, speed / factor) for nbytes, speed in kind.strided_reads),
-        pooling={of: speed / factor for of, speed in kind.pooling.items()},
-        allocations=tuple((nbytes, speed / factor) for nbytes, speed in kind.allocations),
+    ).with_measured(
+        products=tuple(dataclasses.replace(each, flops=each.flops / factor) for each in kind.measured.products),
+        bandwidths=tuple((nbytes, speed / factor) for nbytes, speed in kind.measured.bandwidths),
+        strided_reads=tuple((nbytes, speed / factor) for nbytes, speed in kind.measured.strided_reads),
+        pooling={of: speed / factor for of, speed in kind.measured.pooling.items()},
+        allocations=tuple((nbytes, speed / factor) for nbytes, speed in kind.measured.allocations),
     )
 
 

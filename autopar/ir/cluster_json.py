@@ -1,14 +1,14 @@
 """The file form of `Cluster`:
 
-    {"format": "autopar-cluster", "version": 1, "name": "...",
+    {"format": "autopar-cluster", "version": 2, "name": "...",
      "hosts": [{"num_hosts": 2, "devices_per_host": 8, "device": {...}, "link": {...}}, ...],
      "xla": {...}, "network": {...}}
 
 `xla` has the fields of `XlaBackend`: whose compiler makes the programs. Without it, it is today's XLA for GPUs.
-`device` has the fields of `DeviceKind`, `link` and `network` those of `Link`. Hosts of virtual devices have besides
-"busy": [{"num_devices": 1, "device": {...}, "link": {...}}, ...], `Busy`. Any object may carry a text
-under "source" that says where its numbers come from; it is not read. Efficiencies and overheads of a device may be left
-out: those of a common kind are taken, with a warning.
+`device` has the fields of `DeviceKind`, and in "measured" those of `Measured`; `link` and `network` those of `Link`.
+Hosts of virtual devices have besides "busy": [{"num_devices": 1, "device": {...}, "link": {...}}, ...], `Busy`. Any
+object may carry a text under "source" that says where its numbers come from; it is not read. Efficiencies and overheads
+of a device may be left out: those of a common kind are taken, with a warning.
 """
 
 from __future__ import annotations
@@ -36,10 +36,21 @@ from autopar.ir.json_file import (
     versioned,
     whole,
 )
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link, Patches, ProductSizes, ProductSpeed, XlaBackend
+from autopar.ir.mesh import (
+    Busy,
+    Cluster,
+    DeviceKind,
+    Host,
+    Link,
+    Measured,
+    Patches,
+    ProductSizes,
+    ProductSpeed,
+    XlaBackend,
+)
 
 FORMAT = "autopar-cluster"
-VERSION = 1
+VERSION = 2
 _REMEDY = "write one with cluster_to_json"
 
 
@@ -106,18 +117,24 @@ def cluster_data(cluster: Cluster) -> dict[str, Any]:
 
 def _speeds(of: Host | Busy) -> dict[str, Any]:
     device = {
-        field.name: getattr(of.kind, field.name) for field in dataclasses.fields(DeviceKind) if field.name != "xla"
+        field.name: getattr(of.kind, field.name)
+        for field in dataclasses.fields(DeviceKind)
+        if field.name not in ("xla", "measured")
     }
     device["peak_flops"] = dict(of.kind.peak_flops)
-    device["products"] = [_product_data(each) for each in of.kind.products]
-    for name in ("bandwidths", "strided_reads", "allocations"):
-        device[name] = [list(each) for each in device[name]]
-    device["pooling"] = dict(of.kind.pooling)
-    device["temporaries"] = dict(of.kind.temporaries)
-    for name in ("products", "bandwidths", "strided_reads", "pooling", "allocations", "temporaries"):
-        if not device[name]:
-            del device[name]
+    if of.kind.measured != Measured():
+        device["measured"] = _measured_data(of.kind.measured)
     return {"device": device, "link": dataclasses.asdict(of.link)}
+
+
+def _measured_data(measured: Measured) -> dict[str, Any]:
+    data = {
+        "products": [_product_data(each) for each in measured.products],
+        **{name: [*map(list, getattr(measured, name))] for name in ("bandwidths", "strided_reads", "allocations")},
+        "pooling": dict(measured.pooling),
+        "temporaries": dict(measured.temporaries),
+    }
+    return {name: value for name, value in data.items() if value}
 
 
 def _product_data(measured: ProductSpeed) -> dict[str, Any]:
@@ -198,6 +215,20 @@ _read_sizes = record(
 _read_product = record(
     {"dtype": read_string, "sizes": _read_sizes, "flops": number("FLOP per second above 0", above=0)}
 )
+_read_measured_record = record(
+    {
+        "products": _read_products, "bandwidths": _read_curve, "strided_reads": _read_curve, "allocations": _read_curve,
+        "pooling": record({"result": _read_speed, "gradient": _read_speed}),
+        "temporaries": record({"convolutions": _read_factor, "others": _read_factor}),
+    },
+    dataclasses.asdict(Measured()),
+)  # fmt: skip
+
+
+def _read_measured(value: Any, path: str) -> Measured:
+    return Measured(**_read_measured_record(value, path))
+
+
 _LINK: Mapping[str, Reader] = {
     "name": read_string,
     "latency": number("seconds, 0 or more", least=0),
@@ -218,12 +249,7 @@ _DEVICE: Mapping[str, Reader] = {
     "convolution_share": number("a share above 0 and at most 1", above=0, most=1),
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
     "multiprocessors": whole("a whole number, 0 or more", least=0),
-    "products": _read_products,
-    "bandwidths": _read_curve,
-    "strided_reads": _read_curve,
-    "allocations": _read_curve,
-    "pooling": record({"result": _read_speed, "gradient": _read_speed}),
-    "temporaries": record({"convolutions": _read_factor, "others": _read_factor}),
+    "measured": _read_measured,
 }
 MOST_OF_A_KIND = 1_000_000  # hosts or devices that a file may ask for: beyond it there is a typing error
 _COUNT = whole(f"a whole number from 1 to {MOST_OF_A_KIND}", least=1, most=MOST_OF_A_KIND)
@@ -242,8 +268,7 @@ _MEASURED = {
     "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
 }  # fmt: skip
 _UNSAID = {
-    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0,
-    "products": (), "bandwidths": (), "strided_reads": (), "pooling": {}, "allocations": (), "temporaries": {},
+    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0, "measured": Measured(),
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
 

@@ -8,7 +8,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -94,24 +94,13 @@ class XlaBackend:
     split_k: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class DeviceKind:
-    """What one device of this kind can do."""
+XLA_FOR_GPUS = XlaBackend()
 
-    name: str
-    memory: int  # bytes that arrays may take
-    memory_bandwidth: float  # bytes per second
-    peak_flops: Mapping[str, float]  # FLOP per second by dtype name, e.g. "float32", "bfloat16"
-    matmul_efficiency: float  # share of the peak that large matrix products reach, in (0, 1]
-    memory_efficiency: float  # share of the bandwidth that large elementwise kernels reach, in (0, 1]
-    launch_overhead: float  # seconds on the device for the smallest kernel
-    dispatch_overhead: float  # seconds on the host to start one program
-    memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
-    convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
-    batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
-    multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
-    xla: XlaBackend = XlaBackend()  # whose compiler makes its programs
-    # Measured, where there are any, and then instead of the shares and efficiencies above:
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a calibration has measured of a device; empty fields: nothing."""
+
     products: tuple[ProductSpeed, ...] = ()
     bandwidths: tuple[tuple[float, float], ...] = ()  # bytes that a kernel moves, ascending, and bytes per second
     # Bytes of an array, ascending, and bytes per second by which reading it against its order takes longer; none: by
@@ -126,8 +115,32 @@ class DeviceKind:
     # "others", or nothing; where latency is hidden the cost model's own factors hold.
     temporaries: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
+
+@dataclasses.dataclass(frozen=True)
+class DeviceKind:
+    """What one device of this kind can do: its data sheet, whose compiler makes its programs, what was measured."""
+
+    name: str
+    memory: int  # bytes that arrays may take
+    memory_bandwidth: float  # bytes per second
+    peak_flops: Mapping[str, float]  # FLOP per second by dtype name, e.g. "float32", "bfloat16"
+    matmul_efficiency: float  # share of the peak that large matrix products reach, in (0, 1]
+    memory_efficiency: float  # share of the bandwidth that large elementwise kernels reach, in (0, 1]
+    launch_overhead: float  # seconds on the device for the smallest kernel
+    dispatch_overhead: float  # seconds on the host to start one program
+    memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
+    convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
+    batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
+    multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
+    xla: XlaBackend = XLA_FOR_GPUS  # whose compiler makes its programs
+    measured: Measured = Measured()  # where it is not empty, instead of the shares and efficiencies above
+
     def __hash__(self) -> int:
         return hash((self.name, self.memory))
+
+    def with_measured(self, **fields: Any) -> DeviceKind:
+        """The same, with these fields of `measured` replaced."""
+        return dataclasses.replace(self, measured=dataclasses.replace(self.measured, **fields))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -276,7 +276,7 @@ class Finisher:
             layered.rules,
             resharders,
             prices.transfer,
-            single_output=prices.cluster.xla.single_output,
+            xla=prices.cluster.xla,
         )
 
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:

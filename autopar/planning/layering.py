@@ -13,7 +13,7 @@ import numpy as np
 from autopar.cost_model.fusion import memory_traffic
 from autopar.errors import PlanError, UnsplitWarning
 from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph, Value
-from autopar.ir.mesh import Cluster, DeviceKind
+from autopar.ir.mesh import Cluster, DeviceKind, XlaBackend
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
 from autopar.ir.rule import Rule
@@ -72,11 +72,11 @@ class Layered:
     def _stages(self) -> dict[Hashable, Stage]:
         return {}
 
-    def stage(self, placed: PlacedStep, index: int, single_output: bool) -> Stage:
+    def stage(self, placed: PlacedStep, index: int, xla: XlaBackend) -> Stage:
         """One stage of programs of this step, in which no input lies anywhere yet: the same for all methods."""
-        key = (placed, index, single_output)
+        key = (placed, index, xla)
         if key not in self._stages:
-            self._stages[key] = Stage(placed, index, self.rules, {}, single_output, self.traffic)
+            self._stages[key] = Stage(placed, index, self.rules, {}, xla, self.traffic)
         return self._stages[key]
 
     def placed(self, cuts: Sequence[int], weights_apart: bool = False) -> PlacedStep:
@@ -112,7 +112,7 @@ class Layered:
 
         def times() -> Callable[[Equation], float]:
             read = {v for eqn in step.equations if eqn.phase is not Phase.FORWARD for v in eqn.values}
-            traffic = memory_traffic(step.forward, rules, (), read, single_output=kind.xla.single_output)
+            traffic = memory_traffic(step.forward, rules, (), read, xla=kind.xla)
 
             def seconds(eqn: Equation) -> float:
                 shared, launches = equation_seconds(eqn, rules[eqn.id], traffic[eqn.id], kind)

@@ -308,13 +308,13 @@ class StageCosts:
         return mesh.shape, self.prices.surroundings(mesh)
 
     def _stage(self, layered: Layered, placed: PlacedStep, index: int) -> Stage:
-        single_output = self.prices.cluster.xla.single_output
+        xla = self.prices.cluster.xla
         pinned = {v: s for v, (at, s) in self.pinned.items() if at == index}
         if not pinned:
-            return layered.stage(placed, index, single_output)
+            return layered.stage(placed, index, xla)
         key = (placed, index)
         if key not in self._stages:
-            self._stages[key] = Stage(placed, index, layered.rules, pinned, single_output, layered.traffic)
+            self._stages[key] = Stage(placed, index, layered.rules, pinned, xla, layered.traffic)
         return self._stages[key]
 
     def note_infeasible(self, error: Infeasible, where: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from autopar.cost_model.compute import accumulate_seconds
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
-from autopar.ir.mesh import DeviceKind
+from autopar.ir.mesh import DeviceKind, XlaBackend
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule
 from autopar.ir.same import signature_of
@@ -41,16 +41,16 @@ class Stage:
 
     def __init__(
         self, placed: PlacedStep, index: int, rules: Mapping[int, Rule], pinned: Mapping[Value, Sharding],
-        single_output: bool, traffic: KnownTraffic,
+        xla: XlaBackend, traffic: KnownTraffic,
     ) -> None:  # fmt: skip
         """`rules` by equation id; `pinned`: inputs of the stage that lie somewhere already.
 
-        `single_output`: what the cluster's compiler does (`XlaBackend.single_output`). `traffic`: of other stages, too.
+        `xla`: the cluster's compiler. `traffic`: of other stages, too.
         """
         self.placed, self.index, self.rules, self.pinned = placed, index, rules, pinned
         self.step = placed.step
         self.programs = [p for p in placed.programs if p.stage == index]
-        self.traffic = {p.index: traffic.of(p, rules, single_output) for p in self.programs}
+        self.traffic = {p.index: traffic.of(p, rules, xla) for p in self.programs}
         self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self._least: dict[str, list[tuple[float, float]]] = {}
         self._state: dict[tuple[int, ...], float] = {}

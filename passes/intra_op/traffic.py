@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from autopar.cost_model.fusion import memory_traffic
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.local import Traffic
+from autopar.ir.mesh import XlaBackend
 from autopar.ir.program import Program
 from autopar.ir.rule import Rule
 
@@ -23,13 +24,13 @@ class KnownTraffic:
         # its kernel begins.
         self._known: dict[Hashable, list[tuple[Traffic, int]]] = {}
 
-    def of(self, program: Program, rules: Mapping[int, Rule], single_output: bool) -> dict[int, Traffic]:
+    def of(self, program: Program, rules: Mapping[int, Rule], xla: XlaBackend) -> dict[int, Traffic]:
         """See `memory_traffic`."""
         equations = program.equations
-        key = (single_output, *_signature(program))
+        key = (xla, *_signature(program))
         found = self._known.get(key)
         if found is None:
-            traffic = memory_traffic(equations, rules, program.inputs, program.outputs, single_output=single_output)
+            traffic = memory_traffic(equations, rules, program.inputs, program.outputs, xla=xla)
             at = {eqn.id: k for k, eqn in enumerate(equations)}
             self._known[key] = [(traffic[eqn.id], at[traffic[eqn.id].kernel]) for eqn in equations]
             return traffic

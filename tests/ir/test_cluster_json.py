@@ -43,8 +43,6 @@ def _measured() -> Cluster:
     )
     kind = dataclasses.replace(
         toy_kind(),
-        products=products,
-        bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
         xla=XlaBackend(
             collective_combine_threshold=7,
             combines_contiguously=True,
@@ -52,6 +50,9 @@ def _measured() -> Cluster:
             single_output=True,
             split_k=False,
         ),
+    ).with_measured(
+        products=products,
+        bandwidths=((1e3, 8e9), (2.5e6, 1e9)),
         strided_reads=((1e5, 4e9), (1e6, 4e8)),
         pooling={"result": 4e8, "gradient": 3e7},
         allocations=((1e6, 5e9),),

@@ -20,7 +20,7 @@ from autopar.passes.microbatch import split_batch
 from autopar.passes.recompute import Forward, best_saved, recompute
 from autopar.tracing.build import Builder, barrier
 from tests.planned import analyse, cluster_of, plan_step
-from tests.test_regathering import step_of
+from tests.test_reshard_after_forward import step_of
 
 LAYERS, WIDTH, BATCH = 6, 64, 64
 FAST = {"flops": 1e12, "memory_bandwidth": 1e11, "link": 1e9}  # of a cluster on which many bytes take long

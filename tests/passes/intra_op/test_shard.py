@@ -15,6 +15,7 @@ from autopar.cost_model.compute import partial_sum_bytes
 from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.program_cost import program_cost
 from autopar.ir.local import Compute, LocalKernel
+from autopar.ir.mesh import XlaBackend
 from autopar.ir.method import Method
 from autopar.passes import lower
 from autopar.passes.intra_op.numbers import StageNumbers
@@ -35,8 +36,8 @@ MOE = moe.MoEConfig(
 def whole_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs have the kernels of whole arrays, which the solver counts, instead of those of a device's pieces."""
 
-    def whole(*args: Any, single_output: bool, shapes: Any) -> Any:
-        return memory_traffic(*args, single_output=single_output)
+    def whole(*args: Any, xla: XlaBackend, shapes: Any) -> Any:
+        return memory_traffic(*args, xla=xla)
 
     monkeypatch.setattr(lower, "memory_traffic", whole)
 
@@ -93,7 +94,7 @@ def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(
     analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 8))
     plain = cluster_of(1, devices, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
     xla = dataclasses.replace(IN_TURN, single_output=True)
-    kind = dataclasses.replace(plain.hosts[0].kind, xla=xla, strided_reads=((1e4, 1e10), (1e7, 1e9)))
+    kind = dataclasses.replace(plain.hosts[0].kind, xla=xla).with_measured(strided_reads=((1e4, 1e10), (1e7, 1e9)))
     cluster = dataclasses.replace(plain, hosts=(dataclasses.replace(plain.hosts[0], kind=kind),))
     seconds = {}
     for each in (plain, cluster):

@@ -13,6 +13,7 @@ import pytest
 
 from autopar.cost_model.fusion import live_until, memory_traffic, moved_values
 from autopar.ir.graph import Value
+from autopar.ir.mesh import XLA_FOR_GPUS, XlaBackend
 from autopar.passes.rules.table import rule_of
 from autopar.runtime.hlo_traffic import kernels_in_hlo
 from autopar.tracing.trace import trace
@@ -24,12 +25,12 @@ SQUARE = jax.ShapeDtypeStruct((N, N), jnp.float32)
 BYTES = 4 * N * N
 
 
-def moved(function: Callable[..., Any], *args: Any, single_output: bool = False) -> tuple[float, float]:
+def moved(function: Callable[..., Any], *args: Any, xla: XlaBackend = XLA_FOR_GPUS) -> tuple[float, float]:
     """Bytes through memory, and the kernels that move them."""
     graph = trace(function, args, {}, name="function")
     rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
-    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, single_output=single_output)
+    traffic = memory_traffic(graph.equations, rules, graph.inputs, outputs, xla=xla)
     nbytes = launches = 0.0
     for eqn in graph.equations:
         rule = rules[eqn.id]
@@ -78,7 +79,7 @@ CHAINS: dict[str, tuple[Callable[..., Any], int, tuple[int, int], tuple[int, int
 def test_chains(name: str, single_output: bool) -> None:
     function, arguments, *each = CHAINS[name]
     arrays, kernels = each[single_output]
-    nbytes, launches = moved(function, *[SQUARE] * arguments, single_output=single_output)
+    nbytes, launches = moved(function, *[SQUARE] * arguments, xla=XlaBackend(single_output=single_output))
     assert nbytes == pytest.approx(arrays * BYTES, rel=12 / N)
     assert launches == kernels
 
@@ -285,7 +286,7 @@ def test_traffic_is_that_of_xlas_kernels_for_cpus(name: str) -> None:
     state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
     batch = model.abstract_batch(config, batch_size)
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    nbytes, launches = moved(step, state, batch, single_output=True)
+    nbytes, launches = moved(step, state, batch, xla=XlaBackend(single_output=True))
     kernels = kernels_in_hlo(compiled.as_text() or "")
     assert nbytes == pytest.approx(sum(kernel.nbytes for kernel in kernels), rel=0.25)
     # A scatter is a loop over all that is scattered there, of a few kernels for each element.

@@ -13,6 +13,7 @@ import pytest
 from autopar.cost_model.fusion import memory_traffic
 from autopar.ir.graph import Value
 from autopar.ir.local import Traffic
+from autopar.ir.mesh import XlaBackend
 from autopar.passes.rules.table import rule_of
 from autopar.tracing.trace import trace
 
@@ -25,7 +26,7 @@ def traffic_of(function: Callable[..., Any], *args: Any) -> list[Traffic]:
     graph = trace(function, args, {}, name="function")
     rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
     outputs = [v for v in graph.outputs if isinstance(v, Value)]
-    return [*memory_traffic(graph.equations, rules, graph.inputs, outputs, single_output=True).values()]
+    return [*memory_traffic(graph.equations, rules, graph.inputs, outputs, xla=XlaBackend(single_output=True)).values()]
 
 
 def compiled(function: Callable[..., Any], *args: Any) -> str:
