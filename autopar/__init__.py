@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar import recipes
+from autopar import recipes, sharding_rules
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
@@ -66,6 +66,7 @@ __all__ = [
     "register_sharding_rule",
     "restore",
     "save",
+    "sharding_rules",
     "wait_until_saved",
 ]
 

@@ -14,9 +14,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import autopar
+from autopar import sharding_rules as rules
 from autopar.errors import MissingRuleWarning
-from autopar.ir.graph import Equation
-from autopar.ir.rule import Rule
 from autopar.passes.rules import table
 from autopar.passes.rules.table import warn_missing
 from tests.planned import analyse
@@ -81,12 +80,12 @@ def test_with_a_users_rule_it_splits(name: str, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(table, "_REGISTERED", {})
 
     @autopar.register_sharding_rule(name)
-    def by_rows(equation: Equation) -> Rule:
-        def emit(local: Any, equation: Equation, operands: Any) -> Any:
+    def by_rows(equation: rules.Equation) -> rules.Rule:
+        def emit(local: Any, equation: rules.Equation, operands: Any) -> Any:
             return [FOREIGN["own" if name.startswith("twice") else "pallas"][0](*operands)]
 
         sizes = equation.inputs[0].shape
-        return Rule(sizes, (((0,), (1,)),), (((0,), (1,)),), whole=frozenset({1}), emit=emit)
+        return rules.Rule(sizes, (((0,), (1,)),), (((0,), (1,)),), whole=frozenset({1}), emit=emit)
 
     function = FOREIGN["own" if name.startswith("twice") else "pallas"][0]
     step, w, x = step_with(function), numbers(8, 8), numbers(8, 8)
@@ -95,3 +94,32 @@ def test_with_a_users_rule_it_splits(name: str, monkeypatch: pytest.MonkeyPatch)
     assert analysis.max_microbatches == 8
     outputs = plan_by_lot(analysis, (2,), 1, 4, np.random.default_rng(1)).build(jax.devices())([w, x])
     assert all(close(a, b) for a, b in zip(outputs, jax.jit(step)(w, x), strict=True))
+
+
+scaled_rows_p = Primitive("scaled_rows")
+scaled_rows_p.def_impl(lambda x, by: x * by[:, None])
+scaled_rows_p.def_abstract_eval(lambda x, by: jax.core.ShapedArray(x.shape, x.dtype))
+mlir.register_lowering(scaled_rows_p, mlir.lower_fun(lambda x, by: x * by[:, None], multiple_results=False))
+
+
+def test_a_rule_of_public_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of `autopar.sharding_rules`: rows and columns are cut, and sums over them stay partial or not."""
+    monkeypatch.setattr(table, "_REGISTERED", {})
+
+    @autopar.register_sharding_rule("scaled_rows")  # [rows, columns], [rows] -> [rows, columns]
+    def scaled_rows(equation: rules.Equation) -> rules.Rule:
+        factors = rules.Factors()
+        rows, columns = factors.dims(equation.inputs[0].shape)
+        return factors.rule([(rows, columns), (rows,)], [(rows, columns)])
+
+    def step(w: Any, x: Any, by: Any) -> Any:
+        return jnp.tanh(scaled_rows_p.bind(x @ w, by)).sum()
+
+    w, x, by = numbers(8, 8), numbers(8, 8), numbers(8)
+    analysis = analyse(step, w, x, by, batch_axes=(None, 0, 0))
+    warn_missing(analysis.graph.equations)  # warnings are errors: there is none
+    (rule,) = [rules.rule_of(e) for e in analysis.graph.equations if e.primitive is scaled_rows_p]
+    assert (rule.factors, rule.inputs, rule.outputs) == ((8, 8), (((0,), (1,)), ((0,),)), (((0,), (1,)),))
+    for mesh in ((4,), (2, 2)):
+        outputs = plan_by_lot(analysis, mesh, 1, 2, np.random.default_rng(1)).build(jax.devices())([w, x, by])
+        assert all(close(a, b) for a, b in zip(outputs, jax.tree.leaves(jax.jit(step)(w, x, by)), strict=True))
