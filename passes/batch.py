@@ -4,7 +4,7 @@ Analysis (`analyse_batch`), once per graph, says for every value how it depends 
 
     FREE      not at all (parameters, keys, and what is computed from them alone)
     BATCHED   it holds the microbatch's examples along one dimension (outer, units, inner)
-    PARTIAL   it is an partial sum: the value of the whole batch is the sum over microbatches
+    PARTIAL   it is a partial sum: the value of the whole batch is the sum over microbatches
     FINAL     it needs the whole batch, hence exists only after the last microbatch
     ALIKE     an equation with a body makes it beside what holds examples; it is the same in every microbatch
 

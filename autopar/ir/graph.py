@@ -314,7 +314,7 @@ class StepGraph:
     feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- its slice of a graph input
     accumulate: Mapping[
         Value, Value
-    ]  # loop value (an partial sum per microbatch) -> step value (their sum), of one type
+    ]  # loop value (a partial sum per microbatch) -> step value (their sum), of one type
     keep: Mapping[Value, tuple[Value, ...]]  # loop value -> step values: what it was in each microbatch
     outputs: tuple[Operand, ...]
     replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used

@@ -106,7 +106,7 @@ def emit_same(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[
 
 
 def emit_cast(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    """For the conversion to another type: that of the result, which is wider where it is an partial sum."""
+    """For the conversion to another type: that of the result, which is wider where it is a partial sum."""
     return bind(eqn, operands, new_dtype=eqn.outputs[0].dtype)
 
 
@@ -212,7 +212,7 @@ class Hinted:
 
     hint: Hint
     dims: tuple[frozenset[int], ...]  # per dimension the factors that cut it
-    partial_sum: frozenset[int]  # factors over whose pieces it is an partial sum
+    partial_sum: frozenset[int]  # factors over whose pieces it is a partial sum
 
     def renamed(self, outer: Mapping[int, int], passing: Collection[int]) -> Hinted:
         """In the factors of the equation in whose body it is.

@@ -25,7 +25,7 @@ class Shardings:
 
     each: tuple[Sharding, ...]
     share: np.ndarray[Any, Any]  # the part of the value that one device holds
-    partial: np.ndarray[Any, Any]  # whether it is an partial sum
+    partial: np.ndarray[Any, Any]  # whether it is a partial sum
     _nbytes: dict[tuple[int, int], Any] = dataclasses.field(default_factory=dict, repr=False)
 
     @staticmethod

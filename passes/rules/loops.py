@@ -44,66 +44,29 @@ Each = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Callable[[], Sequence
 _SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
 
 
-def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], Callable[[], None]]:
-    """The rules by primitive, and what forgets the bodies seen; `rule_of` gives the rules of equations in a body."""
+class LoopRules:
+    """The rules of `scan`, `while` and `cond`; `rule_of` gives the rules of equations in a body.
 
-    @functools.lru_cache(maxsize=256)
-    def scan_body(
-        program: Signature[Any], consts: int, carries: int, least_sum_bytes: int, partitionable: bool
-    ) -> tuple[Body, list[BodyCut], dict[int, tuple[Value, ...]]]:
-        """Also each stacked input's way to where it is gathered if it comes in pieces.
+    Bodies and their cuts are kept, since many equations have the same.
+    """
 
-        `partitionable`: the rules in the body depend on it.
-        """
-        closed = program.of
-        carried = {k: consts + k for k in range(carries)}
-        body = make_body(
-            closed.in_avals,
-            [(closed, range(len(closed.in_avals)))],
-            rule_of,
-            carried=carried,
-            least_sum_bytes=least_sum_bytes,
-        )
-        cuts = find_cuts(body)
-        stacked = range(consts + carries, len(body.inputs))
-        return body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked}
+    def __init__(self, rule_of: Callable[[Equation], Rule]) -> None:
+        self._rule_of = rule_of
+        self._scan_bodies = functools.lru_cache(maxsize=256)(self._scan_body)
+        self._while_bodies = functools.lru_cache(maxsize=256)(self._while_body)
+        self._cond_bodies = functools.lru_cache(maxsize=256)(self._cond_body)
+        self.by_primitive: Mapping[str, RuleBuilder] = {"scan": self.scan, "while": self.while_, "cond": self.cond}
 
-    @functools.lru_cache(maxsize=256)
-    def while_body(
-        condition: Any, body: Any, of_condition: int, of_body: int, least_sum_bytes: int
-    ) -> tuple[Body, list[BodyCut]]:
-        """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on.
+    def forget(self) -> None:
+        """The bodies seen: rules of equations in them have changed."""
+        self._scan_bodies.cache_clear()
+        self._while_bodies.cache_clear()
+        self._cond_bodies.cache_clear()
 
-        Whether to go on is an array where a `vmap` made one loop of each example's. Pieces may then turn differently
-        often.
-        """
-        carries = len(body.out_avals)
-        first = of_condition + of_body
-        carry = range(first, first + carries)
-        avals = [*condition.in_avals[:of_condition], *body.in_avals]
-        mapped = bool(condition.out_avals[0].shape)
-        parts = [(body, [*range(of_condition, first), *carry]), (condition, [*range(of_condition), *carry])]
-        if mapped:
-            parts[0] = _where_going_on(condition, body, of_condition), list(range(first + carries))
-        carried = dict(enumerate(carry))
-        whole = () if mapped else (carries,)
-        made = make_body(avals, parts, rule_of, carried=carried, whole=whole, least_sum_bytes=least_sum_bytes)
-        cuts = find_cuts(made)
-        return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
-
-    @functools.lru_cache(maxsize=256)
-    def cond_body(branches: tuple[Any, ...], least_sum_bytes: int) -> tuple[Body, list[BodyCut]]:
-        """Outputs: those of the first branch, of the second, .."""
-        avals, count = branches[0].in_avals, len(branches[0].out_avals)
-        parts = [(branch, range(len(avals))) for branch in branches]
-        agreeing = tuple(tuple(range(k, count * len(branches), count)) for k in range(count))
-        body = make_body(avals, parts, rule_of, agreeing=agreeing, least_sum_bytes=least_sum_bytes)
-        return body, find_cuts(body)
-
-    def scan(eqn: Equation) -> Rule:
+    def scan(self, eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
-        body, cuts, stacked_in = scan_body(
+        body, cuts, stacked_in = self._scan_bodies(
             program_signature(p["jaxpr"]), consts, carries, _least_sum_bytes(eqn), is_partitionable()
         )
         everything = range(len(body.outputs))
@@ -116,7 +79,7 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
             def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
                 found = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
                 ys = [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
-                # What was an partial sum before is rounded, round by round.
+                # What was a partial sum before is rounded, round by round.
                 return found[:carries], [
                     y if y.dtype == t else y.astype(t) for y, t in zip(ys, types[carries:], strict=True)
                 ]
@@ -132,10 +95,10 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         layout = LoopLayout(tuple(range(len(body.inputs))), tuple(everything), stacked_in, stacked_out, p["length"])
         return _rule(eqn, body, cuts, layout, run, p["length"])
 
-    def while_(eqn: Equation) -> Rule:
+    def while_(self, eqn: Equation) -> Rule:
         p = eqn.params
         first = p["cond_nconsts"] + p["body_nconsts"]
-        body, cuts = while_body(
+        body, cuts = self._while_bodies(
             p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], _least_sum_bytes(eqn)
         )
         carries = range(len(body.outputs) - 1)
@@ -154,9 +117,9 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
 
         return _rule(eqn, body, cuts, LoopLayout(tuple(range(len(body.inputs))), tuple(carries)), run, 1.0)
 
-    def cond(eqn: Equation) -> Rule:
+    def cond(self, eqn: Equation) -> Rule:
         branches = eqn.params["branches"]
-        body, cuts = cond_body(tuple(branches), _least_sum_bytes(eqn))
+        body, cuts = self._cond_bodies(tuple(branches), _least_sum_bytes(eqn))
         count = len(eqn.outputs)
 
         def each(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Callable[[], Sequence[Any]]]:
@@ -175,11 +138,55 @@ def rules(rule_of: Callable[[Equation], Rule]) -> tuple[dict[str, RuleBuilder], 
         for_platforms = eqn.params.get("branches_platforms") is not None
         return _rule(eqn, body, cuts, layout, run, 1 / len(branches), None if for_platforms else each)
 
-    def forget() -> None:
-        for seen in (scan_body, while_body, cond_body):
-            seen.cache_clear()
+    def _scan_body(
+        self, program: Signature[Any], consts: int, carries: int, least_sum_bytes: int, partitionable: bool
+    ) -> tuple[Body, list[BodyCut], dict[int, tuple[Value, ...]]]:
+        """Also each stacked input's way to where it is gathered if it comes in pieces.
 
-    return {"scan": scan, "while": while_, "cond": cond}, forget
+        `partitionable`: the rules in the body depend on it.
+        """
+        closed = program.of
+        carried = {k: consts + k for k in range(carries)}
+        body = make_body(
+            closed.in_avals,
+            [(closed, range(len(closed.in_avals)))],
+            self._rule_of,
+            carried=carried,
+            least_sum_bytes=least_sum_bytes,
+        )
+        cuts = find_cuts(body)
+        stacked = range(consts + carries, len(body.inputs))
+        return body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked}
+
+    def _while_body(
+        self, condition: Any, body: Any, of_condition: int, of_body: int, least_sum_bytes: int
+    ) -> tuple[Body, list[BodyCut]]:
+        """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on.
+
+        Whether to go on is an array where a `vmap` made one loop of each example's. Pieces may then turn differently
+        often.
+        """
+        carries = len(body.out_avals)
+        first = of_condition + of_body
+        carry = range(first, first + carries)
+        avals = [*condition.in_avals[:of_condition], *body.in_avals]
+        mapped = bool(condition.out_avals[0].shape)
+        parts = [(body, [*range(of_condition, first), *carry]), (condition, [*range(of_condition), *carry])]
+        if mapped:
+            parts[0] = _where_going_on(condition, body, of_condition), list(range(first + carries))
+        carried = dict(enumerate(carry))
+        whole = () if mapped else (carries,)
+        made = make_body(avals, parts, self._rule_of, carried=carried, whole=whole, least_sum_bytes=least_sum_bytes)
+        cuts = find_cuts(made)
+        return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
+
+    def _cond_body(self, branches: tuple[Any, ...], least_sum_bytes: int) -> tuple[Body, list[BodyCut]]:
+        """Outputs: those of the first branch, of the second, .."""
+        avals, count = branches[0].in_avals, len(branches[0].out_avals)
+        parts = [(branch, range(len(avals))) for branch in branches]
+        agreeing = tuple(tuple(range(k, count * len(branches), count)) for k in range(count))
+        body = make_body(avals, parts, self._rule_of, agreeing=agreeing, least_sum_bytes=least_sum_bytes)
+        return body, find_cuts(body)
 
 
 @dataclasses.dataclass(frozen=True)

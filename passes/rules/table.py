@@ -99,8 +99,8 @@ def _rule_of(signature: Signature[Equation], registered: RuleBuilder | None, par
     return dataclasses.replace(rule, emit=emit)
 
 
-_LOOPS, _forget_bodies = loops.rules(rule_of)
-_BUILT_IN.update(_LOOPS)
+_LOOPS = loops.LoopRules(rule_of)
+_BUILT_IN.update(_LOOPS.by_primitive)
 
 
 def find_fault(equation: Equation, rule: Rule) -> str | None:
@@ -177,7 +177,7 @@ def register_sharding_rule(primitive_name: str) -> Callable[[RuleBuilder], RuleB
             )
         _REGISTERED[primitive_name] = builder
         _rule_of.cache_clear()
-        _forget_bodies()
+        _LOOPS.forget()
         return builder
 
     return register
