@@ -21,6 +21,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from autopar.cost_model.compute import INDEX_BYTES
 from autopar.cost_model.dependencies import Dependencies
@@ -159,147 +160,235 @@ def memory_traffic(
 ) -> dict[int, Traffic]:  # fmt: skip
     """The traffic of each equation, by its id, in a program with these inputs and outputs.
 
-    `xla`: the compiler. `shapes`: of values
-    that are in pieces, those of a device's piece.
+    `xla`: the compiler. `shapes`: of values that are in pieces, those of a device's piece.
     """
     memory = _memory(equations, rules, inputs, outputs, xla, shapes)
-    layouts = Layouts(equations, rules, outputs)
-    strided: dict[_Place, int] = defaultdict(int)
-    copied: dict[_Place, int] = defaultdict(int)
-    sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
-    maker: dict[Value, _Fusion] = {}
-    dependencies = Dependencies()  # of kernels
-    readers: dict[Value, dict[tuple[int, ...], list[_Fusion]]] = defaultdict(lambda: defaultdict(list))
-    reads: dict[_Place, int] = defaultdict(int)
-    bases: dict[Value, Value] = {}  # view -> what it is a view of
-    ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
-    launches: dict[int, int] = {}
-    writes: dict[int, tuple[bool, ...]] = {}
-    turned: set[Value] = set()  # in the order of a convolution, not their own
-    copied_filters: set[Value] = set()  # of which there is such a copy
-    leaving = {*outputs}
-    around: dict[Value, set[Value]] = {}  # of what is not in memory: what it needs otherwise than element by element
-    moved: set[Value] = set()  # views in which elements lie elsewhere
-    shared: dict[int, Sequence[bool]] = {}  # by equation and operand: whether it is needed element by element alone
-    begins: dict[int, int] = {}  # by equation: the first one of its kernel
+    count = (_CountOnCpus if xla.single_output else _CountOnGpus)(equations, rules, outputs, memory, shapes)
     for eqn in equations:
-        rule = rules[eqn.id]
-        made = tuple(v in memory.stored for v in eqn.outputs)
-        if comes_turned(eqn, rule, turned):
-            turned.update(eqn.outputs)
-        is_view = made[:1] == (True,) and _is_view(eqn, rule)
-        if rule.separable or is_view:
-            layouts.view(eqn, rule)
-            bases.update({v: bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
-                          if isinstance(u, Value)})  # fmt: skip
-            for before, view in zip(eqn.inputs, eqn.outputs, strict=True):
-                if before in moved or not (rule.separable or _is_element_by_element(rule, 0)):
-                    moved.add(view)
-                if isinstance(before, Value) and before in maker:
-                    maker[view] = maker[before]
-                    if before in maker[before].at_end:
-                        maker[before].at_end.add(view)
-            continue
-        writes[eqn.id] = made
+        count.add(eqn, rules[eqn.id])
+    return {eqn.id: count.traffic(eqn) for eqn in equations}
+
+
+class _Count:
+    """Counts the kernels of a program and what they read and write, equation by equation."""
+
+    def __init__(
+        self, equations: Sequence[Equation], rules: Mapping[int, Rule], outputs: Collection[Value], memory: _Memory,
+        shapes: Mapping[Value, tuple[int, ...]],
+    ) -> None:  # fmt: skip
+        self.rules, self.memory, self.shapes, self.leaving = rules, memory, shapes, {*outputs}
+        self.layouts = Layouts(equations, rules, outputs)
+        self.strided: dict[_Place, int] = defaultdict(int)
+        self.copied: dict[_Place, int] = defaultdict(int)
+        self.reads: dict[_Place, int] = defaultdict(int)
+        self.launches: dict[int, int] = {}
+        self.writes: dict[int, tuple[bool, ...]] = {}
+        self.begins: dict[int, int] = {}  # by equation: the first one of its kernel
+        self.shared: dict[
+            int, Sequence[bool]
+        ] = {}  # by equation, operand: whether it is needed element by element alone
+        self.sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
+        self.around: dict[Value, set[Value]] = {}  # .. and what it needs otherwise than element by element
+        self.maker: dict[Value, _Fusion] = {}
+        self.readers: dict[Value, dict[tuple[int, ...], list[_Fusion]]] = defaultdict(lambda: defaultdict(list))
+        self.dependencies = Dependencies()  # of kernels
+        self.bases: dict[Value, Value] = {}  # view -> what it is a view of
+        self.moved: set[Value] = set()  # views in which elements lie elsewhere
+
+    def add(self, eqn: Equation, rule: Rule) -> None:
+        """The next equation."""
+        made = tuple(v in self.memory.stored for v in eqn.outputs)
+        self._note_order(eqn, rule)
+        if rule.separable or (made[:1] == (True,) and _is_view(eqn, rule)):
+            self._hand_on(eqn, rule)
+            return
+        self.writes[eqn.id] = made
+        needs = self._needs(eqn)
+        if not any(made):  # computed inside the kernels that need it
+            self.sources.update(dict.fromkeys(eqn.outputs, needs))
+            if apart := _needed_otherwise(eqn, rule, self.sources, self.around):
+                self.around.update(dict.fromkeys(eqn.outputs, apart))
+            self._fuse(eqn, rule)
+            return
+        self._share(eqn, rule, needs)
+        kernel = self._kernel(eqn, rule, needs)
+        for source, place in needs.items():
+            if source not in kernel.reads and self.maker.get(source) is not kernel:
+                kernel.reads.add(source)
+                self.reads[place] += 1
+                self.readers[source][kernel.loop].append(kernel)
+        self._read_in_order(eqn, rule, needs)
+        self.maker.update(dict.fromkeys(eqn.outputs, kernel))
+
+    def traffic(self, eqn: Equation) -> Traffic:
+        """Of one of the equations, once all were added."""
+        kernel = self.maker.get(eqn.outputs[0]) if eqn.outputs else None
+        return Traffic(
+            _by_operand(self.reads, eqn),
+            self.writes.get(eqn.id, (False,) * len(eqn.outputs)),
+            self.launches.get(eqn.id, 0),
+            self.begins.get(eqn.id, eqn.id),
+            is_fusible(self.rules[eqn.id]),
+            _in_place(self.shared.get(eqn.id), kernel, len(eqn.inputs)),
+            self.memory.aliases.get(eqn.id, ()),
+            _by_operand(self.strided, eqn),
+            _by_operand(self.copied, eqn),
+        )
+
+    def _hand_on(self, eqn: Equation, rule: Rule) -> None:
+        """Results that are views of operands, or their buffers."""
+        self.layouts.view(eqn, rule)
+        self.bases.update({v: self.bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
+                           if isinstance(u, Value)})  # fmt: skip
+        for before, view in zip(eqn.inputs, eqn.outputs, strict=True):
+            if before in self.moved or not (rule.separable or _is_element_by_element(rule, 0)):
+                self.moved.add(view)
+            if isinstance(before, Value) and before in self.maker:
+                self.maker[view] = self.maker[before]
+                if before in self.maker[before].at_end:
+                    self.maker[before].at_end.add(view)
+
+    def _needs(self, eqn: Equation) -> dict[Value, _Place]:
+        """What of memory its kernel reads, and for which operand of which equation."""
         needs: dict[Value, _Place] = {}
         for position, v in enumerate(eqn.inputs):
             if isinstance(v, Value):
-                for source, place in sources.get(v, {v: (eqn.id, position)}).items():
+                for source, place in self.sources.get(v, {v: (eqn.id, position)}).items():
                     needs.setdefault(source, place)
-        if not any(made):
-            sources.update(dict.fromkeys(eqn.outputs, needs))
-            if apart := _needed_otherwise(eqn, rule, sources, around):
-                around.update(dict.fromkeys(eqn.outputs, apart))
-            if xla.single_output:
-                layouts.fuse(eqn, rule)
-            continue
-        if is_fusible(rule) and not xla.single_output:
-            # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
-            apart = _needed_otherwise(eqn, rule, sources, around)
-            apart.update(u for v in needs if v in maker for u in maker[v].reduces)
-            apart, nbytes = {bases.get(v, v) for v in apart}, eqn.outputs[0].nbytes
-            # What is read in another order, too, through a transposed view, cannot be written over.
-            orders: dict[Value, set[Value | None]] = defaultdict(set)
-            for v in needs:
-                orders[bases.get(v, v)].add(v if v in moved else None)
-            apart.update(v for v, found in orders.items() if len(found) > 1)
-            shared[eqn.id] = [
-                isinstance(v, Value) and _is_element_by_element(rule, k)
-                and apart.isdisjoint(bases.get(u, u) for u in sources.get(v, [v]) if u.nbytes == nbytes)
-                for k, v in enumerate(eqn.inputs)
-            ]  # fmt: skip
-        loop, reduced = _loop(eqn, rule, shapes)
-        made_by = [maker[v].number for v in needs if v in maker]
-        kernel = None if xla.single_output else _partner(loop, reduced, needs, maker, readers, dependencies)
+        return needs
+
+    def _kernel(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> _Fusion:
+        """One of its own, or one with others."""
+        loop, reduced = _loop(eqn, rule, self.shapes)
+        made_by = [self.maker[v].number for v in needs if v in self.maker]
+        kernel = self._partner(loop, reduced, needs)
         if kernel is None:
-            kernel = _Fusion(eqn.id, dependencies.add(made_by), loop, reduced)
-            launches[eqn.id] = 1 + (eqn.id in memory.filled)
+            kernel = _Fusion(eqn.id, self.dependencies.add(made_by), loop, reduced)
+            self.launches[eqn.id] = 1 + (eqn.id in self.memory.filled)
         else:
-            dependencies.extend(kernel.number, made_by)
+            self.dependencies.extend(kernel.number, made_by)
             if reduced is not None:
                 kernel.reduced = reduced
-        begins[eqn.id] = kernel.first
+        self.begins[eqn.id] = kernel.first
         if reduced is not None:
             kernel.at_end.update(eqn.outputs)
             kernel.reductions += 1
             kernel.reduces.update(needs)
-            if not xla.single_output and _in_two_steps(loop, reduced):
-                kernel.in_two_steps = True
-                launches[eqn.id] = launches.get(eqn.id, 0) + 1
-        for source, place in needs.items():
-            if source not in kernel.reads and maker.get(source) is not kernel:
-                kernel.reads.add(source)
-                reads[place] += 1
-                readers[source][kernel.loop].append(kernel)
-        if rule.sides is not None and rule.patches is None and not xla.single_output:
+            self._reduce(eqn, kernel, loop, reduced)
+        return kernel
+
+    # What compilers do differently: what follows does nothing.
+
+    def _note_order(self, eqn: Equation, rule: Rule) -> None:
+        """Whether results are in the order of a convolution."""
+
+    def _fuse(self, eqn: Equation, rule: Rule) -> None:
+        """An equation that is computed inside other kernels."""
+
+    def _share(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
+        """Which operands a result may lie in the place of."""
+
+    def _partner(
+        self, loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place]
+    ) -> _Fusion | None:
+        """A kernel that takes it."""
+        return None
+
+    def _reduce(self, eqn: Equation, kernel: _Fusion, loop: Sequence[int], reduced: Sequence[int]) -> None:
+        """A reduction in a kernel."""
+
+    def _read_in_order(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
+        """What is copied into another order for it, or read in one."""
+
+
+class _CountOnCpus(_Count):
+    """XLA for CPUs: a result each, and arrays in whatever order they lie."""
+
+    def _fuse(self, eqn: Equation, rule: Rule) -> None:
+        self.layouts.fuse(eqn, rule)
+
+    def _read_in_order(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
+        for reading in self.layouts.run(eqn, rule):
+            place = needs[reading.value]
+            self.strided[place] += reading.strided
+            self.copied[place] += reading.copied
+
+
+class _CountOnGpus(_Count):
+    """XLA for GPUs: kernels of several results, copies into the orders that libraries want."""
+
+    def __init__(self, *program: Any) -> None:
+        super().__init__(*program)
+        self.ordered: set[tuple[Value, Order]] = set()  # what has been copied into the order of a product
+        self.turned: set[Value] = set()  # in the order of a convolution, not their own
+        self.copied_filters: set[Value] = set()  # of which there is such a copy
+
+    def _note_order(self, eqn: Equation, rule: Rule) -> None:
+        if comes_turned(eqn, rule, self.turned):
+            self.turned.update(eqn.outputs)
+
+    def _share(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
+        if not is_fusible(rule):
+            return
+        # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
+        apart = _needed_otherwise(eqn, rule, self.sources, self.around)
+        apart.update(u for v in needs if v in self.maker for u in self.maker[v].reduces)
+        apart, nbytes = {self.bases.get(v, v) for v in apart}, eqn.outputs[0].nbytes
+        # What is read in another order, too, through a transposed view, cannot be written over.
+        orders: dict[Value, set[Value | None]] = defaultdict(set)
+        for v in needs:
+            orders[self.bases.get(v, v)].add(v if v in self.moved else None)
+        apart.update(v for v, found in orders.items() if len(found) > 1)
+        self.shared[eqn.id] = [
+            isinstance(v, Value) and _is_element_by_element(rule, k)
+            and apart.isdisjoint(self.bases.get(u, u) for u in self.sources.get(v, [v]) if u.nbytes == nbytes)
+            for k, v in enumerate(eqn.inputs)
+        ]  # fmt: skip
+
+    def _partner(
+        self, loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place]
+    ) -> _Fusion | None:
+        return _partner(loop, reduced, needs, self.maker, self.readers, self.dependencies)
+
+    def _reduce(self, eqn: Equation, kernel: _Fusion, loop: Sequence[int], reduced: Sequence[int]) -> None:
+        if _in_two_steps(loop, reduced):
+            kernel.in_two_steps = True
+            self.launches[eqn.id] = self.launches.get(eqn.id, 0) + 1
+
+    def _read_in_order(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
+        # What a kernel computes element by element it leaves in the order that is wanted.
+        if rule.sides is not None and rule.patches is None:
             for position, v in enumerate(eqn.inputs[:2]):
-                # What a kernel computes element by element it leaves in the order that is wanted.
-                if isinstance(v, Value) and is_apart(rule, position, order := layouts.order(v)):
-                    base = bases.get(v, v)
-                    if (base, order) not in ordered and (base not in maker or maker[base].loop[:1] == (-1,)):
-                        launches[eqn.id] += 1
-                        reads[eqn.id, position] += 2
-                    ordered.add((base, order))
-        if rule.pooling == "gradient" and not xla.single_output:
+                if isinstance(v, Value) and is_apart(rule, position, order := self.layouts.order(v)):
+                    base = self.bases.get(v, v)
+                    is_copied = base not in self.maker or self.maker[base].loop[:1] == (-1,)
+                    if (base, order) not in self.ordered and is_copied:
+                        self._copy(eqn, position)
+                    self.ordered.add((base, order))
+        if rule.pooling == "gradient":
             # First where in its window each of the largest is, in indices that are written and read, beside what it
             # is; then another kernel adds its gradient there.
-            gradients = eqn.outputs[0].itemsize
-            launches[eqn.id] = launches.get(eqn.id, 0) + 1
-            reads[eqn.id, 0] += (2 * len(eqn.outputs[0].shape) * INDEX_BYTES + 2 * gradients + INDEX_BYTES) // gradients
-        for position in filters_to_turn(eqn, rule, turned) if not xla.single_output else ():
+            of = eqn.outputs[0]
+            self.launches[eqn.id] = self.launches.get(eqn.id, 0) + 1
+            self.reads[eqn.id, 0] += (2 * len(of.shape) * INDEX_BYTES + 2 * of.itemsize + INDEX_BYTES) // of.itemsize
+        for position in filters_to_turn(eqn, rule, self.turned):
             v = eqn.inputs[position]
-            # What a kernel computes element by element it leaves in the order that is wanted.
-            filters = bases.get(v, v) if isinstance(v, Value) else None
-            if filters is not None and filters not in maker and filters not in copied_filters:
-                launches[eqn.id] += 1
-                reads[eqn.id, position] += 2
-                copied_filters.add(filters)
-        is_copied = leaving.intersection(eqn.outputs) and turned.intersection(eqn.outputs)
-        if not xla.single_output and is_copied and not copied_filters.intersection(eqn.values):
+            filters = self.bases.get(v, v) if isinstance(v, Value) else None
+            if filters is not None and filters not in self.maker and filters not in self.copied_filters:
+                self._copy(eqn, position)
+                self.copied_filters.add(filters)
+        leaves = self.leaving.intersection(eqn.outputs) and self.turned.intersection(eqn.outputs)
+        if leaves and not self.copied_filters.intersection(eqn.values):
             # Back, as many bytes as an operand of the same size; of what is read turned, too, the kernel turns one.
             alike = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and v.nbytes == eqn.outputs[0].nbytes]
-            launches[eqn.id] = launches.get(eqn.id, 0) + 1
+            self.launches[eqn.id] = self.launches.get(eqn.id, 0) + 1
             if alike:
-                reads[eqn.id, alike[0]] += 2
-        for reading in layouts.run(eqn, rule) if xla.single_output else ():
-            place = needs[reading.value]
-            strided[place] += reading.strided
-            copied[place] += reading.copied
-        maker.update(dict.fromkeys(eqn.outputs, kernel))
-    return {
-        eqn.id: Traffic(
-            _by_operand(reads, eqn),
-            writes.get(eqn.id, (False,) * len(eqn.outputs)),
-            launches.get(eqn.id, 0),
-            begins.get(eqn.id, eqn.id),
-            is_fusible(rules[eqn.id]),
-            _in_place(shared.get(eqn.id), maker.get(eqn.outputs[0]) if eqn.outputs else None, len(eqn.inputs)),
-            memory.aliases.get(eqn.id, ()),
-            _by_operand(strided, eqn),
-            _by_operand(copied, eqn),
-        )
-        for eqn in equations
-    }
+                self.reads[eqn.id, alike[0]] += 2
+
+    def _copy(self, eqn: Equation, position: int) -> None:
+        """An operand is copied before, into the order that a library wants."""
+        self.launches[eqn.id] += 1
+        self.reads[eqn.id, position] += 2
 
 
 def _in_place(shared: Sequence[bool] | None, kernel: _Fusion | None, count: int) -> tuple[bool, ...]:

@@ -112,37 +112,74 @@ def trace(
                 f"argument {path} of {name} is {leaf!r}, which is not an array. Pass arrays or "
                 "jax.ShapeDtypeStruct leaves, or name the argument in static_argnums / static_argnames."
             ) from error
+    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
+    flat = _FlatFunction(fun, name, in_tree, is_static)
+    closed = _jaxpr_of(flat, specs, paths, [leaf for _, leaf in paths_and_leaves])
+    if closed.effects:
+        _check_effects(name, closed)
+    builder = Builder(least_sum_bytes=2 if reduces_own_dtype else 4)
+    inputs = tuple(builder.value(aval) for aval in closed.in_avals)
+    outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
+    in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
+    out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
+    carried = matching_leaves(in_tree, in_leaves, flat.out_tree, out_leaves)
+    operands = [v for callback in builder.callbacks for v in callback.values]
+    outputs += operands
+    out_paths = (*flat.out_paths, *["an operand of a callback"] * len(operands))
+    parts = list(taken_apart(builder.equations))
+    if len(parts) > len(builder.equations):
+        parts = [dataclasses.replace(e, id=number) for number, e in enumerate(parts)]
+    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(parts, outputs))
+    used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
+    constants = {v: c for v, c in builder.constants.items() if v in used}
+    return Graph(
+        name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, flat.out_tree,
+        _fingerprint(equations, inputs, outputs), callbacks=tuple(builder.callbacks),
+    )  # fmt: skip
 
-    out_tree: Any = None
-    out_paths: tuple[str, ...] = ()
 
-    @functools.wraps(fun)  # JAX's messages name the function's own arguments
-    def flat(*call_args: Any, **call_kwargs: Any) -> list[Any]:
-        nonlocal out_tree, out_paths
-        leaves, _ = jax.tree.flatten((call_args, call_kwargs))
-        call_args, call_kwargs = unflatten_arrays(in_tree, leaves)
-        results, out_tree = flatten_arrays(fun(*call_args, **call_kwargs), is_static)
-        pairs, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(out_tree, results))
-        out_paths = tuple(f"output{jax.tree_util.keystr(path)}" for path, _ in pairs)
-        for path, (_, leaf) in zip(out_paths, pairs, strict=True):
+class _FlatFunction:
+    """A function whose results are leaves; what structure they have is known once it was called."""
+
+    def __init__(self, fun: Callable[..., Any], name: str, in_tree: Any, is_static: IsStatic) -> None:
+        self.fun, self.name, self.in_tree, self.is_static = fun, name, in_tree, is_static
+        self.out_tree: Any = None
+        self.out_paths: tuple[str, ...] = ()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+        leaves, _ = jax.tree.flatten((args, kwargs))
+        args, kwargs = unflatten_arrays(self.in_tree, leaves)
+        results, self.out_tree = flatten_arrays(self.fun(*args, **kwargs), self.is_static)
+        pairs, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(self.out_tree, results))
+        self.out_paths = tuple(f"output{jax.tree_util.keystr(path)}" for path, _ in pairs)
+        for path, (_, leaf) in zip(self.out_paths, pairs, strict=True):
             try:
                 jax.typeof(leaf)
             except TypeError as error:
                 raise TraceError(
-                    f"{path} of {name} is {leaf!r} of type {type(leaf).__name__}, which is not an array. Return "
+                    f"{path} of {self.name} is {leaf!r} of type {type(leaf).__name__}, which is not an array. Return "
                     "only arrays from a parallelized step; keep other values outside of it."
                 ) from error
         return [leaf for _, leaf in pairs]
 
-    def of_leaves(*leaves: Any) -> list[Any]:
-        leaf_args, leaf_kwargs = jax.tree.unflatten(in_tree, leaves)
-        return flat(*leaf_args, **leaf_kwargs)
+    def of_leaves(self, *leaves: Any) -> list[Any]:
+        """Of the arguments' leaves."""
+        args, kwargs = jax.tree.unflatten(self.in_tree, leaves)
+        return self(*args, **kwargs)
 
-    specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
-    spec_args, spec_kwargs = jax.tree.unflatten(in_tree, specs)
+
+def _jaxpr_of(flat: _FlatFunction, specs: Sequence[Any], paths: Sequence[str], leaves: Sequence[Any]) -> Any:
+    """The closed jaxpr for arguments of these shapes; what JAX does not like is said in the user's terms."""
+    name = flat.name
+    args, kwargs = jax.tree.unflatten(flat.in_tree, specs)
+
+    @functools.wraps(flat.fun)  # JAX's messages name the function's own arguments
+    def named(*args: Any, **kwargs: Any) -> list[Any]:
+        return flat(*args, **kwargs)
+
     try:
         with jax.disable_jit(False):
-            closed = jax.make_jaxpr(flat)(*spec_args, **spec_kwargs)
+            return jax.make_jaxpr(named)(*args, **kwargs)
     except _NEEDS_VALUE as error:
         raise TraceError(
             f"{name} needs a value at {_place(error) or 'an unknown line'} that only a running step has: "
@@ -158,8 +195,7 @@ def trace(
             "out the pmean or psum, and the axis_name of layers such as BatchNorm."
         ) from error
     except Exception as error:
-        leaves = [leaf for _, leaf in paths_and_leaves]
-        wanted = _numbers_wanted(of_leaves, specs, leaves)
+        wanted = _numbers_wanted(flat.of_leaves, specs, leaves)
         if not wanted:
             raise
         values = ", ".join(f"{paths[i]} = {leaves[i]!r}" for i in wanted)
@@ -169,27 +205,6 @@ def trace(
             "Let static_leaves take them for a part of the structure: parallelize(.., static_leaves=lambda leaf: not "
             "isinstance(leaf, jax.Array)), as equinox.filter_jit does."
         ) from error
-    if closed.effects:
-        _check_effects(name, closed)
-    builder = Builder(least_sum_bytes=2 if reduces_own_dtype else 4)
-    inputs = tuple(builder.value(aval) for aval in closed.in_avals)
-    outputs = builder.inline(live_jaxpr(closed), closed.consts, inputs)
-    in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
-    out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
-    carried = matching_leaves(in_tree, in_leaves, out_tree, out_leaves)
-    operands = [v for callback in builder.callbacks for v in callback.values]
-    outputs += operands
-    out_paths += ("an operand of a callback",) * len(operands)
-    parts = list(taken_apart(builder.equations))
-    if len(parts) > len(builder.equations):
-        parts = [dataclasses.replace(e, id=number) for number, e in enumerate(parts)]
-    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(parts, outputs))
-    used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
-    constants = {v: c for v, c in builder.constants.items() if v in used}
-    return Graph(
-        name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, out_tree,
-        _fingerprint(equations, inputs, outputs), callbacks=tuple(builder.callbacks),
-    )  # fmt: skip
 
 
 def name_of(function: Callable[..., Any]) -> str:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.passes.intra_op.min_fill import min_fill
+from autopar.passes.intra_op.elimination_order import min_fill
 from autopar.passes.intra_op.problem import Array
 
 Unary = Mapping[int, Array]
