@@ -161,96 +161,106 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
       BatchAxisError: no batch input, an axis out of range, or different batch sizes.
     """
     batch_size = _batch_size(graph, batch_axes)
-    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
-    states: dict[Value, State] = {}
-    for i, value in enumerate(graph.inputs):
-        if value in batch_axes:
-            states[value] = State(Kind.BATCHED, BatchDim(batch_axes[value], 1, batch_size, 1))
-        else:
-            inexact = isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jnp.inexact)
-            states[value] = State(Kind.FREE, parameters=inexact and (i in graph.carried.values() or value.shape != ()))
-    for value in graph.constants:
-        states[value] = State(Kind.FREE)
-
-    when: dict[int, When] = {}
-    splits: dict[int, Split] = {}
-    before: dict[int, frozenset[Value]] = {}
-    couplings: list[Coupling] = []
-    units = batch_size
+    found = _Analysis(graph, batch_axes, {eqn.id: rule_of(eqn) for eqn in graph.equations}, batch_size)
     for eqn in graph.equations:
-        rule = rules[eqn.id]
+        found.add(eqn)
+    return BatchAnalysis(
+        graph, found.rules, batch_size, found.states, found.when, found.splits, found.before,
+        _on_the_way_to_a_gradient(graph, found.couplings), math.gcd(found.units, batch_size),
+    )  # fmt: skip
+
+
+class _Analysis:
+    """What is known of the values, equation by equation."""
+
+    def __init__(
+        self, graph: Graph, batch_axes: Mapping[Value, int], rules: Mapping[int, Rule], batch_size: int
+    ) -> None:
+        self.rules, self.units = rules, batch_size
+        self.states: dict[Value, State] = {}
+        for i, value in enumerate(graph.inputs):
+            if value in batch_axes:
+                self.states[value] = State(Kind.BATCHED, BatchDim(batch_axes[value], 1, batch_size, 1))
+            else:
+                inexact = isinstance(value.dtype, np.dtype) and jnp.issubdtype(value.dtype, jnp.inexact)
+                parameters = inexact and (i in graph.carried.values() or value.shape != ())
+                self.states[value] = State(Kind.FREE, parameters=parameters)
+        for value in graph.constants:
+            self.states[value] = State(Kind.FREE)
+        self.when: dict[int, When] = {}
+        self.splits: dict[int, Split] = {}
+        self.before: dict[int, frozenset[Value]] = {}
+        self.couplings: list[Coupling] = []
+
+    def add(self, eqn: Equation) -> None:
+        """The next equation."""
+        states, rule = self.states, self.rules[eqn.id]
         parameters = any(states[v].parameters for v in eqn.values)
         kinds = {v: states[v].kind for v in eqn.values}
-        moved = frozenset[Value]()
         if rule.separable and {Kind.BATCHED, Kind.PARTIAL, Kind.ALIKE} & set(kinds.values()):
-            before[eqn.id] = moved
-            when[eqn.id] = When.LOOP
+            self.before[eqn.id] = frozenset()
+            self.when[eqn.id] = When.LOOP
             for out, v in zip(eqn.outputs, eqn.inputs, strict=True):
                 states[out] = states[v] if isinstance(v, Value) else State(Kind.FREE)
-            continue
+            return
         partial = [i for i, v in enumerate(eqn.inputs) if isinstance(v, Value) and kinds[v] is Kind.PARTIAL]
+        moved = frozenset[Value]()
         if partial and not _stays_partial(rule, partial, kinds.values()):
             # Step 3: sums that no parameter enters are taken from the prologue.
             moved = frozenset(v for v, k in kinds.items() if k is Kind.PARTIAL and not states[v].parameters)
             kinds.update(dict.fromkeys(moved, Kind.FREE))
             partial = [i for i in partial if eqn.inputs[i] not in moved]
-        before[eqn.id] = moved
+        self.before[eqn.id] = moved
         present = set(kinds.values())
         batches = {
             i: b for i, v in enumerate(eqn.inputs)
             if isinstance(v, Value) and kinds[v] is Kind.BATCHED and (b := states[v].batch) is not None
         }  # fmt: skip
-        reason = ""
+        once = "once is enough"
         if Kind.FINAL in present:
             reason = "it needs a result of the whole batch"
         elif partial and not _stays_partial(rule, partial, present):
             reason = "it combines a sum over the batch with " + ("single examples" if batches else "other values")
         elif partial:
-            if eqn.phase is Phase.UPDATE or rule.unit == "matmul":
-                reason = "once is enough"
-            else:
-                when[eqn.id] = When.LOOP
-                states.update((v, State(Kind.PARTIAL, None, parameters)) for v in eqn.outputs)
-                continue
+            is_last = eqn.phase is Phase.UPDATE or rule.unit == "matmul"
+            reason = once if is_last else self._all(eqn, When.LOOP, Kind.PARTIAL, parameters)
         elif batches:
-            try:
-                split = split_of(rule, batches)
-                if rule.communicates(split.factor):
-                    raise Unsplittable("its pieces need something of one another")
-            except Unsplittable as error:
-                if not parameters:
-                    when[eqn.id] = When.BEFORE
-                    before[eqn.id] = frozenset(eqn.values)
-                    states.update((v, State(Kind.FREE)) for v in eqn.outputs)
-                    continue
-                reason = str(error)
-            else:
-                splits[eqn.id] = split
-                when[eqn.id] = When.LOOP
-                units = math.gcd(units, split.batch.units)
-                for k, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
-                    batch = batch_in_dims(split, dims, rule.factors)
-                    without = Kind.PARTIAL if rule.is_partial_sum(split.factor, k) else Kind.ALIKE
-                    states[v] = State(without if batch is None else Kind.BATCHED, batch, parameters)
-                continue
-        elif Kind.ALIKE in present and eqn.phase is Phase.UPDATE:
-            reason = "once is enough"
+            reason = self._split(eqn, batches, parameters)
         elif Kind.ALIKE in present:
-            when[eqn.id] = When.LOOP
-            states.update((v, State(Kind.ALIKE, None, parameters)) for v in eqn.outputs)
-            continue
+            reason = once if eqn.phase is Phase.UPDATE else self._all(eqn, When.LOOP, Kind.ALIKE, parameters)
         else:
-            when[eqn.id] = When.FREE
-            states.update((v, State(Kind.FREE, None, parameters)) for v in eqn.outputs)
-            continue
-        when[eqn.id] = When.AFTER
-        states.update((v, State(Kind.FINAL, None, parameters)) for v in eqn.outputs)
-        if batches and eqn.phase is not Phase.UPDATE:
-            couplings.append(Coupling(eqn, reason))
-    return BatchAnalysis(
-        graph, rules, batch_size, states, when, splits, before, _on_the_way_to_a_gradient(graph, couplings),
-        math.gcd(units, batch_size),
-    )  # fmt: skip
+            reason = self._all(eqn, When.FREE, Kind.FREE, parameters)
+        if reason:
+            self._all(eqn, When.AFTER, Kind.FINAL, parameters)
+            if batches and eqn.phase is not Phase.UPDATE:
+                self.couplings.append(Coupling(eqn, reason))
+
+    def _all(self, eqn: Equation, when: When, kind: Kind, parameters: bool) -> str:
+        """All results of an equation are of a kind; no reason to wait for the whole batch."""
+        self.when[eqn.id] = when
+        self.states.update((v, State(kind, None, parameters)) for v in eqn.outputs)
+        return ""
+
+    def _split(self, eqn: Equation, batches: Mapping[int, BatchDim], parameters: bool) -> str:
+        """An equation of single examples; why it cannot be computed for some of them alone, if so."""
+        rule = self.rules[eqn.id]
+        try:
+            split = split_of(rule, batches)
+            if rule.communicates(split.factor):
+                raise Unsplittable("its pieces need something of one another")
+        except Unsplittable as error:
+            if parameters:
+                return str(error)
+            self.before[eqn.id] = frozenset(eqn.values)
+            return self._all(eqn, When.BEFORE, Kind.FREE, False)
+        self.splits[eqn.id] = split
+        self.when[eqn.id] = When.LOOP
+        self.units = math.gcd(self.units, split.batch.units)
+        for k, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
+            batch = batch_in_dims(split, dims, rule.factors)
+            without = Kind.PARTIAL if rule.is_partial_sum(split.factor, k) else Kind.ALIKE
+            self.states[v] = State(without if batch is None else Kind.BATCHED, batch, parameters)
+        return ""
 
 
 def _on_the_way_to_a_gradient(graph: Graph, couplings: Sequence[Coupling]) -> tuple[Coupling, ...]:

@@ -87,68 +87,106 @@ def assemble(
 
     `xla`: the cluster's compiler.
     """
-    step = placed.step
-    stored = {**{total: v for v, total in step.accumulate.items()}}
-    kept = {piece: v for v, pieces_ in step.keep.items() for piece in pieces_}
-    layouts: list[dict[Value, Sharding]] = [_natural_layouts(placed, s, i, rules) for i, s in enumerate(shardings)]
+    assembly = _Assembly(placed, shardings, rules, resharders, xla)
+    assembly.cross(link)
+    assembly.leave()
+    return assembly.lowered()
 
-    def layout_at_source(value: Value, stage: int) -> Sharding:
-        return layouts[stage][kept.get(value, value)]
 
-    crossings: list[Crossing] = []
-    arrivals: list[dict[Value, Sharding]] = [{} for _ in shardings]
-    departures: dict[Value, list[Sharding]] = defaultdict(list)  # from the program that makes the value
-    bridged: dict[tuple[int, Phase], list[tuple[Port, Port]]] = defaultdict(list)
-    copied = {v for e in step.equations if e.id in step.replicable for v in e.outputs}
-    for program in placed.programs:
+class _Assembly:
+    """What is known of a lowered step while it is put together."""
+
+    def __init__(
+        self, placed: PlacedStep, shardings: Sequence[StageSharding], rules: Mapping[int, Rule],
+        resharders: Sequence[Resharder], xla: XlaBackend,
+    ) -> None:  # fmt: skip
+        self.placed, self.shardings, self.rules, self.resharders, self.xla = placed, shardings, rules, resharders, xla
+        self.step = step = placed.step
+        self.stored = {total: v for v, total in step.accumulate.items()}
+        self.kept = {piece: v for v, pieces_ in step.keep.items() for piece in pieces_}
+        self.layouts = [_natural_layouts(placed, s, i, rules) for i, s in enumerate(shardings)]
+        self.homes = {
+            v: Port(v, self.layouts[placed.home[v]].get(v, Sharding.replicated(len(v.shape))))
+            for v in step.graph.inputs
+        }
+        self.crossings: list[Crossing] = []
+        self.arrivals: list[dict[Value, Sharding]] = [{} for _ in shardings]
+        self.departures: dict[Value, list[Sharding]] = defaultdict(list)  # from the program that makes the value
+        self.bridged: dict[tuple[int, Phase], list[tuple[Port, Port]]] = defaultdict(list)
+        self.results: list[tuple[int, Port] | None] = []
+        self.renewed: dict[Value, list[Sharding]] = defaultdict(list)
+        self.replaced: dict[Port, Port] = {}  # the next value of a leaf -> the leaf
+
+    def layout_at_source(self, value: Value, stage: int) -> Sharding:
+        """How the stage that makes a value has it."""
+        return self.layouts[stage][self.kept.get(value, value)]
+
+    def cross(self, link: Callable[[Sequence[tuple[int, int]], int], float]) -> None:
+        """Steps 2 and 3: what other stages read."""
+        placed, step = self.placed, self.step
+        copied = {v for e in step.equations if e.id in step.replicable for v in e.outputs}
+        for program in placed.programs:
+            for value in program.inputs:
+                if value is step.microbatch or value in step.feeds or value in step.constants or value in copied:
+                    continue
+                source = placed.stage_of(value)
+                if source == program.stage or value in self.arrivals[program.stage]:
+                    continue
+                held = self.layout_at_source(value, source)
+                plan = plan_transfer(
+                    value.shape, value.itemsize, held, self.shardings[source].mesh, self.layouts[program.stage][value],
+                    self.shardings[program.stage].mesh, self.resharders[source], self.resharders[program.stage], link,
+                )  # fmt: skip
+                self.crossings.append(Crossing(value, source, program.stage, plan))
+                self.arrivals[program.stage][value] = plan.received
+                if plan.sent == held:
+                    continue
+                if value in self.stored or value in self.kept:
+                    self.bridged[source, Phase.UPDATE].append((Port(value, held), Port(value, plan.sent)))
+                elif value in placed.producer:
+                    self.departures[value].append(plan.sent)
+                else:
+                    self.bridged[source, Phase.PROLOGUE].append((Port(value, held), Port(value, plan.sent)))
+
+    def leave(self) -> None:
+        """Where the step's results lie: the next values of leaves as these do."""
+        step = self.step
+        for k, out in enumerate(step.outputs):
+            if isinstance(out, Literal) or out in step.graph.inputs or out in step.constants:
+                self.results.append(None)
+                continue
+            stage = self.placed.stage_of(out)
+            leaf = step.graph.inputs[step.graph.carried[k]] if k in step.graph.carried else None
+            sharding = self.homes[leaf].sharding if leaf is not None else self.layout_at_source(out, stage)
+            if sharding.partial:
+                sharding = Sharding(sharding.dims)
+            if out in self.stored and (held := self.layouts[stage][out]) != sharding:
+                self.bridged[stage, Phase.UPDATE].append((Port(out, held), Port(out, sharding)))
+            self.renewed[out].append(sharding)
+            self.results.append((stage, Port(out, sharding)))
+            if leaf is not None:
+                self.replaced[Port(out, sharding)] = self.homes[leaf]
+
+    def lowered(self) -> LoweredStep:
+        """Step 4: all programs."""
+        programs = [self._written(program) for program in self.placed.programs]
+        for (stage, phase), pairs in self.bridged.items():
+            programs.append(_bridge(stage, phase, pairs, self.shardings[stage], self.rules, self.resharders[stage]))
+        order = list(Phase)
+        programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
+        return LoweredStep(
+            self.placed, self.rules, tuple(self.shardings), tuple(programs), tuple(self.crossings), self.homes,
+            tuple(self.results),
+        )  # fmt: skip
+
+    def _written(self, program: Program) -> LocalProgram:
+        step, stage = self.step, program.stage
+        layouts = self.layouts[stage]
+        writer = _Writer(
+            program, self.shardings[stage], self.rules, self.resharders[stage], step.batched, layouts, self.xla
+        )
         for value in program.inputs:
-            if value is step.microbatch or value in step.feeds or value in step.constants or value in copied:
-                continue
-            source = placed.stage_of(value)
-            if source == program.stage or value in arrivals[program.stage]:
-                continue
-            held = layout_at_source(value, source)
-            plan = plan_transfer(
-                value.shape, value.itemsize, held, shardings[source].mesh, layouts[program.stage][value],
-                shardings[program.stage].mesh, resharders[source], resharders[program.stage], link,
-            )  # fmt: skip
-            crossings.append(Crossing(value, source, program.stage, plan))
-            arrivals[program.stage][value] = plan.received
-            if plan.sent == held:
-                continue
-            if value in stored or value in kept:
-                bridged[source, Phase.UPDATE].append((Port(value, held), Port(value, plan.sent)))
-            elif value in placed.producer:
-                departures[value].append(plan.sent)
-            else:
-                bridged[source, Phase.PROLOGUE].append((Port(value, held), Port(value, plan.sent)))
-
-    homes = {v: Port(v, layouts[placed.home[v]].get(v, Sharding.replicated(len(v.shape)))) for v in step.graph.inputs}
-    results: list[tuple[int, Port] | None] = []
-    renewed: dict[Value, list[Sharding]] = defaultdict(list)
-    replaced: dict[Port, Port] = {}  # the next value of a leaf -> the leaf
-    for k, out in enumerate(step.outputs):
-        if isinstance(out, Literal) or out in step.graph.inputs or out in step.constants:
-            results.append(None)
-            continue
-        stage = placed.stage_of(out)
-        leaf = step.graph.inputs[step.graph.carried[k]] if k in step.graph.carried else None
-        sharding = homes[leaf].sharding if leaf is not None else layouts[stage][kept.get(out, out)]
-        if sharding.partial:
-            sharding = Sharding(sharding.dims)
-        if out in stored and layouts[stage][out] != sharding:
-            bridged[stage, Phase.UPDATE].append((Port(out, layouts[stage][out]), Port(out, sharding)))
-        renewed[out].append(sharding)
-        results.append((stage, Port(out, sharding)))
-        if leaf is not None:
-            replaced[Port(out, sharding)] = homes[leaf]
-
-    programs: list[LocalProgram] = []
-    for program in placed.programs:
-        stage = program.stage
-        writer = _Writer(program, shardings[stage], rules, resharders[stage], step.batched, layouts[stage], xla)
-        for value in program.inputs:
-            writer.arrive(value, arrivals[stage].get(value) or layout_at_source(value, stage))
+            writer.arrive(value, self.arrivals[stage].get(value) or self.layout_at_source(value, stage))
         last_use = {v: eqn.id for eqn in program.equations for v in (*eqn.values, *eqn.outputs)}
         due: dict[int, list[Value]] = defaultdict(list)  # partial sums are added as soon as nothing else reads them
         for value in program.outputs:
@@ -158,20 +196,16 @@ def assemble(
             writer.compute(eqn)
             for value in due[eqn.id]:
                 total = step.accumulate[value]
-                writer.accumulate(value, total, layouts[stage][total])
+                writer.accumulate(value, total, layouts[total])
+        others = self.placed.programs
         for value in program.outputs:
-            internal = any(value in p.inputs and p.stage == stage for p in placed.programs) or value in step.keep
-            sent_as_held = any(c.value is value and c.plan.sent == layouts[stage][value] for c in crossings)
+            internal = any(value in p.inputs and p.stage == stage for p in others) or value in step.keep
+            sent_as_held = any(c.value is value and c.plan.sent == layouts[value] for c in self.crossings)
             if internal or sent_as_held:
-                writer.leave(value, layouts[stage][value])
-            for sharding in (*departures[value], *renewed[value]):
+                writer.leave(value, layouts[value])
+            for sharding in (*self.departures[value], *self.renewed[value]):
                 writer.leave(value, sharding)
-        programs.append(writer.finish(replaced))
-    for (stage, phase), pairs in bridged.items():
-        programs.append(_bridge(stage, phase, pairs, shardings[stage], rules, resharders[stage]))
-    order = list(Phase)
-    programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
-    return LoweredStep(placed, rules, tuple(shardings), tuple(programs), tuple(crossings), homes, tuple(results))
+        return writer.finish(self.replaced)
 
 
 def keeps_gathered(lowered: LoweredStep, stage: int) -> bool:
