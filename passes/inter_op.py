@@ -13,10 +13,11 @@ into r parts each, dealt out in turn, the stages fill the pipeline r times as qu
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -42,14 +43,57 @@ class StageCost:
     memory: float  # bytes per device at the peak, with the number of microbatches in flight asked for
 
 
-# (span, logical mesh, microbatches in flight) -> cost, None if it does not fit. No cost may be negative.
-StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
-# (span, logical mesh) -> a cost that none of the above is below; None if it does not fit.
-LeastCostFn = Callable[[Span, Mesh], StageCost | None]
-# (first device, number of devices) -> equal for groups of devices on whose meshes a span costs the same
-AlikeFn = Callable[[int, int], Hashable]
-# (layer, logical mesh) -> its least cost, and how many times that it costs at least, by all known so far
-OverheadFn = Callable[[int, Mesh], tuple[float, float]]
+class StageOracle(abc.ABC):
+    """What a stage costs, for a search that asks for as little as it can.
+
+    No cost may be negative. Costs must rise with the microbatches in flight, and what does not fit must not fit with
+    more layers, nor with more in flight.
+    """
+
+    @abc.abstractmethod
+    def cost(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
+        """What it costs; None if it does not fit. It is asked for once, and only of stages that may be the best."""
+
+    def least(self, span: Span, mesh: Mesh) -> StageCost | None:
+        """What no cost is below; None if the span fits on no such mesh. It is asked for of every stage: it is quick."""
+        return StageCost(0.0, 0.0, 0.0)
+
+    def bound(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
+        """What the cost is not below, found with less work than that; None if it does not fit."""
+        return StageCost(0.0, 0.0, 0.0)
+
+    def overhead(self, layer: int, mesh: Mesh) -> tuple[float, float]:
+        """The least cost of a layer, and how many times that it costs at least, by all that is known so far.
+
+        It is asked again when costs have become known.
+        """
+        return 1.0, 1.0
+
+    def alike(self, start: int, size: int) -> Hashable:
+        """Equal for groups of devices on whose meshes a span costs the same: one of them is asked for."""
+        return start, size
+
+
+@dataclasses.dataclass(frozen=True)
+class StageSpace:
+    """What stages may be made of."""
+
+    num_layers: int
+    cluster: Cluster
+    num_stages: int | None = None  # None: as many as are best
+    # Asked for groups inside a host and groups of whole hosts. More than 128 hosts are not divided, 256 and more are
+    # dealt out in equal units, and more than 16 units form a group only if their number has four binary digits and
+    # zeros, or divides that of all.
+    shapes: ShapesFn = candidate_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class Turns:
+    """How the stages take turns."""
+
+    num_microbatches: int
+    schedule: ScheduleName
+    rounds: int = 1  # into so many parts each stage is divided later; priced with the memory of a whole one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,42 +136,16 @@ def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> 
 
 
 def plan_stages(
-    num_layers: int,
-    cluster: Cluster,
-    stage_cost: StageCostFn,
-    num_microbatches: int,
-    schedule: ScheduleName,
-    *,
-    num_stages: int | None = None,
-    max_stages: int | None = None,
-    rounds: int = 1,
-    shapes: ShapesFn = candidate_shapes,
-    least_cost: LeastCostFn | None = None,
-    bound_cost: StageCostFn | None = None,
-    alike: AlikeFn = lambda start, size: (start, size),
-    overhead: OverheadFn = lambda layer, mesh: (1.0, 1.0),
-    below: float = math.inf,
-    gain: float = 0.0,
+    space: StageSpace, oracle: StageOracle, turns: Turns, *, below: float = math.inf, gain: float = 0.0
 ) -> Pipeline | None:
     """The plan of least step time over all cuts of the layers into spans and of all devices into consecutive groups.
 
-    Exact, for any non-negative cost function; None if nothing fits. `stage_cost` is called at most once for the same
-    arguments. `num_stages` fixes the number of stages, `max_stages` bounds it; they are priced as if each were to be
-    divided into as many parts as there are `rounds`, with the memory of a whole stage. `shapes` is asked for groups
-    inside a host and groups of whole hosts; more than 128 hosts are not divided, 256 and more are dealt out in equal
-    units, and more than 16 units form a group only if their number has four binary digits and zeros, or divides that
-    of all.
-    `below`: seconds of a plan that there is already; None if nothing is quicker. What could be quicker than a known
-    plan by less than the share `gain` is not looked for.
+    Exact, for any oracle that keeps its promises, and if a span costs at least what its layers do by their overheads;
+    None if nothing fits. `below`: seconds of a plan that there is already; None if nothing is quicker. What could be
+    quicker than a known plan by less than the share `gain` is not looked for.
 
-    Without `least_cost`, costs are asked for stages that can stand in a plan better than the best one known so far:
-    those behind which something fits in less time, with as many layers and groups left before it as there are stages.
-    With it, costs must rise with the number in flight, what does not fit must not fit with more layers, and only those
-    costs of plans are asked for that could be the best if every cost not yet asked for were the least possible (lazy
-    evaluation of edges, as in LazySP; Dellin and Srinivasa 2016). Before a cost its `bound_cost` is asked for: what it
-    is not below, found with less work; None if it does not fit. Of groups of devices that are `alike`, one is asked
-    for. `overhead` is asked again when costs have become known; a span is taken to cost at least what its layers do
-    together, and the search is as exact as that is true.
+    Costs are asked for lazily: of plans alone that could be the best if every cost not yet asked for were the least
+    possible (lazy evaluation of edges, as in LazySP; Dellin and Srinivasa 2016), and before a cost its bound.
 
     The time has three criteria: (sum of t, largest t, largest s). A *state* is (first layer, first device) of what is
     still to be placed, a *suffix* a way to place it with r stages.
@@ -140,8 +158,9 @@ def plan_stages(
        bounds on both sides, no better plan can go.
     3. Backwards over the stages that are left, keeping every suffix that no other dominates: exact.
 
-    Raises PlanError if `num_stages` is below 1, or more than there are layers or devices; if `max_stages` is below 1.
+    Raises PlanError if the number of stages is below 1, or more than there are layers or devices.
     """
+    num_layers, cluster, num_stages = space.num_layers, space.cluster, space.num_stages
     most = min(num_layers, cluster.num_devices)
     if num_stages is not None and not 1 <= num_stages <= most:
         verb = "is" if num_layers == 1 else "are"
@@ -150,21 +169,19 @@ def plan_stages(
             f"{count_text(cluster.num_devices, 'device')}, and each stage needs one of both: choose "
             f"{'1 stage' if most == 1 else f'1 to {most} stages'}"
         )
-    if max_stages is not None and max_stages < 1:
-        raise PlanError(f"max_stages={max_stages}, but a plan has at least one stage: choose 1 to {most}, or None")
-    space = _Space.of(num_layers, cluster, shapes, alike)
-    costs = _Costs(space, stage_cost, least_cost, bound_cost, overhead, num_stages == 1)
-    most = min(most, num_stages or max_stages or most)
+    places = _Places.of(space, oracle)
+    costs = _Costs(places, oracle, num_stages == 1)
+    most = num_stages or most
     found: Pipeline | None = None  # of stages whose costs are known
     while True:
         least = below if found is None else found.step_time
-        best = _BestPipeline(num_microbatches, rounds, least * (1 - gain))
-        steps = _backward(space, costs, schedule, best, most, num_stages is not None)
+        best = _BestPipeline(turns.num_microbatches, turns.rounds, least * (1 - gain))
+        steps = _backward(places, costs, turns.schedule, best, most, num_stages is not None)
+        _exact(places, _forward(places, steps, best), best)
         if best.stages is None:
             return found
-        _exact(space, _forward(space, steps, best), best)
         rows = _unrolled(best.stages)
-        numbers = [in_flight(schedule, num_microbatches, len(rows) - at) for at in range(len(rows))]
+        numbers = [in_flight(turns.schedule, turns.num_microbatches, len(rows) - at) for at in range(len(rows))]
         unknown = costs.unknown(rows, numbers)
         certain = not unknown
         if costs.bound(unknown) and not costs.time(rows, numbers, best) < least < np.inf:
@@ -173,8 +190,8 @@ def plan_stages(
         time = costs.time(rows, numbers, best)
         if certain or time < least:
             stages = zip(rows, costs.of(rows, numbers), strict=True)
-            choices = tuple(StageChoice((i, j), space.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
-            found = Pipeline(choices, time, num_microbatches, schedule)
+            choices = tuple(StageChoice((i, j), places.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
+            found = Pipeline(choices, time, turns.num_microbatches, turns.schedule)
         if certain:
             return found
 
@@ -221,7 +238,7 @@ class _BestPipeline:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class _Space:
+class _Places:
     """Everything a stage may be made of."""
 
     num_layers: int
@@ -232,15 +249,17 @@ class _Space:
     shapes: tuple[tuple[int, ...], ...]  # per kind
 
     @staticmethod
-    def of(num_layers: int, cluster: Cluster, shapes: ShapesFn, alike: AlikeFn) -> _Space:
+    def of(space: StageSpace, oracle: StageOracle) -> _Places:
         numbers: dict[tuple[Hashable, tuple[int, ...]], int] = {}
         found: list[tuple[int, int, int]] = []
-        for start, stop in device_groups(cluster):
-            for shape in shapes(cluster, start, stop - start):
-                number = numbers.setdefault((alike(start, stop - start), shape), len(numbers))
+        for start, stop in device_groups(space.cluster):
+            for shape in space.shapes(space.cluster, start, stop - start):
+                number = numbers.setdefault((oracle.alike(start, stop - start), shape), len(numbers))
                 found.append((start, stop, number))
         starts, stops, kind = np.array(found, dtype=np.int64).reshape(-1, 3).T
-        return _Space(num_layers, cluster.num_devices, starts, stops, kind, tuple(shape for _, shape in numbers))
+        return _Places(
+            space.num_layers, space.cluster.num_devices, starts, stops, kind, tuple(shape for _, shape in numbers)
+        )
 
     def mesh(self, index: int) -> Mesh:
         """Of a group of devices with a shape."""
@@ -273,7 +292,7 @@ class _Space:
 class _Stages:
     """The stages that may stand with the same number of stages behind them."""
 
-    mesh: Ints  # index in `_Space`
+    mesh: Ints  # index in `_Places`
     span: Ints  # (2, n): first layer, layer after the last
     source: Ints  # the state before the stage: sorted
     target: Ints  # the state after it
@@ -305,22 +324,9 @@ class _Step:
 class _Costs:
     """Asks for stage costs, each once."""
 
-    def __init__(
-        self,
-        space: _Space,
-        stage_cost: StageCostFn,
-        least_cost: LeastCostFn | None,
-        bound_cost: StageCostFn | None,
-        overhead: OverheadFn,
-        one_stage: bool,
-    ) -> None:
+    def __init__(self, space: _Places, oracle: StageOracle, one_stage: bool) -> None:
         """`one_stage`: all layers are one span, of which nothing but its own cost tells more."""
-        self.space = space
-        self.stage_cost = stage_cost
-        self.least_cost = least_cost
-        self.bound_cost = bound_cost
-        self.overhead = overhead
-        self.one_stage = one_stage
+        self.space, self.oracle, self.one_stage = space, oracle, one_stage
         self.kind = space.kind
         _, first = np.unique(space.kind, return_index=True)
         self.meshes = [space.mesh(index) for index in first.tolist()]  # per kind, the first of it
@@ -335,7 +341,7 @@ class _Costs:
     def measure(self) -> None:
         """Ask how much above the least the costs of each layer on each kind of mesh are."""
         layers = range(self.space.num_layers)
-        each = np.array([[self.overhead(layer, mesh) for layer in layers] for mesh in self.meshes])
+        each = np.array([[self.oracle.overhead(layer, mesh) for layer in layers] for mesh in self.meshes])
         least, times = np.moveaxis(each.reshape(*self.shape[:2], 2), 2, 0)  # reshaped where there is no mesh
         self.factors = np.ones((3, *self.shape))
         for first in layers:
@@ -343,36 +349,30 @@ class _Costs:
             costs = np.cumsum((least * times)[:, first:], axis=1)
             self.factors[:2, :, first, first + 1 :] = np.divide(costs, total, out=np.ones_like(total), where=total > 0)
 
-    def look(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
+    def known_of(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
         """(3, n): per microbatch, per step, memory of these stages; the least where it has not been asked for."""
         if in_flight not in self.tables:
             fewer = max((number for number in self.tables if number < in_flight), default=0)
-            lazy = self.least_cost is not None and fewer
-            self.tables[in_flight] = self.tables[fewer].copy() if lazy else np.full((3, *self.shape), np.nan)
+            self.tables[in_flight] = self.tables[fewer].copy() if fewer else np.full((3, *self.shape), np.nan)
             self.known[in_flight] = np.zeros(self.shape, np.bool_)
-        table, known, kind = self.tables[in_flight], self.known[in_flight], self.kind[mesh]
-        if self.least_cost is None:
-            for at in np.flatnonzero(np.isnan(table[0, kind, first, last])):
-                if not known[kind[at], first[at], last[at]]:  # of an alike mesh
-                    self._ask(int(kind[at]), int(first[at]), int(last[at]), in_flight)
-            return np.asarray(table[:, kind, first, last])
+        table, kind = self.tables[in_flight], self.kind[mesh]
         for at in np.flatnonzero(np.isnan(self.least[0, kind, first, last])):
             k, i, j = int(kind[at]), int(first[at]), int(last[at])
             if np.isnan(self.least[0, k, i, j]):
-                self.least[:, k, i, j] = _row(self.least_cost((i, j), self.meshes[k]))
+                self.least[:, k, i, j] = _row(self.oracle.least((i, j), self.meshes[k]))
         found = table[:, kind, first, last]
         # What is known of a stage itself is above what is known of its layers, if not in each criterion.
         return np.where(np.isnan(found), self.least[:, kind, first, last] * self.factors[:, kind, first, last], found)
 
     def _ask(self, kind: int, first: int, last: int, in_flight: int) -> None:
-        cost = _row(self.stage_cost((first, last), self.meshes[kind], in_flight))
+        cost = _row(self.oracle.cost((first, last), self.meshes[kind], in_flight))
         for number, table in self.tables.items():
             if number == in_flight:
                 table[:, kind, first, last] = cost
                 self.known[number][kind, first, last] = True
-            elif number > in_flight and self.least_cost is not None and not self.known[number][kind, first, last]:
+            elif number > in_flight and not self.known[number][kind, first, last]:
                 table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
-            if number >= in_flight and self.least_cost is not None and np.isinf(cost[0]):
+            if number >= in_flight and np.isinf(cost[0]):
                 table[:, kind, : first + 1, last:] = np.inf
 
     def unknown(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> list[_Asked]:
@@ -386,11 +386,9 @@ class _Costs:
 
     def bound(self, unknown: Sequence[_Asked]) -> bool:
         """Ask for bounds; whether there was one to ask for."""
-        if self.bound_cost is None:
-            return False
         asked = [stage for stage in unknown if stage not in self.bounded]
         for kind, first, last, in_flight in asked:
-            cost = _row(self.bound_cost((first, last), self.meshes[kind], in_flight))
+            cost = _row(self.oracle.bound((first, last), self.meshes[kind], in_flight))
             for number, table in self.tables.items():
                 if number >= in_flight and np.isinf(cost[0]):
                     table[:, kind, : first + 1, last:] = np.inf
@@ -436,7 +434,7 @@ def _unrolled(tail: _Tail) -> list[_StageRow]:
 
 
 def _backward(
-    space: _Space,
+    space: _Places,
     costs: _Costs,
     schedule: ScheduleName,
     best: _BestPipeline,
@@ -465,7 +463,7 @@ def _backward(
         mesh, first, last = np.nonzero(possible)
         order = np.lexsort((last, mesh, first, space.starts[mesh]))
         mesh, first, last = mesh[order], first[order], last[order]
-        cost = costs.look(mesh, first, last, in_flight(schedule, best.num_microbatches, remaining))
+        cost = costs.known_of(mesh, first, last, in_flight(schedule, best.num_microbatches, remaining))
         source = space.starts[mesh] * space.shape[1] + first
         target = space.stops[mesh] * space.shape[1] + last
         stages = _Stages(mesh, np.stack([first, last]), source, target, cost)
@@ -480,7 +478,7 @@ def _backward(
     return steps
 
 
-def _forward(space: _Space, steps: list[_Step], best: _BestPipeline) -> list[tuple[_Stages, Floats]]:
+def _forward(space: _Places, steps: list[_Step], best: _BestPipeline) -> list[tuple[_Stages, Floats]]:
     """Pass 2: per number of remaining stages, those stages that a better plan may use, and the bounds before them."""
     prefix = np.full((3, space.num_states), np.inf)
     result = []
@@ -495,7 +493,7 @@ def _forward(space: _Space, steps: list[_Step], best: _BestPipeline) -> list[tup
     return result[::-1]
 
 
-def _exact(space: _Space, steps: list[tuple[_Stages, Floats]], best: _BestPipeline) -> None:
+def _exact(space: _Places, steps: list[tuple[_Stages, Floats]], best: _BestPipeline) -> None:
     """Pass 3: the best plan among the stages left, from all suffixes that none dominates."""
     nothing: list[_Tail] = [None]
     suffixes = {space.num_states - 1: (np.zeros((3, 1)), nothing)}  # per state: criteria, and the stages of each

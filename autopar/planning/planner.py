@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import functools
 import itertools
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 
 from autopar.cost_model.timeline import StageTimes, simulate
 from autopar.errors import MicrobatchError, PlanError, UnsplitWarning, UserError
@@ -27,7 +26,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import Pipeline, Span, StageCost, StageCostFn, in_flight, plan_stages
+from autopar.passes.inter_op import Pipeline, Span, StageCost, StageOracle, StageSpace, Turns, in_flight, plan_stages
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.passes.unsplit import find_unsplit
@@ -668,21 +667,11 @@ class Planner:
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
 
-        def in_time(ask: Callable[..., StageCost | None]) -> StageCostFn:
-            def asked(span: tuple[int, int], mesh: Mesh, in_flight: int) -> StageCost | None:
-                self._check_time()
-                return ask(layered, self._schedule, span, mesh, in_flight)
-
-            return asked
-
-        found = plan_stages(
-            layered.num_layers, self.cluster, in_time(self.stages.cost), layered.step.num_microbatches,
-            self._schedule, num_stages=num_stages, shapes=shapes,
-            least_cost=functools.partial(self._least_cost, layered), bound_cost=in_time(self.stages.bound),
-            alike=self.prices.group, rounds=self.rounds,
-            overhead=functools.partial(self.stages.overhead, layered), below=below, gain=_LEAST_GAIN,
-        )  # fmt: skip
         m = layered.step.num_microbatches
+        found = plan_stages(
+            StageSpace(layered.num_layers, self.cluster, num_stages, shapes), _Oracle(self, layered),
+            Turns(m, self._schedule, self.rounds), below=below, gain=_LEAST_GAIN,
+        )  # fmt: skip
         if found is None and num_stages != 1 and m > 1:
             self._least[m] = self.stages.least_of_pipelines(layered)
         return found
@@ -696,6 +685,30 @@ class Planner:
         if least is None or m * least.per_microbatch >= self._best.step_time:
             return None  # the slowest stage alone would take longer than the best plan
         return least
+
+
+class _Oracle(StageOracle):
+    """Stage costs of a step in layers, while there is time."""
+
+    def __init__(self, planner: Planner, layered: Layered) -> None:
+        self.planner, self.layered, self.stages = planner, layered, planner.stages
+
+    def cost(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
+        self.planner._check_time()
+        return self.stages.cost(self.layered, self.planner._schedule, span, mesh, in_flight)
+
+    def least(self, span: Span, mesh: Mesh) -> StageCost | None:
+        return self.planner._least_cost(self.layered, span, mesh)
+
+    def bound(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
+        self.planner._check_time()
+        return self.stages.bound(self.layered, self.planner._schedule, span, mesh, in_flight)
+
+    def overhead(self, layer: int, mesh: Mesh) -> tuple[float, float]:
+        return self.stages.overhead(self.layered, layer, mesh)
+
+    def alike(self, start: int, size: int) -> Hashable:
+        return self.planner.prices.group(start, size)
 
 
 def _has_equal_groups(plan: Plan) -> bool:
