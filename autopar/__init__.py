@@ -14,7 +14,7 @@ from autopar.ir.calibration import Calibration
 from autopar.ir.cluster_json import cluster_from_json, cluster_to_json
 from autopar.ir.graph import Graph
 from autopar.ir.hint import hint
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, XlaBackend
+from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Measured, XlaBackend
 from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
@@ -40,6 +40,7 @@ __all__ = [
     "Host",
     "InternalError",
     "Link",
+    "Measured",
     "Method",
     "Parallelized",
     "Pieces",

@@ -28,7 +28,7 @@ from autopar.cost_model.dependencies import Dependencies
 from autopar.cost_model.layouts import Layouts, Order, comes_turned, filters_to_turn, is_apart
 from autopar.cost_model.materialize import MOST_IN_A_COLUMN, MOST_IN_A_ROW, MOST_OPERANDS, computed_anew
 from autopar.ir.graph import Equation, Value
-from autopar.ir.liveness import Step, last_reads
+from autopar.ir.liveness import LivenessStep, last_reads
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import XLA_FOR_GPUS, XlaBackend
 from autopar.ir.rule import Rule, is_fusible, is_reduction, reduced_dims
@@ -480,7 +480,7 @@ def live_until(
 ) -> dict[Value, int]:
     """The position in which each value is read for the last time; see `last_reads`."""
     steps = [
-        Step([v if isinstance(v, Value) else None for v in eqn.inputs], eqn.outputs,
+        LivenessStep([v if isinstance(v, Value) else None for v in eqn.inputs], eqn.outputs,
              any(traffic[eqn.id].writes), rules[eqn.id].separable)
         for eqn in equations
     ]  # fmt: skip

@@ -30,7 +30,7 @@ _Rank = tuple[bool, int]  # the smallest is chosen
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class IssuedKernel:
     """A kernel, or one end of a collective."""
 
     kernel: int
@@ -108,9 +108,9 @@ class _Scheduler:
         self._later: list[tuple[float, int]] = []  # a heap of kernels that are not due yet
         self._due: dict[int, _Due] = {}  # by how deep they are
         self._levels: list[int] = []  # a heap of these, negative
-        self.found: list[Step] = []
+        self.found: list[IssuedKernel] = []
 
-    def run(self, order: Sequence[int], last: Sequence[bool]) -> list[Step]:
+    def run(self, order: Sequence[int], last: Sequence[bool]) -> list[IssuedKernel]:
         free = [kernel for kernel in reversed(order) if not self._unchosen[kernel]]
         for kernel in free:
             if last[kernel]:
@@ -127,7 +127,7 @@ class _Scheduler:
             *_, kernel = heapq.heappop(self._ends)
             self._now = max(self._now, self._due_at[kernel])
             self._start = self._now + self._seconds[kernel], kernel
-            self.found.append(Step(kernel, starts=False))
+            self.found.append(IssuedKernel(kernel, starts=False))
             return True
         self._make_all_due(self._now)
         deepest = self._deepest()
@@ -168,11 +168,11 @@ class _Scheduler:
         assert self._start is not None
         self._now = max(self._now, self._start[0])
         self._start = None
-        self.found.append(Step(kernel, ends=False))
+        self.found.append(IssuedKernel(kernel, ends=False))
         self._fed(kernel, self._now)
 
     def _choose(self, kernel: int) -> None:
-        self.found.append(Step(kernel))
+        self.found.append(IssuedKernel(kernel))
         began = self._now
         self._now += self._seconds[kernel]
         self._fed(kernel, began)
@@ -204,7 +204,7 @@ class _Scheduler:
 def hide_latency(
     order: Sequence[int], before: Sequence[Sequence[int]], seconds: Sequence[float], collective: Sequence[bool],
     last: Sequence[bool],
-) -> list[Step]:  # fmt: skip
+) -> list[IssuedKernel]:  # fmt: skip
     """Kernels and the ends of collectives in the order in which they run.
 
     Args:

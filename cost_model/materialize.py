@@ -30,7 +30,7 @@ MOST_IN_A_ROW = 16384
 MOST_IN_A_COLUMN = 4096
 # What XLA's performance model takes for an H100, in bytes that memory moves in the same time.
 _LAUNCH = 3.3e6  # of a microsecond, which a kernel takes to start
-_OPERATION = 0.066  # of one cycle of a multiprocessor's assignments
+_OPERATION = 0.066  # of one cycle of a multiprocessor's lanes
 _CYCLES = 7.0  # of a sum or a product; comparisons, choices and conversions take one
 _CYCLES_OF_A_FUNCTION = 20.0  # by operation of a transcendental function
 _OVERLAP = 0.95  # of the shorter one of computing and moving
@@ -162,8 +162,8 @@ class _Queue:
         fastest, moving = blocks / _BLOCKS, self.nbytes[k]
         for n in reads:
             read, whole = self._read(n, k), self.itemsize[n] * self.points[k]
-            rematerialized = next(times for most, times in _CACHES if read < most)
-            moving += read / min(1.0, fastest) + (whole - read) / min(rematerialized, fastest)
+            reread = next(times for most, times in _CACHES if read < most)
+            moving += read / min(1.0, fastest) + (whole - read) / min(reread, fastest)
         return _seconds(work * max(1.0, _MULTIPROCESSORS / blocks), moving)
 
     def _takes_rows(self, c: int, p: int) -> bool:

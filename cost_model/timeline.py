@@ -24,7 +24,7 @@ from autopar.errors import InternalError
 from autopar.ir.graph import Phase
 from autopar.ir.schedule import Schedule, Task
 
-Crossing = tuple[int, int, Phase]  # source stage, target stage, when: see above
+CrossingKey = tuple[int, int, Phase]  # source stage, target stage, when: see above
 
 ONCE = -1  # the microbatch of programs and transfers that run once in a step
 
@@ -107,7 +107,7 @@ class Timeline:
 
 
 def simulate(
-    schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float],
+    schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[CrossingKey, float],
     turns: Sequence[int] | None = None,
 ) -> Timeline:  # fmt: skip
     """Run the schedule; `times` by stage, `transfers` in seconds for each microbatch (or step) and crossing.
@@ -160,7 +160,11 @@ class _Simulation:
     """The clocks of one simulated step."""
 
     def __init__(
-        self, schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float], turns: Sequence[int]
+        self,
+        schedule: Schedule,
+        times: Sequence[StageTimes],
+        transfers: Mapping[CrossingKey, float],
+        turns: Sequence[int],
     ) -> None:
         self._schedule = schedule
         self._turns = turns
@@ -275,7 +279,7 @@ def _name(task: Task) -> str:
     return f"{task.phase.value}(stage {task.stage}, microbatch {task.microbatch})"
 
 
-def _check(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[Crossing, float]) -> None:
+def _check(schedule: Schedule, times: Sequence[StageTimes], transfers: Mapping[CrossingKey, float]) -> None:
     if len(times) != schedule.num_stages or not schedule.tasks or schedule.num_stages % schedule.num_groups:
         raise InternalError(
             f"a schedule of {schedule.num_stages} stages has tasks for {len(schedule.tasks)} and times for {len(times)}"

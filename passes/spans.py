@@ -16,9 +16,8 @@ from typing import Any
 
 from autopar.ir.graph import Operand, Value
 from autopar.ir.program import PlacedStep
+from autopar.passes.inter_op import Span
 from autopar.passes.rules.table import without_places
-
-Span = tuple[int, int]  # layers [start, stop)
 
 
 class Spans:

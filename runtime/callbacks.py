@@ -11,7 +11,7 @@ import jax
 
 from autopar.ir.graph import Callback, Equation, Literal, Rounds
 
-Call = Callable[[Sequence[Any]], None]  # calls back with some values
+CallBack = Callable[[Sequence[Any]], None]  # calls back with some values
 
 
 class Callbacks:
@@ -31,7 +31,7 @@ class Callbacks:
             jax.effects_barrier()
 
 
-def _compiled(callback: Callback) -> tuple[Call, int]:
+def _compiled(callback: Callback) -> tuple[CallBack, int]:
     """What calls back with some values, and how many these are."""
     if isinstance(callback, Equation):
         program = jax.jit(functools.partial(_call, callback))
@@ -40,7 +40,7 @@ def _compiled(callback: Callback) -> tuple[Call, int]:
     return functools.partial(_call_in_rounds, callback, calls), len(callback.values)
 
 
-def _call_in_rounds(rounds: Rounds, calls: Sequence[tuple[Call, int]], values: Sequence[Any]) -> None:
+def _call_in_rounds(rounds: Rounds, calls: Sequence[tuple[CallBack, int]], values: Sequence[Any]) -> None:
     for number in reversed(range(rounds.length)) if rounds.reverse else range(rounds.length):
         supply = iter(values)
         for call, count in calls:

@@ -27,7 +27,7 @@ import numpy as np
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, StepKind
-from autopar.runtime.hlo_text import Instruction, Module, array_bytes, ints, parse
+from autopar.runtime.hlo_text import HloInstruction, Module, array_bytes, ints, parse
 
 _KINDS: Mapping[str, StepKind] = {
     "all-reduce": "all_reduce",
@@ -58,7 +58,7 @@ def collectives_in_hlo(text: str, mesh: Mesh, *, as_sent: bool = False) -> tuple
             known[computation] = [c for instruction in body.values() for c in of(instruction, computation)]
         return known[computation]
 
-    def of(instruction: Instruction, computation: str) -> list[Collective]:
+    def of(instruction: HloInstruction, computation: str) -> list[Collective]:
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _KINDS:
             return _collectives_of(module, computation, instruction, _KINDS[opcode], mesh, as_sent)
@@ -82,7 +82,7 @@ def collectives_in_hlo(text: str, mesh: Mesh, *, as_sent: bool = False) -> tuple
 
 
 def _collectives_of(
-    module: Module, computation: str, instruction: Instruction, kind: StepKind, mesh: Mesh, as_sent: bool
+    module: Module, computation: str, instruction: HloInstruction, kind: StepKind, mesh: Mesh, as_sent: bool
 ) -> list[Collective]:
     if kind == "permute":
         axes, members = _permute_axes(instruction.attributes, mesh), 1
@@ -120,7 +120,7 @@ def _combined(module: Module, computation: str, name: str) -> list[int]:
 # --- 16-bit floats sent as 32-bit -------------------------------------------------------------------------------
 
 
-def _sent_wider(module: Module, computation: str, instruction: Instruction) -> bool:
+def _sent_wider(module: Module, computation: str, instruction: HloInstruction) -> bool:
     body = module.computations[computation]
     if any(not body[operand].type.startswith("f32[") for operand in instruction.operands):
         return False
@@ -156,7 +156,7 @@ def _narrows(module: Module, computation: str, name: str) -> bool:
     body = module.computations[computation]
     uses = [i for i in body.values() if name in i.operands]
 
-    def narrows(use: Instruction) -> bool:
+    def narrows(use: HloInstruction) -> bool:
         if use.opcode == "convert":
             return _is_16_bit(use.type)
         if use.opcode == "fusion":

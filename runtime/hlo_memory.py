@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from autopar.runtime.hlo_text import Instruction, Module, array_bytes, parse
+from autopar.runtime.hlo_text import HloInstruction, Module, array_bytes, parse
 
 _VIEWS = frozenset({"bitcast", "get-tuple-element", "tuple", "optimization-barrier", "while", "dynamic-update-slice"})
 _IN_PLACE = frozenset({"all-reduce", "all-reduce-start"})
@@ -83,7 +83,7 @@ def _all(place: _Place) -> frozenset[_Buffer]:
     return frozenset().union(*place)
 
 
-def _places(module: Module, body: Mapping[str, Instruction]) -> dict[str, _Place]:
+def _places(module: Module, body: Mapping[str, HloInstruction]) -> dict[str, _Place]:
     """The buffers in which each instruction's results lie."""
     found: dict[str, _Place] = {}
     for name, i in body.items():
@@ -103,7 +103,7 @@ def _places(module: Module, body: Mapping[str, Instruction]) -> dict[str, _Place
     return found
 
 
-def _updated(module: Module, fusion: Instruction) -> int | None:
+def _updated(module: Module, fusion: HloInstruction) -> int | None:
     """The number of the operand in whose place a fusion writes its result, if it ends in an update of a slice."""
     called = module.computations[fusion.computations("calls")[0]]
     root = next(i for i in called.values() if i.root)
@@ -117,7 +117,7 @@ def _updated(module: Module, fusion: Instruction) -> int | None:
     return int(target.operands[0]) if target.opcode == "parameter" else None
 
 
-def _made(instruction: Instruction, body: Mapping[str, Instruction]) -> list[int]:
+def _made(instruction: HloInstruction, body: Mapping[str, HloInstruction]) -> list[int]:
     """Bytes of each result; what has started has one, which its operands are no part of."""
     made = array_bytes(instruction.type)
     if instruction.opcode.endswith("-start"):
@@ -126,6 +126,6 @@ def _made(instruction: Instruction, body: Mapping[str, Instruction]) -> list[int
     return made
 
 
-def _held(instruction: Instruction, nbytes: int) -> Held:
+def _held(instruction: HloInstruction, nbytes: int) -> Held:
     found = re.search(r'op_name="([^"]*)"', instruction.attributes)
     return Held(nbytes, instruction.opcode, found[1] if found else "")

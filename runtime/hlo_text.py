@@ -11,7 +11,7 @@ from autopar.errors import InternalError
 
 
 @dataclasses.dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line of a computation."""
 
     name: str
@@ -40,7 +40,7 @@ class Instruction:
 class Module:
     """A compiled program."""
 
-    computations: Mapping[str, Mapping[str, Instruction]]  # in program order
+    computations: Mapping[str, Mapping[str, HloInstruction]]  # in program order
     entry: str
 
 
@@ -59,8 +59,8 @@ def array_bytes(type_: str) -> list[int]:
 
 def parse(text: str) -> Module:
     """The computations of a program. Raises InternalError if this is no HLO text."""
-    computations: dict[str, dict[str, Instruction]] = {}
-    current: dict[str, Instruction] = {}
+    computations: dict[str, dict[str, HloInstruction]] = {}
+    current: dict[str, HloInstruction] = {}
     entry = ""
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*-> .*\{$", line)
@@ -75,14 +75,14 @@ def parse(text: str) -> Module:
     return Module(computations, entry)
 
 
-def _instruction(name: str, text: str, *, root: bool) -> Instruction:
+def _instruction(name: str, text: str, *, root: bool) -> HloInstruction:
     end = _closing(text, 0) if text.startswith("(") else text.index(" ")
     type_, rest = text[:end], text[end:].lstrip()
     opening = rest.index("(")
     closing = _closing(rest, opening)
     inside, opcode = rest[opening + 1 : closing - 1], rest[:opening]
     names = re.findall(r"%([\w.\-]+)", inside) or re.findall(r"[\w.\-]+", inside)
-    return Instruction(name, type_, opcode, tuple(names), rest[closing:], root)
+    return HloInstruction(name, type_, opcode, tuple(names), rest[closing:], root)
 
 
 def _closing(text: str, opening: int) -> int:

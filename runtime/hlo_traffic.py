@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.errors import InternalError
-from autopar.runtime.hlo_text import Instruction, Module, array_bytes, parse
+from autopar.runtime.hlo_text import HloInstruction, Module, array_bytes, parse
 
 _FREE = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "optimization-barrier",
@@ -63,7 +63,7 @@ def kernels_in_hlo(text: str) -> tuple[HloKernel, ...]:
             known[name] = [kernel for instruction in body.values() for kernel in of(instruction, body)]
         return known[name]
 
-    def of(i: Instruction, body: Mapping[str, Instruction]) -> list[HloKernel]:
+    def of(i: HloInstruction, body: Mapping[str, HloInstruction]) -> list[HloKernel]:
         opcode = i.opcode.removesuffix("-start")
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or opcode.startswith(_COLLECTIVES):
             return []
@@ -83,7 +83,7 @@ def kernels_in_hlo(text: str) -> tuple[HloKernel, ...]:
     return tuple(of_computation(module.entry))
 
 
-def _moved(module: Module, i: Instruction, body: Mapping[str, Instruction]) -> tuple[float, float]:
+def _moved(module: Module, i: HloInstruction, body: Mapping[str, HloInstruction]) -> tuple[float, float]:
     """Bytes read and written."""
     sizes = [_nbytes(body[operand]) for operand in i.operands]
     if i.opcode == "fusion":
@@ -102,16 +102,16 @@ def _moved(module: Module, i: Instruction, body: Mapping[str, Instruction]) -> t
     return sum(sizes), sum(results)
 
 
-def _nbytes(i: Instruction) -> int:
+def _nbytes(i: HloInstruction) -> int:
     return sum(array_bytes(i.type))
 
 
-def _update(i: Instruction) -> int:
+def _update(i: HloInstruction) -> int:
     """The operand that an update writes: of a scatter of one array, the last."""
     return 1 if i.opcode == "dynamic-update-slice" else len(i.operands) - 1
 
 
-def _moved_by_fusion(body: Mapping[str, Instruction], sizes: list[int]) -> tuple[float, float]:
+def _moved_by_fusion(body: Mapping[str, HloInstruction], sizes: list[int]) -> tuple[float, float]:
     """`sizes`: bytes of the operands.
 
     From the results on, what is needed of each value; never more than all of it, since kernels keep what they have.
@@ -152,11 +152,11 @@ def _moved_by_fusion(body: Mapping[str, Instruction], sizes: list[int]) -> tuple
     return read, written
 
 
-def _behind_views(i: Instruction, body: Mapping[str, Instruction]) -> Instruction:
+def _behind_views(i: HloInstruction, body: Mapping[str, HloInstruction]) -> HloInstruction:
     while i.opcode in ("bitcast", "get-tuple-element") and i.operands[0] in body:
         i = body[i.operands[0]]
     return i
 
 
-def _elements(i: Instruction) -> int:
+def _elements(i: HloInstruction) -> int:
     return sum(math.prod(map(int, dims.split(","))) if dims else 1 for dims in re.findall(r"\[([\d,]*)\]", i.type))

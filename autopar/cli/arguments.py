@@ -34,7 +34,7 @@ _WANTED = "a function without arguments that returns (step, args) or (step, args
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class TargetCall:
     """A step, and the arguments to plan it for: arrays or `jax.ShapeDtypeStruct`s."""
 
     step: Callable[..., Any]
@@ -45,7 +45,7 @@ class Call:
 # Steps
 
 
-def load_call(target: str) -> Call:
+def load_call(target: str) -> TargetCall:
     """The call that `package.module:function` or `path/to/file.py:function` makes; modules of this folder are found.
 
     Raises:
@@ -104,7 +104,7 @@ def _made(target: str, function: Callable[[], Any]) -> Any:
     return function()
 
 
-def _call_of(target: str, made: Any) -> Call:
+def _call_of(target: str, made: Any) -> TargetCall:
     parts = made if isinstance(made, tuple) else ()
     match parts:
         case (step, tuple() | list() as args):
@@ -117,7 +117,7 @@ def _call_of(target: str, made: Any) -> Call:
             )
     if not callable(step):
         raise ArgumentError(f"TARGET {target!r}: its step is {_described(step)}, which cannot be called.")
-    return Call(step, tuple(args), kwargs)
+    return TargetCall(step, tuple(args), kwargs)
 
 
 def _described(value: Any) -> str:

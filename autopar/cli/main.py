@@ -21,7 +21,7 @@ from rich.console import Console
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate as measure
 from autopar.calibration.timer import time_steps
-from autopar.cli.arguments import Call, load_call
+from autopar.cli.arguments import TargetCall, load_call
 from autopar.cli.group import Answer, answering, give_answer, main, on_target
 from autopar.cli.options import METHOD, OUTPUT, PLAN, chip_option, cluster_option, method_option, plan_option
 from autopar.cost_model.hardware import devices_by_host
@@ -50,7 +50,7 @@ def _waiting(text: str) -> Iterator[None]:
         yield
 
 
-def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, Call]:
+def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, TargetCall]:
     """The step and its arguments."""
     _wake_cpus_only(cluster)
     call = load_call(target)

@@ -27,11 +27,11 @@ from autopar.ir.units import bytes_text
 from autopar.ir.verification import (
     MEMORY_TOLERANCE,
     TRAFFIC_TOLERANCE,
+    CollectiveTraffic,
     KernelTraffic,
     ProgramBytes,
     ProgramCheck,
     StageCheck,
-    Traffic,
     Verification,
 )
 from autopar.passes.lower import LoweredStep
@@ -141,11 +141,11 @@ def _predicted(local: LocalProgram, source: Source, cost: ProgramCost) -> Progra
 
 def _traffic(
     cluster: Cluster, local: LocalProgram, cost: ProgramCost, ahead: Ahead, *, as_sent: bool
-) -> tuple[Traffic, ...]:
+) -> tuple[CollectiveTraffic, ...]:
     predicted = _counted(cost.collectives)
     found = _counted(collectives_in_hlo(ahead.text, local.mesh, as_sent=as_sent))
     return tuple(
-        Traffic(kind, axes, cluster.link_among(local.mesh.group(axes)).name, predicted.get((kind, axes), (0, 0)),
+        CollectiveTraffic(kind, axes, cluster.link_among(local.mesh.group(axes)).name, predicted.get((kind, axes), (0, 0)),
                 found.get((kind, axes), (0, 0)))
         for kind, axes in dict.fromkeys([*predicted, *found])
     )  # fmt: skip
@@ -180,7 +180,11 @@ def _stage(
 
 
 def _remarks(
-    local: LocalProgram, predicted: ProgramBytes, found: ProgramBytes, traffic: Sequence[Traffic], ahead: Ahead
+    local: LocalProgram,
+    predicted: ProgramBytes,
+    found: ProgramBytes,
+    traffic: Sequence[CollectiveTraffic],
+    ahead: Ahead,
 ) -> tuple[str, ...]:
     remarks = []
     if abs(predicted.total - found.total) > MEMORY_TOLERANCE * found.total:

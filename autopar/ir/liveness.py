@@ -10,7 +10,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
-class Step(Generic[Key]):
+class LivenessStep(Generic[Key]):
     """What one step reads and makes; None stands for what needs no memory."""
 
     reads: Sequence[Key | None]
@@ -19,7 +19,7 @@ class Step(Generic[Key]):
     in_pairs: bool = False  # each result is made of the operand in its position alone
 
 
-def last_reads(steps: Sequence[Step[Key]], leaving: Iterable[Key]) -> dict[Key, int]:
+def last_reads(steps: Sequence[LivenessStep[Key]], leaving: Iterable[Key]) -> dict[Key, int]:
     """The position in which each value is read for the last time; what leaves is read after all steps.
 
     What is fused is read where its kernels are, a view's operand where the view is.

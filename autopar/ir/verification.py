@@ -44,7 +44,7 @@ class ProgramBytes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Traffic:
+class CollectiveTraffic:
     """The collectives of one kind over the same axes of a mesh, in one run of a program."""
 
     kind: str
@@ -71,7 +71,7 @@ class ProgramCheck:
     phase: str
     predicted: ProgramBytes
     found: ProgramBytes
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[CollectiveTraffic, ...]
     kernels: KernelTraffic  # predicted
     found_kernels: KernelTraffic | None  # none where a loop turns as often as its numbers say
     remarks: tuple[str, ...]  # what differs, and the operators it comes from

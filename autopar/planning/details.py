@@ -38,7 +38,7 @@ from autopar.reporting.record import (
     Layer,
     MemoryCurve,
     ReportRecord,
-    Span,
+    TimelineSpan,
     TimeSplit,
 )
 from autopar.tracing.build import source_of
@@ -144,7 +144,7 @@ def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]
     return found
 
 
-def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline: Timeline) -> tuple[Span, ...]:
+def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline: Timeline) -> tuple[TimelineSpan, ...]:
     """The programs that run, those of several phases divided by what their operations take."""
     group_of = {stage: k for k, group in enumerate(groups) for stage in group.stages}
     shares: dict[tuple[int, Phase], dict[Phase, float]] = defaultdict(lambda: defaultdict(float))
@@ -163,7 +163,7 @@ def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline:
         parts = [(phase, inside[phase]) for phase in Phase if inside.get(phase)]
         for k, (phase, seconds) in enumerate(parts):
             end = event.end if k == len(parts) - 1 else at + (event.end - event.start) * seconds / total
-            found.append(Span(group_of[event.stage], event.stage, phase.value, event.microbatch, at, end))
+            found.append(TimelineSpan(group_of[event.stage], event.stage, phase.value, event.microbatch, at, end))
             at = end
     return tuple(found)
 

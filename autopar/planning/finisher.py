@@ -112,10 +112,10 @@ class Finisher:
             above = _above(plan)
             if not above:
                 return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
-            rematerialized = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
-            if rematerialized and other is None:
+            leaner_stages = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
+            if leaner_stages and other is None:
                 leaner, leaner_plan = self._lowered(
-                    layered, placed, chosen, always | rematerialized, schedule, bound, gap
+                    layered, placed, chosen, always | leaner_stages, schedule, bound, gap
                 )
                 if not _above(leaner_plan):
                     other = leaner_plan, leaner

@@ -43,7 +43,7 @@ PARTS = ("compute", "collectives", "resharding", "launches", "waiting", "bubble"
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
+class TimelineSpan:
     """A part of a program in simulated time. What a program does for several phases is drawn one after the other."""
 
     group: int  # of devices, in the order of `ReportRecord.groups`
@@ -145,7 +145,7 @@ class Details:
     model_flops: float  # of a step's matrix products, whole cluster, what is computed again left out
     ideal_seconds: float  # that these would take with all devices of the cluster at their peak
     splits: tuple[TimeSplit, ...]  # by group of devices
-    spans: tuple[Span, ...]
+    spans: tuple[TimelineSpan, ...]
     copies: tuple[Copying, ...]
     memory: tuple[MemoryCurve, ...]  # by group of devices
     layers: tuple[Layer, ...]

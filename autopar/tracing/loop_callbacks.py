@@ -21,7 +21,7 @@ CALLBACKS = frozenset({"debug_callback", "debug_print"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class LoopCallback:
     """One callback: its operands are literals, or None for what is to be handed in."""
 
     primitive: Any
@@ -35,7 +35,7 @@ class Loop:
 
     length: int
     reverse: bool
-    calls: tuple[Call | Loop, ...]
+    calls: tuple[LoopCallback | Loop, ...]
 
 
 def calls_back(eqn: Any) -> bool:
@@ -57,7 +57,7 @@ class Silenced:
         """The results of the scan, then what its callbacks are to be given, in order."""
         consts, carries = scan_counts(self.params)
         closed = self.params["jaxpr"]
-        seen: list[Call | Loop] = []
+        seen: list[LoopCallback | Loop] = []
 
         def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
             seen.clear()
@@ -74,7 +74,7 @@ class Silenced:
 
 
 def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str], seen: list[Call | Loop],
+    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str], seen: list[LoopCallback | Loop],
     shown: list[Any],
 ) -> list[Any]:  # fmt: skip
     """A body without its callbacks, its calls inlined: they go to `seen`, what they are given to `shown`."""
@@ -89,7 +89,7 @@ def _evaluate(
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
             if name in CALLBACKS:
                 literals = tuple(atom if isinstance(atom, core.Literal) else None for atom in eqn.invars)
-                seen.append(Call(eqn.primitive, eqn.params, literals))
+                seen.append(LoopCallback(eqn.primitive, eqn.params, literals))
                 shown += [x for x, literal in zip(operands, literals, strict=True) if literal is None]
                 results: Any = []
             elif name in calls:

@@ -21,15 +21,15 @@ def alike_equations(
 ) -> Mapping[Place, int]:  # fmt: skip
     """A number per equation, the same for alike ones.
 
-    `look` says what matters of an equation by itself, `kind` of a value that no equation of the programs makes; values
-    in `copied` are made in every program that reads them. Alike are equations that look alike, read from and give to
-    such that look alike, and are both in even or both in odd layers: of equal layers in a row, a good plan may treat
-    every second one differently (a matrix split by columns, the next by rows), but hardly more than that.
+    `signature` says what matters of an equation by itself, `kind` of a value that no equation of the programs makes;
+    values in `copied` are made in every program that reads them. Alike are equations that look alike, read from and
+    give to such that look alike, and are both in even or both in odd layers: of equal layers in a row, a good plan may
+    treat every second one differently (a matrix split by columns, the next by rows), but hardly more than that.
     """
     numbers: dict[Hashable, int] = {}
     signatures: dict[Place, int] = {}
-    maker: dict[tuple[int | None, Value], int] = {}  # the look of what makes a value
-    readers: dict[tuple[int | None, Value], list[tuple[int, int]]] = defaultdict(list)  # look, position
+    maker: dict[tuple[int | None, Value], int] = {}  # the signature of what makes a value
+    readers: dict[tuple[int | None, Value], list[tuple[int, int]]] = defaultdict(list)  # signature, position
 
     def slot(program: Program, value: Value) -> tuple[int | None, Value]:
         return (program.index if value in copied else None, value)

@@ -15,7 +15,7 @@ RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current 
 TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
 
 
-class Worker(Protocol):
+class SolverPart(Protocol):
     """Counts its work."""
 
     work: float  # units that are not booked yet
@@ -34,7 +34,7 @@ class Books:
         self.smallest_peak = math.inf
         self.cheapest: tuple[int, ...] = ()  # choice without regard to memory
 
-    def _spend(self, worker: Worker) -> None:
+    def _spend(self, worker: SolverPart) -> None:
         self.work -= worker.work
         worker.work = 0.0
 

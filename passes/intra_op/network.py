@@ -25,14 +25,14 @@ from autopar.passes.intra_op.dominated import undominated
 from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
 
 Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
-Span = tuple[int, int, Array]  # first point in time, one past the last, bytes per strategy
+UsageSpan = tuple[int, int, Array]  # first point in time, one past the last, bytes per strategy
 
 
-class Contradiction(Exception):
+class NoChoiceLeft(Exception):
     """The infinite costs, or these and the memory limit, exclude every choice."""
 
 
-class OutOfMemory(Contradiction):
+class OutOfMemory(NoChoiceLeft):
     """What every node uses at least is above the limit."""
 
 
@@ -72,7 +72,7 @@ class Network:
     unary: dict[int, Array]  # seconds per strategy of each node that is left
     adjacent: dict[int, dict[int, Array]]  # seconds [K_u, K_v] at [u][v]; [v][u] holds the transpose
     labels: dict[int, Integers]  # the problem's numbers of the strategies that are left, ascending
-    usages: dict[int, list[Span]]  # what each node uses beyond the least of its strategies
+    usages: dict[int, list[UsageSpan]]  # what each node uses beyond the least of its strategies
     slack: Array  # bytes that are left at each point in time when every node uses its least
     times: Integers  # number of each point in time, the same in all copies
     offset: float  # seconds that every choice pays
@@ -186,7 +186,7 @@ class Network:
     def keep(self, node: int, kept: Mask) -> None:
         """Restrict a node to some of its strategies."""
         if not kept.any():
-            raise Contradiction
+            raise NoChoiceLeft
         if kept.all():
             return
         self._touch((node, *self.adjacent[node]))
@@ -289,12 +289,12 @@ class Network:
             used = np.stack([amount for _, _, amount in spans], axis=1) if spans else np.zeros((cost.size, 0))
             self.keep(node, undominated(cost, links, borders, used))
 
-    def reduce(self, *, dominated: bool, rematerialized: bool = False) -> None:
+    def reduce(self, *, dominated: bool, continued: bool = False) -> None:
         """All reductions until none finds anything more, each only where something changed; raises Contradiction.
 
         again: it was reduced before, so that only what was changed since is looked at.
         """
-        changed, inconsistent = self.touched if rematerialized else dict.fromkeys(self.unary), self.touched
+        changed, inconsistent = self.touched if continued else dict.fromkeys(self.unary), self.touched
         while changed:
             self.touched = {}
             self.make_consistent(node for node in inconsistent if node in self.unary)
@@ -399,7 +399,7 @@ class Network:
                     spans.append((int(first), int(last), usage.bytes))
             self._set_spans(node, spans)
 
-    def _set_spans(self, node: int, spans: list[Span]) -> None:
+    def _set_spans(self, node: int, spans: list[UsageSpan]) -> None:
         """Book what every strategy of the node uses as used, in `slack` itself, and keep the rest.
 
         The rest are spans that do not overlap, in their order, with neighbours that differ.
@@ -511,8 +511,8 @@ def _whole(matrix: Array) -> Array:
 
 
 def _gathered(
-    leader: int, usages: dict[int, list[Span]], followers: dict[int, list[tuple[int, Integers]]]
-) -> list[Span]:
+    leader: int, usages: dict[int, list[UsageSpan]], followers: dict[int, list[tuple[int, Integers]]]
+) -> list[UsageSpan]:
     """What a leader and all that follow it use, per strategy of the leader."""
     spans = list(usages[leader])
     waiting = list(followers[leader])

@@ -33,7 +33,7 @@ from autopar.passes.intra_op.dual import evaluate as evaluate_prices
 from autopar.passes.intra_op.eliminate import plan_elimination
 from autopar.passes.intra_op.messages import marginal_bounds
 from autopar.passes.intra_op.moves import Moves
-from autopar.passes.intra_op.network import Contradiction, Network, OutOfMemory
+from autopar.passes.intra_op.network import Network, NoChoiceLeft, OutOfMemory
 from autopar.passes.intra_op.oracles import LARGE, STEP, Wide, oracle_for
 from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution
 from autopar.passes.intra_op.relax import Relaxation
@@ -97,7 +97,7 @@ class Search(Books):
         try:
             network = Network.of(self.problem) if self.network is None else self.network
             full = network.copy()
-            network.reduce(dominated=self.network is not None, rematerialized=self.network is not None)
+            network.reduce(dominated=self.network is not None, continued=self.network is not None)
             binds = network.slack.size > 0
             if not binds or not math.isfinite(self.bound):
                 self._without_memory(network.without_memory(), binds=binds)
@@ -105,7 +105,7 @@ class Search(Books):
             self._note_all_excluded()
             if self.best is None:
                 self._lightest(full)
-        except Contradiction:
+        except NoChoiceLeft:
             self._note_all_excluded()
         else:
             if not self._closed() and binds:
@@ -138,7 +138,7 @@ class Search(Books):
                 self._close(free, relaxed=True)
             if not self._closed():
                 self._close(network, relaxed=False)
-        except Contradiction:
+        except NoChoiceLeft:
             self._note_all_excluded()
             if self.best is None:
                 self._lightest(full)
@@ -229,7 +229,7 @@ class Search(Books):
             if self._closed() or self._spent() or relaxation.ended or (self.work < until and self.best is not None):
                 break
             if self.best is None and self.bound > most:
-                raise Contradiction  # nothing that fits has a finite cost
+                raise NoChoiceLeft  # nothing that fits has a finite cost
 
     def _target(self, relaxation: Relaxation) -> float:
         guess = relaxation.value + _GUESS * abs(relaxation.value)
@@ -272,7 +272,7 @@ class Search(Books):
             try:
                 part = self._around(network, solution, set())
                 found = self._cheapest_that_fits(part)
-            except Contradiction:
+            except NoChoiceLeft:
                 found = None
             if found is None:
                 return relaxation.choose(1.0)
@@ -323,7 +323,7 @@ class Search(Books):
                 for node, column in columns.items():
                     part.keep(node, column)
                 part.reduce(dominated=True)
-            except Contradiction:
+            except NoChoiceLeft:
                 break  # the few do not go together, or do not fit
             top: CuttingPlane | None = None
             inner, part_moves = oracle_for(part, self.random), Moves(part)
@@ -374,12 +374,12 @@ class Search(Books):
                     break
             self.exact = oracle.exact
             if math.isinf(cuts[0].value):
-                raise Contradiction  # infinite costs exclude every choice, whatever the memory
+                raise NoChoiceLeft  # infinite costs exclude every choice, whatever the memory
             cuts.sort(key=lambda cut: -cut.value)
             bound = max(bound, cuts[0].value)
             if self.best is None and network.slack.size:
                 if bound > (most := network.most()) + TOLERANCE * abs(most):
-                    raise Contradiction  # no choice of finite cost fits
+                    raise NoChoiceLeft  # no choice of finite cost fits
                 self._lightest(network)
             if self.best is None:
                 break
@@ -414,13 +414,13 @@ class Search(Books):
                     known = dict(zip(part.times, cuts[0].prices, strict=True))
                     part.reduce(dominated=True)
                     bound, found = self._tighten(part, np.array([known[time] for time in part.times]), _BRANCH_CLIMBS)
-                except Contradiction:
+                except NoChoiceLeft:
                     continue
                 if self.best is None or bound < self._worth(self.best):
                     count += 1
                     heapq.heappush(parts, (max(bound, least), count, part, found))
         if not parts:
-            raise Contradiction
+            raise NoChoiceLeft
 
     def _fix(self, network: Network, marginals: dict[int, Array], prices: Array) -> None:
         """Forbid the strategies with which no choice is better than the best, and reduce again."""
@@ -455,7 +455,7 @@ class Search(Books):
             part = self._around(network, self.best, block)
             known = dict(zip(network.times, prices, strict=True))
             self._by_program(part, np.array([known[time] for time in part.times]), _BLOCK_SECONDS)
-        except Contradiction:
+        except NoChoiceLeft:
             return
 
     # Step 5, and the least memory
@@ -486,7 +486,7 @@ class Search(Books):
             if self.best is not None or self._spent() or not points:
                 return
             if cut.value > 1e-9 * limit and self.bound < math.inf:
-                raise Contradiction
+                raise NoChoiceLeft
             load = limit + cut.slope
             weights = weights * np.exp(4 * (load / load.max() - 1))
             weights /= weights.sum()

@@ -39,7 +39,7 @@ class StrategySeconds:
         self._peaks: dict[tuple[str, bool, Pooling | None], float] = {}
 
     def of(self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic) -> Any:
-        """One run of a assignment of an equation."""
+        """One run of an assignment of an equation."""
         assignment_rule = rule.assignments[assignment_index]
         outputs = [eqn.outputs[assignment_index]] if rule.separable else eqn.outputs
         cut = [] if rule.separable else [pieces(rule, assignment, self.mesh) for assignment in options.assignments]

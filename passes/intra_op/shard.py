@@ -1,6 +1,6 @@
 """One stage's programs as a problem for the solver, and its solution as shardings.
 
-Nodes are of two kinds. An *equation* (a assignment of it) chooses a strategy: its seconds are the local compute's.
+Nodes are of two kinds. An *equation* (an assignment of it) chooses a strategy: its seconds are the local compute's.
 A *layout* stands for a value that has several readers, crosses programs or is stored: it chooses the sharding in
 which the value is kept. Edges price the resharding from maker to layout to reader, times how often it happens
 (once per microbatch or once per step). State leaves are layouts that the renewed leaf must return to; where one phase
@@ -185,7 +185,7 @@ class StageProblem:
         return (program.index if value in self.copied else None, value)
 
     def _strategies(self, assignment: StageAssignment) -> tuple[AssignmentOptions, Any]:
-        """The options of a assignment of an equation, and the seconds of each."""
+        """The options of an assignment of an equation, and the seconds of each."""
         known, limits = self.setting.remembered.equations, self.setting.limits
         eqn, rule, index = assignment.equation, assignment.rule, assignment.at
         key = (assignment.signature, limits.kind(eqn))

@@ -49,11 +49,11 @@ class Forced:
     """
 
     def __init__(self, problem: Problem, node: int) -> None:
-        from autopar.passes.intra_op.network import Contradiction, Network
+        from autopar.passes.intra_op.network import Network, NoChoiceLeft
 
         self.problem, self.node = problem, node
         self._networks: list[tuple[Problem, Network]] = []  # none: nothing fits
-        with contextlib.suppress(Contradiction):
+        with contextlib.suppress(NoChoiceLeft):
             network = Network.of(problem, held=(node,))
             network.reduce(dominated=True)
             free = network.without_memory()

@@ -298,5 +298,5 @@ def splitting_axes(rule: Rule, factor: int, assignment: AxisAssignment, mesh: Me
 
 
 def assignment_operands(equation: Equation, rule: Rule, assignment_index: int) -> Sequence[int]:
-    """Positions of the operands that belong to a assignment."""
+    """Positions of the operands that belong to an assignment."""
     return (assignment_index,) if rule.separable else range(len(equation.inputs))

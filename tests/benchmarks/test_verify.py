@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from autopar.ir.verification import KernelTraffic, ProgramBytes, ProgramCheck, StageCheck, Traffic, Verification
+from autopar.ir.verification import (
+    CollectiveTraffic,
+    KernelTraffic,
+    ProgramBytes,
+    ProgramCheck,
+    StageCheck,
+    Verification,
+)
 from benchmarks import verify
 from tests.h100 import needs_cuda_compiler
 
@@ -14,7 +21,7 @@ MB = 1 << 20
 
 
 def program(name: str, predicted: int, found: int, sent: int = 0, really_sent: int = 0) -> ProgramCheck:
-    traffic = Traffic("all_gather", ("x",), "link", (1, sent), (1, really_sent))
+    traffic = CollectiveTraffic("all_gather", ("x",), "link", (1, sent), (1, really_sent))
     return ProgramCheck(
         (name,), (0,), "forward", ProgramBytes(0, 0, 0, predicted), ProgramBytes(0, 0, 0, found), (traffic,),
         KernelTraffic(1, 1), None, (), 1.0,

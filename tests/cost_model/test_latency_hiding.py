@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from autopar.cost_model.latency_hiding import Step, hide_latency
+from autopar.cost_model.latency_hiding import IssuedKernel, hide_latency
 
 EDGE = 1e-6  # seconds
 
 
 def by_the_rules(
     order: Sequence[int], before: Sequence[Sequence[int]], seconds: Sequence[float], collective: Sequence[bool]
-) -> list[Step]:
+) -> list[IssuedKernel]:
     """The same with one list of all that could be chosen, gone through each time. Times are in whole nanoseconds."""
     position = {kernel: at for at, kernel in enumerate(order)}
     readers: list[set[int]] = [set() for _ in order]
@@ -25,7 +25,7 @@ def by_the_rules(
         deep[kernel] = max((deep[k] + collective[k] for k in before[kernel]), default=0)
         for k in before[kernel]:
             readers[k].add(kernel)
-    now, found = 0.0, list[Step]()
+    now, found = 0.0, list[IssuedKernel]()
     fed_at = [0.0] * len(order)
     free: dict[tuple[int, str], float] = {}  # (kernel, "start" or "end" or "whole") -> when it is due
     under_way = False
@@ -57,16 +57,16 @@ def by_the_rules(
         kernel, what = choice
         now = max(now, free.pop(choice))
         if what == "end":
-            found.append(Step(kernel, starts=False))
+            found.append(IssuedKernel(kernel, starts=False))
             free[kernel, "start"] = now + seconds[kernel]
             under_way = True
             continue
         began = now
         if what == "start":
-            found.append(Step(kernel, ends=False))
+            found.append(IssuedKernel(kernel, ends=False))
             under_way = False
         else:
-            found.append(Step(kernel))
+            found.append(IssuedKernel(kernel))
             now += seconds[kernel]
         for k in before[kernel]:
             readers[k].discard(kernel)
@@ -104,7 +104,7 @@ def test_everything_runs_once_after_what_it_needs_and_one_collective_at_a_time(s
     for step in found:
         under_way += collective[step.kernel] * (step.starts - step.ends)
         assert under_way in (0, 1)
-    assert found[-1] == Step(count - 1)
+    assert found[-1] == IssuedKernel(count - 1)
 
 
 def test_a_gradient_waits_for_a_later_collective_to_run_beside() -> None:

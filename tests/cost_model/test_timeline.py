@@ -12,7 +12,7 @@ import pytest
 
 from autopar.cost_model.timeline import (
     ONCE,
-    Crossing,
+    CrossingKey,
     Event,
     Moment,
     StageHolds,
@@ -28,7 +28,7 @@ from autopar.ir.schedule import Schedule, ScheduleName, Task, make_schedule
 FORWARD, BACKWARD = Phase.FORWARD, Phase.BACKWARD
 
 
-def _chain(num_stages: int, forward: float = 0.0, backward: float = 0.0) -> dict[Crossing, float]:
+def _chain(num_stages: int, forward: float = 0.0, backward: float = 0.0) -> dict[CrossingKey, float]:
     """Each stage sends activations to the next one and gradients to the one before."""
     ahead = {(s, s + 1, FORWARD): forward for s in range(num_stages - 1)}
     return ahead | {(s + 1, s, BACKWARD): backward for s in range(num_stages - 1)}
@@ -178,7 +178,7 @@ def _seconds(times: StageTimes, phase: Phase) -> float:
     return {FORWARD: times.forward, BACKWARD: times.backward, Phase.WEIGHTS: times.weights}[phase]
 
 
-def _random_case(seed: int) -> tuple[Schedule, list[StageTimes], dict[Crossing, float]]:
+def _random_case(seed: int) -> tuple[Schedule, list[StageTimes], dict[CrossingKey, float]]:
     random_ = random.Random(seed)
     names: tuple[ScheduleName, ...] = ("gpipe", "1f1b", "interleaved", "zero-bubble")
     name = random_.choice(names)
@@ -187,7 +187,7 @@ def _random_case(seed: int) -> tuple[Schedule, list[StageTimes], dict[Crossing, 
     schedule = make_schedule(name, stages, microbatches, groups)
     of = 5 if schedule.weights_apart else 4
     times = [StageTimes(*(random_.uniform(0.5, 2.0) for _ in range(of))) for _ in range(stages)]
-    crossings: dict[Crossing, float] = {}
+    crossings: dict[CrossingKey, float] = {}
     for source, target in itertools.permutations(range(stages), 2):
         for phase in (FORWARD, BACKWARD):
             onward = (source < target) == (phase is FORWARD)
@@ -226,7 +226,7 @@ def test_longest_path_when_no_link_is_contended(seed: int) -> None:
 class _Events:
     """The step from a queue of events: programs and transfers end, and whoever waited for them looks again."""
 
-    def __init__(self, schedule: Schedule, times: list[StageTimes], crossings: dict[Crossing, float]) -> None:
+    def __init__(self, schedule: Schedule, times: list[StageTimes], crossings: dict[CrossingKey, float]) -> None:
         self.times, self.crossings, self.group_of = times, crossings, schedule.group_of
         groups = range(schedule.num_groups)
         self.heap: list[tuple[float, int, Callable[[float], None]]] = []
@@ -399,7 +399,9 @@ TASK = Task(0, FORWARD, 0)
         (Schedule("gpipe", 1, 1, ((Task(0, FORWARD, 1),),)), 1, {}, r"forward\(stage 0, microbatch 1\) stands among"),
     ],
 )
-def test_inputs_that_do_not_fit(schedule: Schedule, times: int, crossings: dict[Crossing, float], message: str) -> None:
+def test_inputs_that_do_not_fit(
+    schedule: Schedule, times: int, crossings: dict[CrossingKey, float], message: str
+) -> None:
     with pytest.raises(InternalError, match=message):
         simulate(schedule, [StageTimes(1.0, 1.0)] * times, crossings)
 

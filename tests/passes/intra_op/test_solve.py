@@ -19,7 +19,7 @@ from autopar.passes.intra_op import eliminate
 from autopar.passes.intra_op.dual import CuttingPlane
 from autopar.passes.intra_op.flat import flatten
 from autopar.passes.intra_op.messages import Messages
-from autopar.passes.intra_op.network import Contradiction, Network
+from autopar.passes.intra_op.network import Network, NoChoiceLeft
 from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
 from autopar.passes.intra_op.programs import highest, solve_program
 from autopar.passes.intra_op.relax import Relaxation
@@ -228,7 +228,7 @@ def test_reductions_keep_the_optimum(seed: int) -> None:
     network = Network.of(problem)
     try:
         network.reduce(dominated=True)
-    except Contradiction:
+    except NoChoiceLeft:
         assert expected is None
         return
     nodes = list(network.unary)
@@ -386,7 +386,7 @@ def test_points_in_time_that_are_dropped_are_implied(seed: int) -> None:
         usages.append(tuple(Usage(int(start), int(end), rng.integers(0, 3, size)) for start, end in spans))
     problem = Problem(tuple(np.zeros(size) for size in sizes), (), tuple(usages), float(rng.integers(2, 10)))
     network = Network.of(problem)
-    with contextlib.suppress(Contradiction):
+    with contextlib.suppress(NoChoiceLeft):
         network._drop_times()
         for choice in np.ndindex(*sizes):
             kept = bool((network.load(dict(enumerate(choice))) <= network.slack).all())
