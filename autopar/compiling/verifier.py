@@ -145,8 +145,10 @@ def _traffic(
     predicted = _counted(cost.collectives)
     found = _counted(collectives_in_hlo(ahead.text, local.mesh, as_sent=as_sent))
     return tuple(
-        CollectiveTraffic(kind, axes, cluster.link_among(local.mesh.group(axes)).name, predicted.get((kind, axes), (0, 0)),
-                found.get((kind, axes), (0, 0)))
+        CollectiveTraffic(
+            kind, axes, cluster.link_among(local.mesh.group(axes)).name, predicted.get((kind, axes), (0, 0)),
+            found.get((kind, axes), (0, 0)),
+        )
         for kind, axes in dict.fromkeys([*predicted, *found])
     )  # fmt: skip
 

@@ -6,7 +6,6 @@ operation along such an axis. So it means the same on any mesh, and its equation
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core, source_info_util
+
+from autopar.tracing.interpret import Interpreter, Rule, at_its_line, bind_again
 
 # Beside a computation, these say along which axes devices may differ.
 _MARKS = frozenset({"pvary", "pbroadcast", "reduced_vary_cast", "reduced_vary_cast_p"})
@@ -35,7 +35,7 @@ def unmapped(params: Mapping[str, Any], calls: Mapping[str, str]) -> Callable[..
     def run(*operands: Any) -> list[Any]:
         in_specs = [_axes_of_dims(spec, x.ndim) for spec, x in zip(params["in_specs"], operands, strict=True)]
         pieces = [_cut(x, dims, axes, sizes) for x, dims in zip(operands, in_specs, strict=True)]
-        function: Callable[..., Any] = lambda *xs: _evaluate(jaxpr, (), xs, calls)  # noqa: E731
+        function: Callable[..., Any] = _interpreter(calls).function_of(jaxpr)
         for axis in reversed(axes):
             in_axes = tuple(0 if any(axis in dim for dim in dims) else None for dims in in_specs)
             function = jax.vmap(function, in_axes, 0, axis_name=axis, axis_size=sizes[axis])
@@ -80,51 +80,32 @@ def _join(x: Any, dims: Sequence[tuple[str, ...]], axes: Sequence[str]) -> Any:
     return x.transpose(order).reshape(shape)
 
 
-def _evaluate(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str]) -> list[Any]:
-    """A body whose values are batched along the named axes; bodies within it likewise."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+def _interpreter(calls: Mapping[str, str]) -> Interpreter:
+    """Of bodies whose values are batched along the named axes."""
 
-    def read(atom: Any) -> Any:
-        if not isinstance(atom, core.Literal):
-            return env[atom]
-        aval: Any = atom.aval
-        return np.asarray(atom.val, aval.dtype)  # the literal itself remembers the mesh
+    def inside(eqn: Any, name: str) -> Callable[..., list[Any]]:
+        return interpreter.function_of(eqn.params[name])
 
-    def function_of(closed: Any) -> Callable[..., list[Any]]:
-        is_closed = isinstance(closed, core.ClosedJaxpr)
-        inner, inner_consts = (closed.jaxpr, closed.consts) if is_closed else (closed, ())
-        return lambda *xs: _evaluate(inner, inner_consts, xs, calls)
+    def gather(eqn: Any, xs: Sequence[Any]) -> Sequence[Any]:
+        p = eqn.params
+        return [jax.lax.all_gather(x, p["axis_name"], axis=p["all_gather_dimension"], tiled=p["tiled"]) for x in xs]
 
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        operands = [read(atom) for atom in eqn.invars]
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
-            if name in _MARKS:
-                results: Any = operands
-            elif name in _SUMS:
-                results = [jax.lax.psum(x, params["axes"]) for x in operands]
-            elif name in _GATHERS:
-                gather = functools.partial(
-                    jax.lax.all_gather, axis_name=params["axis_name"], axis=params["all_gather_dimension"]
-                )
-                results = [gather(x, tiled=params["tiled"]) for x in operands]
-            elif name == "shard_map":
-                results = unmapped(params, calls)(*operands)
-            elif name in calls:
-                results = function_of(params[calls[name]])(*operands)
-            elif name == "scan":
-                results = _scan(function_of(params["jaxpr"]), params, operands)
-            elif name == "while":
-                results = _while(function_of(params["cond_jaxpr"]), function_of(params["body_jaxpr"]), params, operands)
-            elif name == "cond":
-                index, *rest = operands
-                results = jax.lax.switch(index, [function_of(branch) for branch in params["branches"]], *rest)
-            else:
-                results = eqn.primitive.bind(*operands, **params)
-        if name not in (*_MARKS, *_SUMS, *_GATHERS) and not isinstance(results, list | tuple):
-            results = [results]
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    rules: dict[str, Rule] = {
+        **dict.fromkeys(_MARKS, lambda eqn, xs: xs),
+        **dict.fromkeys(_SUMS, lambda eqn, xs: [jax.lax.psum(x, eqn.params["axes"]) for x in xs]),
+        **dict.fromkeys(_GATHERS, gather),
+        "scan": lambda eqn, xs: _scan(inside(eqn, "jaxpr"), eqn.params, xs),
+        "while": lambda eqn, xs: _while(inside(eqn, "cond_jaxpr"), inside(eqn, "body_jaxpr"), eqn.params, xs),
+        "cond": lambda eqn, xs: jax.lax.switch(xs[0], [*map(interpreter.function_of, eqn.params["branches"])], *xs[1:]),
+        **{name: lambda eqn, xs: inside(eqn, calls[eqn.primitive.name])(*xs) for name in calls},
+        "shard_map": lambda eqn, xs: unmapped(eqn.params, calls)(*xs),
+    }
+    # The literal itself remembers the mesh.
+    interpreter = Interpreter(
+        {name: at_its_line(rule) for name, rule in rules.items()}, at_its_line(bind_again),
+        lambda atom: np.asarray(atom.val, atom.aval.dtype),
+    )  # fmt: skip
+    return interpreter
 
 
 def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:

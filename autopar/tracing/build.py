@@ -6,7 +6,7 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,9 @@ from jax.interpreters import partial_eval
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Callback, Equation, Literal, Operand, Phase, Rounds, Value
-from autopar.tracing import loop_callbacks as shown
+from autopar.tracing import loop_callbacks
 from autopar.tracing.axis_collectives import unmapped
+from autopar.tracing.interpret import Interpreter, opened
 
 # Primitives that call a jaxpr, and the parameter that holds it.
 CALLS = {
@@ -51,6 +52,14 @@ _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MAX_FRAMES = 1000  # as deep as Python goes
 _AGAIN = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
 _TRANSFORM = re.compile(r"(transpose|jvp)\(")
+
+
+class _Where(NamedTuple):
+    """Of an equation: its name stack, its line, and its phase where that is given."""
+
+    stack: str
+    source: str
+    phase: Phase | None
 
 
 class Builder:
@@ -103,59 +112,54 @@ class Builder:
 
         `stack` and `source` are those of the call; with a given `phase`, all equations have that and the call's source.
         """
-        env: dict[Any, Operand] = {}
 
-        def read(atom: Any) -> Operand:
-            if isinstance(atom, jex_core.Literal):
-                aval: Any = atom.aval
-                if aval.shape:
-                    return self.constant(np.asarray(atom.val), aval)
-                return Literal(atom.val, aval.dtype, bool(getattr(aval, "weak_type", False)))
-            return env[atom]
+        def literal(atom: Any) -> Operand:
+            aval: Any = atom.aval
+            if aval.shape:
+                return self.constant(np.asarray(atom.val), aval)
+            return Literal(atom.val, aval.dtype, bool(getattr(aval, "weak_type", False)))
 
-        for var, const in zip(jaxpr.constvars, consts, strict=True):
-            env[var] = self.constant(const, var.aval)
-        env.update(zip(jaxpr.invars, args, strict=True))
-        for eqn in jaxpr.eqns:
-            inputs = [read(atom) for atom in eqn.invars]
-            name = eqn.primitive.name
+        def apply(eqn: Any, inputs: Sequence[Operand]) -> Sequence[Operand]:
             here = f"{stack}/{eqn.source_info.name_stack}"
             where = source if phase is not None else source_of(eqn) or source
-            body = eqn.params.get(CALLS[name]) if name in CALLS else None
-            if name == COND and (index := self._known_number(inputs[0])) is not None:
-                branches, inputs = eqn.params["branches"], inputs[1:]
-                body = branches[min(max(index, 0), len(branches) - 1)]
-            elif name == LINEAR_SOLVE:
-                body, inputs = _solve_of(eqn.params, inputs)
-            elif name == SHARD_MAP:
-                body = _unmapped(eqn, where)
-            results: Sequence[Operand]
-            if name in shown.CALLBACKS:
-                self.callbacks.append(self._callback(eqn.primitive, eqn.params, inputs, where))
-                results = ()
-            elif name == "scan" and shown.calls_back(eqn):
-                silenced = shown.Silenced(eqn.params, CALLS)
-                traced, values = trace_emission(silenced.run, inputs)
-                found = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
-                results, given = found[: len(eqn.outvars)], iter(found[len(eqn.outvars) :])
-                self.callbacks.append(self._rounds(silenced.rounds, given, where))
-            elif body is not None:
-                if name in _REMAT and eqn.params.get("differentiated") and eqn.params.get("prevent_cse", True):
-                    inputs = self._fence(inputs, phase or _phase(here), where)
-                closed = isinstance(body, jex_core.ClosedJaxpr)
-                inner, inner_consts = (body.jaxpr, body.consts) if closed else (body, ())
-                results = self.inline(inner, inner_consts, inputs, here, where, phase)
-            elif name == "rev" and all(inputs[0].shape[d] == 1 for d in eqn.params["dimensions"]):
-                results = inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
-            elif (plainer := _plainer(name, eqn.params, self._counts(inputs))) is not None:
-                traced, values = trace_emission(plainer, inputs)
-                results = self.inline(traced.jaxpr, traced.consts, values, here, where, phase or _phase(here))
-            else:
-                avals = [var.aval for var in eqn.outvars]
-                params, inputs = _without_unread(eqn.params, inputs) if name == "while" else (eqn.params, inputs)
-                results = self.add(eqn.primitive, params, inputs, avals, phase or _phase(here), where, _AGAIN in here)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+            return self._applied(eqn, list(inputs), _Where(here, where, phase))
+
+        constants = [self.constant(const, var.aval) for var, const in zip(jaxpr.constvars, consts, strict=True)]
+        return Interpreter({}, apply, literal).run(jaxpr, constants, args)
+
+    def _applied(self, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
+        """The results of an equation of a jaxpr, whose calls are inlined."""
+        name, params, phase = eqn.primitive.name, eqn.params, at.phase or _phase(at.stack)
+        body = params.get(CALLS[name]) if name in CALLS else None
+        if name == COND and (index := self._known_number(inputs[0])) is not None:
+            branches, inputs = params["branches"], inputs[1:]
+            body = branches[min(max(index, 0), len(branches) - 1)]
+        elif name == LINEAR_SOLVE:
+            body, inputs = _solve_of(params, inputs)
+        elif name == SHARD_MAP:
+            body = _unmapped(eqn, at.source)
+        if name in loop_callbacks.CALLBACKS:
+            self.callbacks.append(self._callback(eqn.primitive, params, inputs, at.source))
+            return ()
+        if name == "scan" and loop_callbacks.calls_back(eqn):
+            silenced = loop_callbacks.Silenced(params, CALLS)
+            traced, values = trace_emission(silenced.run, inputs)
+            found = self.inline(traced.jaxpr, traced.consts, values, at.stack, at.source, phase)
+            self.callbacks.append(self._rounds(silenced.rounds, iter(found[len(eqn.outvars) :]), at.source))
+            return found[: len(eqn.outvars)]
+        if body is not None:
+            if name in _REMAT and params.get("differentiated") and params.get("prevent_cse", True):
+                inputs = self._fence(inputs, phase, at.source)
+            return self.inline(*opened(body), inputs, at.stack, at.source, at.phase)
+        if name == "rev" and all(inputs[0].shape[d] == 1 for d in params["dimensions"]):
+            return inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
+        if (plainer := _plainer(name, params, self._counts(inputs))) is not None:
+            traced, values = trace_emission(plainer, inputs)
+            return self.inline(traced.jaxpr, traced.consts, values, at.stack, at.source, phase)
+        if name == "while":
+            params, inputs = _without_unread(params, inputs)
+        avals = [var.aval for var in eqn.outvars]
+        return self.add(eqn.primitive, params, inputs, avals, phase, at.source, _AGAIN in at.stack)
 
     def _counts(self, inputs: Sequence[Operand]) -> bool:
         return self.counting and bool(inputs) and inputs[0].dtype == np.bool_
@@ -184,10 +188,10 @@ class Builder:
     def _callback(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], source: str) -> Equation:
         return Equation(-1, primitive, params, tuple(inputs), (), Phase.UPDATE, source)
 
-    def _rounds(self, rounds: shown.Loop, given: Iterator[Operand], source: str) -> Rounds:
+    def _rounds(self, rounds: loop_callbacks.Loop, given: Iterator[Operand], source: str) -> Rounds:
         found: list[Callback] = []
         for call in rounds.calls:
-            if isinstance(call, shown.Loop):
+            if isinstance(call, loop_callbacks.Loop):
                 found.append(self._rounds(call, given, source))
                 continue
             inputs = [

@@ -12,9 +12,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from autopar.tracing.axis_collectives import scan_counts
+from autopar.tracing.interpret import Interpreter, Rule, at_its_line, bind_again
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 CALLBACKS = frozenset({"debug_callback", "debug_print"})
@@ -57,53 +58,49 @@ class Silenced:
         """The results of the scan, then what its callbacks are to be given, in order."""
         consts, carries = scan_counts(self.params)
         closed = self.params["jaxpr"]
-        seen: list[LoopCallback | Loop] = []
+        silencer = _Silencer(self._calls)
 
         def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
-            seen.clear()
-            shown: list[Any] = []
-            args = (*operands[:consts], *carry, *xs)
-            found = _evaluate(closed.jaxpr, closed.consts, args, self._calls, seen, shown)
-            return found[:carries], (found[carries:], shown)
+            silencer.seen.clear()
+            silencer.shown.clear()
+            found = silencer.interpreter.function_of(closed)(*operands[:consts], *carry, *xs)
+            return found[:carries], (found[carries:], [*silencer.shown])
 
         start = [jnp.asarray(x) for x in operands[consts : consts + carries]]
         how = {name: self.params[name] for name in ("length", "reverse", "unroll")}
         end, (ys, shown) = jax.lax.scan(one_round, start, list(operands[consts + carries :]), **how)
-        self.rounds = Loop(self.params["length"], self.params["reverse"], tuple(seen))
+        self.rounds = Loop(self.params["length"], self.params["reverse"], tuple(silencer.seen))
         return [*end, *ys, *shown]
 
 
-def _evaluate(
-    jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], calls: Mapping[str, str], seen: list[LoopCallback | Loop],
-    shown: list[Any],
-) -> list[Any]:  # fmt: skip
-    """A body without its callbacks, its calls inlined: they go to `seen`, what they are given to `shown`."""
-    env: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+class _Silencer:
+    """Of a body: its callbacks go to `seen`, what they are given to `shown`; calls are inlined."""
 
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, core.Literal) else env[atom]
+    def __init__(self, calls: Mapping[str, str]) -> None:
+        self._calls = calls
+        self.seen: list[LoopCallback | Loop] = []
+        self.shown: list[Any] = []
+        rules: dict[str, Rule] = {
+            **dict.fromkeys(CALLBACKS, self._call_back), **dict.fromkeys(calls, self._call), "scan": self._scan,
+        }  # fmt: skip
+        self.interpreter = Interpreter(
+            {name: at_its_line(rule) for name, rule in rules.items()}, at_its_line(bind_again), lambda atom: atom.val
+        )
 
-    for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
-        operands = [read(atom) for atom in eqn.invars]
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
-            if name in CALLBACKS:
-                literals = tuple(atom if isinstance(atom, core.Literal) else None for atom in eqn.invars)
-                seen.append(LoopCallback(eqn.primitive, eqn.params, literals))
-                shown += [x for x, literal in zip(operands, literals, strict=True) if literal is None]
-                results: Any = []
-            elif name in calls:
-                body = eqn.params[calls[name]]
-                inner, inner_consts = (body.jaxpr, body.consts) if isinstance(body, core.ClosedJaxpr) else (body, ())
-                results = _evaluate(inner, inner_consts, operands, calls, seen, shown)
-            elif name == "scan" and calls_back(eqn):
-                silenced = Silenced(eqn.params, calls)
-                found = silenced.run(*operands)
-                results, given = found[: len(eqn.outvars)], found[len(eqn.outvars) :]
-                seen.append(silenced.rounds)
-                shown += given
-            else:
-                results = eqn.primitive.bind(*operands, **eqn.params)
-                results = results if eqn.primitive.multiple_results else [results]
-        env.update(zip(eqn.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def _call_back(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        literals = tuple(atom if isinstance(atom, core.Literal) else None for atom in eqn.invars)
+        self.seen.append(LoopCallback(eqn.primitive, eqn.params, literals))
+        self.shown += [x for x, literal in zip(operands, literals, strict=True) if literal is None]
+        return []
+
+    def _call(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        return self.interpreter.function_of(eqn.params[self._calls[eqn.primitive.name]])(*operands)
+
+    def _scan(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        if not calls_back(eqn):
+            return bind_again(eqn, operands)
+        silenced = Silenced(eqn.params, self._calls)
+        found = silenced.run(*operands)
+        self.seen.append(silenced.rounds)
+        self.shown += found[len(eqn.outvars) :]
+        return found[: len(eqn.outvars)]
