@@ -6,6 +6,7 @@
 #   make test-gpu     those that need a GPU
 #   make test-matrix  the tests on the oldest and the newest Python and jax that are supported
 #   make docs         write docs/primitives.md from the rule table
+#   make site         build the documentation's pages; docs/_build/html/index.html is the first
 #   make wheel-test   build wheel and sdist, try the wheel from another folder
 #   make lint | format | coverage | clean
 
@@ -27,7 +28,7 @@ fit_compiler = $(1) -m pip install $(PIP_FLAGS) "jax-cuda12-plugin==$$($(1) -c '
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11 python; do \
 	if $(call usable,$$python); then echo $$python; break; fi; done)
 
-.PHONY: help venv train test test-slow test-browser test-gpu test-matrix docs wheel-test lint format coverage clean
+.PHONY: help venv train test test-slow test-browser test-gpu test-matrix docs site wheel-test lint format coverage clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -72,6 +73,11 @@ test-gpu: $(VENV)/.installed
 
 docs: $(VENV)/.installed
 	@JAX_PLATFORMS=cpu $(BIN)/python -m tests.passes.rules.document
+
+# Every page is read anew: of pages that have not changed Sphinx would not repeat its warnings, which are errors here.
+site: $(VENV)/.installed
+	@JAX_PLATFORMS=cpu $(BIN)/python -m sphinx --builder html --fresh-env --fail-on-warning --keep-going --quiet \
+		--doctree-dir docs/_build/doctrees docs docs/_build/html
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
@@ -132,5 +138,5 @@ coverage: $(VENV)/.installed
 	$(BIN)/coverage report
 
 clean:
-	rm -rf .venv .venv-* build dist dist.log *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
+	rm -rf .venv .venv-* build dist dist.log docs/_build *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .grimp_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

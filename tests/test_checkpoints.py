@@ -302,8 +302,9 @@ def test_the_end_of_the_program_waits_for_it(tmp_path: pathlib.Path, what: str) 
 
 
 def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "autopar.checkpointing.checkpoints", raising=False)
-    monkeypatch.delattr(autopar, "checkpoints", raising=False)
+    for name in ("checkpoints", "state_handler", "stored_leaves"):
+        monkeypatch.delitem(sys.modules, f"autopar.checkpointing.{name}", raising=False)
+        monkeypatch.delattr(f"autopar.checkpointing.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ModuleNotFoundError, match=r"autopar\.save needs orbax.*: pip install 'autopar\[checkpoint\]'"):
         _ = autopar.save

@@ -155,7 +155,7 @@ def test_priced_is_lowered_is_compiled(model: str, optimizer: str, name: str, m:
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("model", MODELS)
 def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "Executable", lambda sources, *_: sources)
+    monkeypatch.setattr(compiler, "Worker", lambda sources, *_: sources)
     # XLA for GPUs makes reduce_scatter(a) + reduce_scatter(b) one reduce_scatter(a + b). A planner to whom links
     # cost next to nothing adds the smaller pieces instead, one that knows what they cost does as XLA does.
     planned = plan(model, "adam", METHODS[name], 1 if model == "conv" else 2, DEAR_LINKS)

@@ -81,7 +81,7 @@ def test_zero_3_gathers_twice_and_keeps_nothing(name: str) -> None:
 @needs_cuda_compiler
 @pytest.mark.parametrize("name", STEPS)
 def test_xla_for_gpus_keeps_nothing_either(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiler, "Executable", lambda sources, *_: sources)
+    monkeypatch.setattr(compiler, "Worker", lambda sources, *_: sources)
     width = 4096  # of small arrays, XLA makes one of many gathers
     weight = jax.ShapeDtypeStruct((width, width), jnp.float32)
     args = [{"a": weight, "b": weight}] * LAYERS, jax.ShapeDtypeStruct((BATCH, width), jnp.float32)

@@ -1,6 +1,6 @@
 """The file form of `Plan`:
 
-    {"format": "autopar-plan", "version": 1, "function": "...", ..., "cluster": {...}, "stages": [...], "leaves": [...]}
+    {"format": "autopar-plan", "version": 2, "function": "...", ..., "cluster": {...}, "stages": [...], "leaves": [...]}
 
 Fields have the names that they have in the plan; the cluster is a cluster file. A sharding is written as it prints,
 with a dot between axes: "[x.y,-]+z". Strategies are grouped by program, then by equation; layouts by program
@@ -42,7 +42,7 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.sharding import Sharding
 
 FORMAT = "autopar-plan"
-VERSION = 1
+VERSION = 2
 _REMEDY = "make the plan again and save it with Plan.save"
 _SHARED = "all"  # the key of layouts that belong to no single program
 

@@ -58,9 +58,10 @@ def plan_beside_recipes(
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     notes = []
     estimates: dict[_Estimate, Planner] = {}  # recipes that come to the same are made once
-    for recipe in _within_one_stage(None):
-        if not _heeds(recipe, method):
-            continue
+    heeding = [recipe for recipe in _within_one_stage(None) if _heeds(recipe, method)]
+    if not heeding:
+        return best
+    for recipe in heeding:
         rival = planner.beside(_adapted(recipe, method))
         if (estimate := _quickest(rival, fixed, planner.most_estimate)) is None:
             continue
@@ -72,7 +73,13 @@ def plan_beside_recipes(
     for estimate, rival in sorted(estimates.items(), key=lambda each: each[0]):
         if estimate.seconds < planner.most_estimate:
             best = planner.better_by(rival, fixed, None if fixed else estimate.num_microbatches) or best
-    text = f"recipes would take about: {', '.join(notes)}" if notes else "no recipe within one stage fits"
+    text = (
+        f"recipes would take about: {', '.join(notes)}"
+        if notes
+        else "none that does what the method fixes fits in one stage"
+        if method.options
+        else "no recipe within one stage fits"
+    )
     return _with_note(best, f"{text}.")
 
 

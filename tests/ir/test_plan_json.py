@@ -45,7 +45,7 @@ def test_every_field_of_every_noun_is_in_the_file() -> None:
 
 def test_the_file_by_hand() -> None:
     lines = PLAN.to_json().splitlines()
-    assert lines[:3] == ["{", ' "format": "autopar-plan",', ' "version": 1,']
+    assert lines[:3] == ["{", ' "format": "autopar-plan",', ' "version": 2,']
     assert '"strategies":{"0":{"0":[[0,-1]],"1":[[1,-2],[-1,-1]]},"2":{"0":[[0,1]],"5":[]}}' in "".join(lines)
     assert '"layouts":{"all":{"4":"[x.y,-]","11":"[]"},"0":{"4":"[-,y]+x"},"2":{"3":"[-]+x.y"}}' in "".join(lines)
     leaf = '{"path":"rate","shape":[],"dtype":"float32","stage":1,"sharding":"[]","state":false,'
@@ -140,12 +140,12 @@ def test_files_that_are_no_plan_files(tmp_path: Path) -> None:
         (PLAN.to_json()[:-10], "is not JSON"),
         ("[1]", f"holds [1]; it must be an object{remedy}"),
         ("{}", f'format is null; it must be "autopar-plan", the only one {reads}{remedy}'),
-        ('{"format": "autopar-cluster", "version": 1}', 'format is "autopar-cluster"; it must be "autopar-plan"'),
+        ('{"format": "autopar-cluster", "version": 2}', 'format is "autopar-cluster"; it must be "autopar-plan"'),
         (
-            '{"format": "autopar-plan", "version": 2}',
-            f"version is 2; it must be 1, the only one that this version of autopar reads{remedy}",
+            '{"format": "autopar-plan", "version": 1}',
+            f"version is 1; it must be 2, the only one that this version of autopar reads{remedy}",
         ),
-        ('{"format": "autopar-plan", "version": true}', "version is true; it must be 1"),
+        ('{"format": "autopar-plan", "version": true}', "version is true; it must be 2"),
         ('{"format": "autopar-plan", "format": 1}', "gives the field format twice"),
     ):
         path.write_text(text)
@@ -186,7 +186,7 @@ def changed(path: str, value: Any) -> str:
         ("num_microbatches", 0, "num_microbatches is 0; it must be a whole number above 0"),
         ("num_microbatches", 5, "num_microbatches is 5; it must be a divisor of batch_size, 32"),
         ("cluster.network.bandwidth", 0, "cluster.network.bandwidth is 0; it must be bytes per second above 0"),
-        ("cluster.version", 2, "cluster.version is 2; it must be 1"),
+        ("cluster.version", 1, "cluster.version is 1; it must be 2"),
         ("cluster", None, 'cluster is null; it must be an object with "format": "autopar-cluster"'),
         ("stages", {}, "stages is {}; it must be a list of at least one stage"),
         ("stages.1", 7, "stages[1] is 7; it must be an object with the fields mesh, layers"),

@@ -15,7 +15,7 @@ from pathlib import Path
 import autopar
 
 _ORBAX = ("etils", "orbax", "tensorstore")
-OF_EXTRAS = {"autopar.checkpointing.checkpoints": _ORBAX, "autopar.checkpointing.stored_leaves": _ORBAX}
+OF_EXTRAS = {f"autopar.checkpointing.{name}": _ORBAX for name in ("checkpoints", "state_handler", "stored_leaves")}
 
 
 def check_installation() -> None:
