@@ -16,8 +16,8 @@ from typing import Any
 
 from autopar.ir.graph import Operand, Value
 from autopar.ir.program import PlacedStep
-from autopar.passes.inter_op import Span
 from autopar.passes.rules.table import without_places
+from autopar.passes.stage_oracle import Span
 
 
 class Spans:

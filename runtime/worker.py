@@ -9,21 +9,20 @@ import functools
 import math
 import operator
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax
 import numpy as np
 
 from autopar.errors import StateError, StateLostError
-from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import Copy, Free, InstructionList, Register, Run
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.buffers import Buffers, References
-from autopar.runtime.feeding import Feeds, Rows, place_rows, rows_of
+from autopar.runtime.feeding import Rows, place_rows, rows_of
 from autopar.runtime.host_memory import keep_memory
 from autopar.runtime.mail import Mail, state_of
-from autopar.runtime.placement import Array, absent, is_here, place, private, sliceable
+from autopar.runtime.placement import Array, absent, is_here, place, private
 from autopar.runtime.preparing import (
     DirectCall,
     HowToCopy,
@@ -39,40 +38,12 @@ from autopar.runtime.preparing import (
 )
 from autopar.runtime.processes import Processes
 from autopar.runtime.source import Source
-from autopar.runtime.transfer import Sending, TileTransfer, needs_waits, send
+from autopar.runtime.transfer import Sending, needs_waits, send
+from autopar.runtime.wiring import Wiring, slice_of
 
 _IS_DELETED = operator.methodcaller("is_deleted")
 _DELETE = operator.methodcaller("delete")
 _UNGUARDED = contextlib.nullcontext()
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Wiring:
-    """What the worker needs to know besides programs: how arguments become registers and registers results."""
-
-    function: str  # the step's name
-    instructions: InstructionList
-    num_microbatches: int
-    inputs: tuple[Value, ...]  # the graph's, in the order of the arguments' leaves
-    input_paths: tuple[str, ...]
-    homes: Mapping[Value, Array]  # inputs stored on a mesh
-    feeds: Feeds
-    constants: Mapping[Register, tuple[Any, Array]]
-    microbatch: Mapping[Register, tuple[int, Array]]
-    sums: Mapping[Register, Array]
-    transfers: tuple[TileTransfer, ...]  # by crossing
-    results: tuple[Callable[[Sequence[Any]], Any] | None, ...]  # from the arguments; None: from the registers
-    kept: Mapping[int, Value]  # results that are inputs stored on a mesh, and come out from there
-    donated: frozenset[int]  # argument leaves that are given away
-    renewed: Mapping[int, int]  # argument leaf -> the result that takes its place in the next step
-    made: Mapping[Register, Array]  # results that are made by programs
-    known: frozenset[Register]  # of these: brought to all processes
-    carried: frozenset[Register]  # of these: state
-    processes: tuple[frozenset[int], ...]  # by stage: those that have devices of it
-
-    def stages_of(self, process: int) -> frozenset[int]:
-        """Those that a process has devices of."""
-        return frozenset(stage for stage, there in enumerate(self.processes) if process in there)
 
 
 class Worker:
@@ -495,7 +466,7 @@ class Worker:
                     )
                 registers[register] = leaf.arrays[register]
                 continue
-            examples = _microbatch(leaf, batch, microbatch, count)
+            examples = slice_of(leaf, batch, microbatch, count)
             if as_numpy and type(examples) is np.ndarray and examples.dtype == array.dtype:
                 registers[register] = private(examples)
             else:
@@ -521,11 +492,3 @@ def _guards_transfers() -> bool:
 
 def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
     return x
-
-
-def _microbatch(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
-    """One microbatch's slice of a batch argument (on the host, if that is where it is)."""
-    if count == 1:
-        return leaf
-    size = batch.size // count
-    return sliceable(leaf)[(slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)]

@@ -30,7 +30,8 @@ from autopar.runtime.placement import Array, weakly_typed
 from autopar.runtime.preparing import copied, on_device
 from autopar.runtime.processes import Processes
 from autopar.runtime.transfer import TileTransfer
-from autopar.runtime.worker import Wiring, Worker
+from autopar.runtime.wiring import Wiring
+from autopar.runtime.worker import Worker
 
 
 def build(

@@ -26,8 +26,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import Pipeline, Span, StageCost, StageOracle, StageSpace, Turns, in_flight, plan_stages
+from autopar.passes.inter_op import Pipeline, plan_stages
 from autopar.passes.lower import LoweredStep
+from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight
 from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.passes.unsplit import find_unsplit
 from autopar.planning.candidates import Candidates, Groups, groups_of, has_room, shapes_on

@@ -18,7 +18,6 @@ from autopar.ir.schedule import Schedule, ScheduleName
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import StageCost
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.priced_stage import PricedStage
@@ -26,6 +25,7 @@ from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProblem, StageSetting
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import OptionsCache
+from autopar.passes.stage_oracle import StageCost
 from autopar.passes.submeshes import mesh_at
 from autopar.planning.layering import Layered
 from autopar.planning.pricing import Prices

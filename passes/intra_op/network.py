@@ -14,18 +14,15 @@ Every reduction pushes a lift that extends a choice of the rest to the removed n
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
 from autopar.passes.intra_op.dominated import undominated
+from autopar.passes.intra_op.pending import Lift, Pending, UsageSpan, constant_of, gathered_sums, rounded_up
 from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
-
-Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
-UsageSpan = tuple[int, int, Array]  # first point in time, one past the last, bytes per strategy
 
 
 class NoChoiceLeft(Exception):
@@ -34,35 +31,6 @@ class NoChoiceLeft(Exception):
 
 class OutOfMemory(NoChoiceLeft):
     """What every node uses at least is above the limit."""
-
-
-class _Queue:
-    """Nodes to look at, each once at a time, first come first served."""
-
-    def __init__(self, nodes: Iterable[int]) -> None:
-        self._order = collections.deque[int]()
-        self._waiting = set[int]()
-        self.add(nodes)
-
-    def __bool__(self) -> bool:
-        return bool(self._order)
-
-    def add(self, nodes: Iterable[int]) -> None:
-        for node in nodes:
-            if node not in self._waiting:
-                self._waiting.add(node)
-                self._order.append(node)
-
-    def pop(self) -> int:
-        node = self._order.popleft()
-        self._waiting.remove(node)
-        return node
-
-    def pop_all(self) -> list[int]:
-        nodes = list(self._order)
-        self._order.clear()
-        self._waiting.clear()
-        return nodes
 
 
 @dataclasses.dataclass
@@ -202,14 +170,14 @@ class Network:
 
     def make_consistent(self, nodes: Iterable[int]) -> None:
         """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
-        waiting = _Queue(nodes)
+        waiting = Pending(nodes)
         while waiting:
             turn = waiting.pop_all()
             finite = self._finite(turn)
             for node in turn:
                 kept = np.isfinite(self.unary[node])
                 for matrix in self.adjacent[node].values():
-                    if id(_whole(matrix)) not in finite:
+                    if id(rounded_up(matrix)) not in finite:
                         kept &= np.isfinite(matrix.min(axis=1))
                 if not kept.all():
                     self.keep(node, kept)
@@ -218,7 +186,7 @@ class Network:
     def _finite(self, nodes: Iterable[int]) -> dict[int, Array]:
         """The arrays by id, of those behind the edges of some nodes, that have no infinite cost; edges share many."""
         wholes = {id(whole): whole for node in nodes for matrix in self.adjacent[node].values()
-                  if (whole := _whole(matrix)).size}  # fmt: skip
+                  if (whole := rounded_up(matrix)).size}  # fmt: skip
         if not wholes:
             return {}
         finite = np.isfinite(np.concatenate([whole.ravel() for whole in wholes.values()]))
@@ -236,7 +204,7 @@ class Network:
                 self.unary[neighbour] = self.unary[neighbour] + matrix[0]
             self.offset += float(self.unary[node][0])
             strategy = int(self.labels[node][0])
-            self._remove(node, _constant(node, strategy))
+            self._remove(node, constant_of(node, strategy))
 
     def merge_followers(self, nodes: Collection[int]) -> None:
         """Step 2, at the edges of some nodes."""
@@ -263,11 +231,11 @@ class Network:
         self.usages = {node: usages[node] for node in self.unary}
         for leader in followers:
             if leader in self.unary:
-                self._set_spans(leader, _gathered(leader, usages, followers))
+                self._set_spans(leader, gathered_sums(leader, usages, followers))
 
     def eliminate_free(self, nodes: Iterable[int]) -> None:
         """Step 3, for those of the nodes that use no memory beyond their least."""
-        waiting = _Queue(node for node in nodes if node in self.unary)
+        waiting = Pending(node for node in nodes if node in self.unary)
         while waiting:
             node = waiting.pop()
             if self.usages[node] or len(self.adjacent[node]) > 2 or node in self.held:
@@ -503,28 +471,3 @@ class Network:
                 units[start:end] = np.gcd(units[start:end], np.gcd.reduce(amount.astype(np.int64)))
         units = np.maximum(units, 1)
         self.slack = np.floor(self.slack / units) * units
-
-
-def _whole(matrix: Array) -> Array:
-    """The array whose transpose the matrix may be."""
-    return matrix.base if isinstance(matrix.base, np.ndarray) else matrix
-
-
-def _gathered(
-    leader: int, usages: dict[int, list[UsageSpan]], followers: dict[int, list[tuple[int, Integers]]]
-) -> list[UsageSpan]:
-    """What a leader and all that follow it use, per strategy of the leader."""
-    spans = list(usages[leader])
-    waiting = list(followers[leader])
-    while waiting:
-        node, follows = waiting.pop()
-        spans += [(start, end, amount[follows]) for start, end, amount in usages[node]]
-        waiting += [(other, by[follows]) for other, by in followers.get(node, ())]
-    return spans
-
-
-def _constant(node: int, strategy: int) -> Lift:
-    def lift(choice: list[int]) -> None:
-        choice[node] = strategy
-
-    return lift

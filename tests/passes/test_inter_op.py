@@ -14,17 +14,8 @@ import pytest
 from autopar.errors import PlanError
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
 from autopar.ir.schedule import ScheduleName, make_schedule
-from autopar.passes.inter_op import (
-    Pipeline,
-    Span,
-    StageCost,
-    StageOracle,
-    StageSpace,
-    Turns,
-    in_flight,
-    pipeline_time,
-    plan_stages,
-)
+from autopar.passes.inter_op import Pipeline, plan_stages
+from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight, pipeline_time
 from autopar.passes.submeshes import ShapesFn, candidate_shapes, mesh_at
 
 StageCostFn = Callable[[Span, Mesh, int], StageCost | None]

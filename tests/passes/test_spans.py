@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.ir.method import AUTO
-from autopar.passes.inter_op import Span
 from autopar.passes.spans import StageLook, stage_looks
+from autopar.passes.stage_oracle import Span
 from autopar.planning.layering import Layered, Layering
 from tests.equivalence.compare import either
 from tests.equivalence.subjects import SUBJECTS

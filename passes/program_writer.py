@@ -1,0 +1,288 @@
+"""Writes one program of a stage as a list of local equations, reshard steps and accumulations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from autopar.cost_model.fusion import memory_traffic
+from autopar.cost_model.reshard import Resharder, step_result
+from autopar.ir.graph import Equation, Phase, Value
+from autopar.ir.local import (
+    Accumulate,
+    Compute,
+    LocalKernel,
+    LocalOp,
+    LocalProgram,
+    Port,
+    Reread,
+    Reshard,
+    StageSharding,
+)
+from autopar.ir.mesh import Mesh, XlaBackend
+from autopar.ir.program import Program
+from autopar.ir.rule import Rule, product_sizes
+from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import WHOLE, AxisAssignment
+from autopar.passes.emit import combination
+from autopar.passes.fuse_programs import merge_equal_ops
+from autopar.passes.intra_op.strategies import (
+    combined_axes,
+    exchanges,
+    inner_collectives,
+    operand_shardings,
+    pieces,
+    result_shardings,
+    temporaries,
+)
+
+# Steps of a resharding that send each element as it is.
+_SENDING = frozenset({"all_gather", "all_to_all", "permute"})
+
+
+def results_of(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tuple[Sharding, ...]:
+    """How a strategy leaves the results of an equation."""
+    return tuple(
+        s for assignment_rule, assignment in zip(rule.assignments, strategy, strict=True)
+        for s in result_shardings(assignment_rule, assignment, mesh)
+    )  # fmt: skip
+
+
+def _operands(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tuple[Sharding, ...]:
+    return tuple(
+        s for assignment_rule, assignment in zip(rule.assignments, strategy, strict=True)
+        for s in operand_shardings(assignment_rule, assignment, mesh)
+    )  # fmt: skip
+
+
+def _assignment_that_cuts(rule: Rule, sharding: Sharding, mesh: Mesh) -> AxisAssignment:
+    """The assignment with the operand in the pieces of a sharding, whatever the order of its axes."""
+    factor_of = {axis: dim[0] for along, dim in zip(sharding.dims, rule.inputs[0], strict=True) for axis in along}
+    return tuple(factor_of.get(axis, WHOLE) for axis in mesh.axes)
+
+
+class ProgramWriter:
+    """Writes one local program."""
+
+    def __init__(
+        self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
+        batched: Collection[Value], layouts: Mapping[Value, Sharding], xla: XlaBackend,
+    ) -> None:  # fmt: skip
+        """`batched`: the values that depend on examples; `layouts`: how values lie."""
+        self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
+        self.batched = batched
+        self.traffic = memory_traffic(
+            program.equations, rules, program.inputs, program.outputs, xla=xla,
+            shapes={v: s.local_shape(v.shape, sharding.mesh) for v, s in layouts.items()},
+        )  # fmt: skip
+        self.ops: list[LocalOp] = []
+        self.inputs: list[Port] = []
+        self.outputs: dict[Port, None] = {}
+        self.have: dict[Value, list[Sharding]] = {}
+        self.written: dict[Value, int] = {}  # how many operations there were when it was made in memory
+        self.readers: dict[Value, list[Equation]] = defaultdict(list)
+        for eqn in program.equations:
+            for value in eqn.values:
+                self.readers[value].append(eqn)
+        self.named: dict[tuple[Value, Phase], Value] = {}  # what stands for a value in a pass that gathers it
+
+    def arrive(self, value: Value, sharding: Sharding) -> None:
+        self.inputs.append(Port(value, sharding))
+        self.have[value] = [sharding]
+
+    def want(self, value: Value, target: Sharding) -> None:
+        """Make a value available in a sharding, by way of its layout."""
+        layout = self.sharding.layout(self.program, value)
+        for goal in ([layout] if layout is not None else []) + [target]:
+            have = self.have[value]
+            if goal in have or target in have:
+                continue
+
+            def effort(source: Sharding, goal: Sharding = goal) -> tuple[bool, int, float]:
+                seconds = self.resharder.time(value.shape, value.itemsize, source, goal)
+                return math.isinf(seconds), len(set(source.partial) - set(goal.partial)), seconds
+
+            # What has been summed is not summed again in another way: readers would see different rounding, and the
+            # gradient of a maximum, which looks for the elements that equal it, might find none.
+            source = min(have, key=effort)
+            # Step by step, so that what lies between serves other goals too and nothing is sent twice.
+            for step in self.resharder.plan(value.shape, value.itemsize, source, goal):
+                reached = step_result(step, source)
+                if reached not in have:
+                    self.ops.append(Reshard(value, source, reached, (step,)))
+                    have.append(reached)
+                source = reached
+
+    def compute(self, eqn: Equation) -> None:
+        rule = self.rules[eqn.id]
+        mesh = self.sharding.mesh
+        strategy = self.sharding.strategies[self.program.index, eqn.id]
+        wanted, results = _operands(rule, strategy, mesh), results_of(rule, strategy, mesh)
+        held = self._held_to_narrow(eqn, wanted[0]) if self._narrows(eqn) else None
+        if held is not None:
+            strategy, wanted, results = (_assignment_that_cuts(rule, held, mesh),), (held,), (held,)
+        operands = []
+        if self.sharding.reshard_after_forward and eqn.phase.in_loop:
+            eqn = self._anew(eqn, wanted)
+        for v, sharding in zip(eqn.inputs, wanted, strict=True):
+            if isinstance(v, Value):
+                self.want(v, sharding)
+            operands.append(sharding if isinstance(v, Value) else None)
+        cut = {} if rule.separable else pieces(rule, strategy[0], mesh)
+        combined = () if rule.separable else tuple(
+            combination(operation, axes, v, s, mesh)
+            for operation, axes in combined_axes(rule, strategy[0], mesh).items()
+            for v, s in zip(eqn.outputs, results, strict=True)
+        ) + tuple(
+            collective
+            for collective, times in inner_collectives(rule, strategy[0], mesh)
+            for _ in range(times)
+        )  # fmt: skip
+        self.ops.append(
+            Compute(
+                eqn,
+                strategy,
+                tuple(operands),
+                results,
+                rule.work(cut),
+                product_sizes(rule.sides, cut),
+                self.traffic[eqn.id],
+                rule.separable,
+                tuple(
+                    LocalKernel(
+                        k.flops / math.prod(cut.get(f, 1) for f in k.held),
+                        sum(nbytes / math.prod(cut.get(f, 1) for f in held) for nbytes, held in k.traffic),
+                        product_sizes(k.sides, cut),
+                        k.dtype,
+                        k.times,
+                        k.pooling,
+                        k.rounds,
+                    )
+                    for k in rule.kernels
+                ),
+                0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh)),
+                combined,
+                rule.pooling,
+            )
+        )
+        for v, sharding, written in zip(eqn.outputs, results, self.traffic[eqn.id].writes, strict=True):
+            self.have[v] = [sharding]
+            if written:
+                self.written[v] = len(self.ops)
+
+    def _narrows(self, eqn: Equation) -> bool:
+        """Whether each element of the result is made of one of the operand's, alone, and has fewer bytes."""
+        if len(eqn.inputs) != 1 or not isinstance(eqn.inputs[0], Value) or len(eqn.outputs) != 1:
+            return False
+        rule = self.rules[eqn.id]
+        alone = rule.inputs == rule.outputs and all(len(dim) == 1 for dim in rule.inputs[0]) and not rule.kernels
+        return alone and eqn.outputs[0].itemsize < eqn.inputs[0].itemsize
+
+    def _held_to_narrow(self, eqn: Equation, wanted: Sharding) -> Sharding | None:
+        """How the operand lies, if it would be sent for nothing else than to be narrowed: what is sent is less then.
+
+        XLA exchanges a collective and a conversion, too, but not on every backend.
+        """
+        value = eqn.inputs[0]
+        assert isinstance(value, Value)
+        held = self.have[value][0]
+        if held.partial or wanted.partial or wanted in self.have[value] or value in self.program.outputs:
+            return None
+        if not all(self._narrows(other) for other in self.readers[value]):
+            return None
+        rule = self.rules[eqn.id]
+        cut = {factor for along, dim in zip(held.dims, rule.inputs[0], strict=True) if along for factor in dim}
+        steps = self.resharder.plan(value.shape, value.itemsize, held, wanted)
+        sent = bool(steps) and all(step.kind in _SENDING for step in steps)
+        return held if sent and cut <= set(rule.splittable) else None
+
+    def _anew(self, eqn: Equation, wanted: Sequence[Sharding]) -> Equation:
+        """The equation, reading what does not depend on examples, and is gathered, under a name of its pass.
+
+        The gathers wait for what was made last of its operands, if that is in memory: else XLA would do all of them
+        when a program begins.
+        """
+        made = {v: s for v, s in zip(eqn.inputs, wanted, strict=True) if isinstance(v, Value) and v in self.written}
+        latest = sorted(made, key=self.written.__getitem__, reverse=True)
+        inputs = list(eqn.inputs)
+        for i, (v, target) in enumerate(zip(eqn.inputs, wanted, strict=True)):
+            if not isinstance(v, Value) or v in self.batched:
+                continue
+            held = self.sharding.layout(self.program, v) or self.have[v][0]
+            if held.partial or target in (held, self.have[v][0]):
+                continue
+            steps = self.resharder.plan(v.shape, v.itemsize, held, target)
+            if (v, eqn.phase) not in self.named and any(step.kind == "all_gather" for step in steps):
+                after = next((u for u in latest if u is not v), None)
+                if after is not None:
+                    self.want(after, made[after])
+                copy = self.named[v, eqn.phase] = dataclasses.replace(v)
+                self.want(v, held)
+                self.ops.append(Reread(v, held, copy, None if after is None else (after, made[after])))
+                self.have[copy] = [held]
+            inputs[i] = self.named.get((v, eqn.phase), v)
+        return dataclasses.replace(eqn, inputs=tuple(inputs))
+
+    def accumulate(self, value: Value, total: Value, sharding: Sharding) -> None:
+        self.want(value, sharding)
+        self.ops.append(Accumulate(value, total, sharding))
+        self.inputs.append(Port(total, sharding))
+        self.outputs[Port(total, sharding)] = None
+
+    def leave(self, value: Value, sharding: Sharding) -> None:
+        self.want(value, sharding)
+        self.outputs[Port(value, sharding)] = None
+
+    def finish(self, replaced: Mapping[Port, Port]) -> LocalProgram:
+        """The program. Outputs that replace an input stand in the inputs' order: JAX pairs donated buffers with
+        outputs of their shape one by one, and XLA copies what lands in a buffer that is still to be read."""
+        ops = _live_ops(merge_equal_ops(self.ops, self.outputs, self.rules), self.outputs)
+        ops = _with_exchanges(ops, self.rules, self.sharding.mesh)
+        position = {port: i for i, port in enumerate(self.inputs)}
+        outputs = sorted(self.outputs, key=lambda port: position.get(replaced.get(port, port), len(position)))
+        return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(outputs))
+
+
+def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp, ...]:
+    """The operations that some output needs: readers may find a shorter way than by a value's layout."""
+    needed = {(port.value, port.sharding) for port in outputs}
+    kept: list[LocalOp] = []
+    for op in reversed(ops):
+        if isinstance(op, Accumulate):
+            needed.add((op.partial_sum, op.sharding))
+        elif isinstance(op, Reread):
+            if (op.copy, op.sharding) not in needed:
+                continue
+            needed.update({(op.value, op.sharding), *([op.after] if op.after else [])})
+        elif isinstance(op, Reshard):
+            if (op.value, op.target) not in needed:
+                continue
+            needed.add((op.value, op.source))
+        else:
+            eqn = op.equation
+            if not any(made in needed for made in zip(eqn.outputs, op.results, strict=True)):
+                continue
+            wanted = zip(eqn.inputs, op.operands, strict=True)
+            needed.update((v, s) for v, s in wanted if isinstance(v, Value) and s is not None)
+        kept.append(op)
+    return tuple(reversed(kept))
+
+
+def _with_exchanges(ops: Sequence[LocalOp], rules: Mapping[int, Rule], mesh: Mesh) -> tuple[LocalOp, ...]:
+    """Each exchange of a halo at the first equation that needs it."""
+    made: set[tuple[object, ...]] = set()
+    found: list[LocalOp] = []
+    for op in ops:
+        if isinstance(op, Compute) and (rule := rules[op.equation.id]).halos:
+            new = []
+            for exchange in exchanges(rule, op.strategy[0], mesh):
+                i = exchange.operand
+                key = (op.equation.inputs[i], op.operands[i], dataclasses.replace(exchange, operand=0))
+                if key not in made:
+                    made.add(key)
+                    new.append(exchange.collective)
+            op = dataclasses.replace(op, combined=(*op.combined, *new))
+        found.append(op)
+    return tuple(found)
