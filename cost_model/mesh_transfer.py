@@ -99,14 +99,12 @@ def plan_transfer(
     shape: tuple[int, ...],
     itemsize: int,
     source: Sharding,
-    source_mesh: Mesh,
     target: Sharding,
-    target_mesh: Mesh,
     source_resharder: Resharder,
     target_resharder: Resharder,
     link: Callable[[Sequence[tuple[int, int]], int], float],
 ) -> TransferPlan:
-    """The cheapest way to move an array from `source` on one mesh to `target` on another.
+    """The cheapest way to move an array from `source` on the mesh of one resharder to `target` on that of the other.
 
     `link([(source device, target device), ..], bytes)` are the seconds of these copies of so many bytes. Sending every
     tile once and gathering at the target (Alpa, section 6.2: "local all-gather") is one of the candidates, not a
@@ -117,6 +115,7 @@ def plan_transfer(
     2. Reshard seconds on either side come from the two resharders; so do those of cutting and joining tiles.
     3. Candidates in the order of those; the copies of one are priced only while it can still win.
     """
+    source_mesh, target_mesh = source_resharder.mesh, target_resharder.mesh
     senders = [s for s in shardings(len(shape), source_mesh) if not s.partial and s.divides(shape, source_mesh)]
     takers = [s for s in shardings(len(shape), target_mesh) if not s.partial and s.divides(shape, target_mesh)]
     before = source_resharder.matrix(shape, itemsize, (source,), senders)[0]

@@ -25,9 +25,9 @@ _MOST_COMBINED = 256  # collectives that become one
 
 @dataclasses.dataclass(frozen=True)
 class Combining:
-    """Collectives with equal keys may become one."""
+    """Of a collective: those with equal keys may become one."""
 
-    key: Hashable
+    key: Hashable  # None: with no other
     sums: bool
     latency: float = 0.0  # seconds of one of no bytes, which several that become one have once
 
@@ -75,9 +75,8 @@ class ProgramKernels:
 
     def run(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], *, held: int = 0,
-        aliases: Mapping[Hashable, Hashable] | None = None, combining: Combining | None = None, last: bool = False,
-        in_place: Iterable[Hashable] = (), is_collective: bool = False, seconds: float = 0.0,
-        part_of: Hashable = None,
+        aliases: Mapping[Hashable, Hashable] | None = None, collective: Combining | None = None,
+        in_place: Iterable[Hashable] = (), seconds: float = 0.0, part_of: Hashable = None,
     ) -> None:  # fmt: skip
         """A kernel that makes values of so many bytes, some in the places of others.
 
@@ -112,13 +111,19 @@ class ProgramKernels:
             )  # fmt: skip
         else:
             whole = self._dependencies.add(self._makers(taken))
+            combining = collective if collective is not None and collective.key is not None else None
             self.kernels.append(
-                ProgramKernel(taken, tuple(made), held, tuple(lie), combining, last, is_collective, seconds)
+                ProgramKernel(taken, tuple(made), held, tuple(lie), combining, False, collective is not None, seconds)
             )
             if part_of is not None:
                 self._parts[part_of] = whole
         self._maker.update(dict.fromkeys(made, whole))
         self._at.update({value: (buffer,) for (value, _), buffer in zip(makes, made, strict=True)})
+
+    def run_last(self, read: Hashable, made: Hashable, nbytes: int) -> None:
+        """A kernel after all others."""
+        self.run([read], [(made, nbytes)])
+        self.kernels[-1] = dataclasses.replace(self.kernels[-1], last=True)
 
     def _makers(self, buffers: Iterable[int]) -> list[int]:
         return [self._maker[b] for b in buffers if b in self._maker]

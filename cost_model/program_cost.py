@@ -326,7 +326,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
     for port in local.outputs:
         key = (port.value, port.sharding)
         if key in gathered:
-            found.run([key], [(port, port_bytes(port, mesh))], last=True)
+            found.run_last(key, port, port_bytes(port, mesh))
         else:
             found.fuse(port, found.buffers([key]))
         found.leave(port)
@@ -379,9 +379,9 @@ def _reshard(op: Reshard, mesh: Mesh, found: ProgramKernels, price: StepPrice) -
             combines = sums or step.kind == "all_gather"
             payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.sum_itemsize)
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
-            key = Combining((step.kind, axes, dtype), sums, latency) if combines else None
+            collective = Combining((step.kind, axes, dtype) if combines else None, sums, latency)
             aliases = {there: here} if step.kind == "all_reduce" else {}
-            found.run([here], [(there, nbytes)], aliases=aliases, combining=key, is_collective=True, seconds=seconds)
+            found.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds)
         here, at = there, after
     found.fuse((value, op.target), found.buffers([here]))
 

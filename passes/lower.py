@@ -113,8 +113,8 @@ class _Assembly:
                     continue
                 held = self.layout_at_source(value, source)
                 plan = plan_transfer(
-                    value.shape, value.itemsize, held, self.shardings[source].mesh, self.layouts[program.stage][value],
-                    self.shardings[program.stage].mesh, self.resharders[source], self.resharders[program.stage], link,
+                    value.shape, value.itemsize, held, self.layouts[program.stage][value], self.resharders[source],
+                    self.resharders[program.stage], link,
                 )  # fmt: skip
                 self.crossings.append(Crossing(value, source, program.stage, plan))
                 self.arrivals[program.stage][value] = plan.received

@@ -100,7 +100,9 @@ def test_probes_compute_what_they_are_named_for() -> None:
     assert len(batched) == 6
     assert {sizes.batch for sizes, *_ in batched} == {4}
     for of in ("result", "image", "kernel"):
-        ((sizes, _, flops),) = products_of(probes.convolution("float32", 2, 16, 8, 32, 3, 2, of, 1))
+        ((sizes, _, flops),) = products_of(
+            probes.convolution("float32", probes.ConvolutionSizes(2, 16, 8, 32, 3, 2), of, 1)
+        )
         assert sizes.patches is not None
         assert 0.5 < flops / (2 * 2 * 8 * 8 * 8 * 32 * 9) <= 1.0  # windows at the border reach over it
 

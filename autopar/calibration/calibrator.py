@@ -254,7 +254,9 @@ class _Calibrator:
                 each = 2.0 * (size // stride) ** 2 * channels * filters * window**2
                 examples = filling(self._backend.examples, each)
                 images = filling(self._backend.images, examples * each)
-                probe = probes.convolution(dtype, examples, size, channels, filters, window, stride, of, images)
+                probe = probes.convolution(
+                    dtype, probes.ConvolutionSizes(examples, size, channels, filters, window, stride), of, images
+                )
                 name = f"{of} of {examples} x {size}² x {channels}, {window}² x {filters}, stride {stride}, {dtype}"
                 found.append(ProbeTask("convolutions", name, probe, busy, dtype=dtype))
         return found

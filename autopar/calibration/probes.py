@@ -14,7 +14,7 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -78,10 +78,20 @@ def attention(dtype: str, batch: int, length: int, width: int, layers: int) -> P
     return Probe(function, (jax.ShapeDtypeStruct((batch, length, width), dtype),) * (2 + 2 * layers))
 
 
-def convolution(
-    dtype: str, examples: int, size: int, channels: int, filters: int, window: int, stride: int, of: str, times: int
-) -> Probe:
+class ConvolutionSizes(NamedTuple):
+    """Of a 2-d convolution of square images with square windows."""
+
+    examples: int
+    size: int
+    channels: int
+    filters: int
+    window: int
+    stride: int
+
+
+def convolution(dtype: str, sizes: ConvolutionSizes, of: str, times: int) -> Probe:
     """So many 2-d convolutions, channels last: `of` their "result", or the gradient of "image" or "kernel"."""
+    examples, size, channels, filters, window, stride = sizes
 
     def convolve(image: Any, kernel: Any) -> Any:
         return jax.lax.conv_general_dilated(

@@ -23,7 +23,7 @@ from autopar.calibration.calibrator import calibrate as measure
 from autopar.calibration.timer import time_steps
 from autopar.cli.arguments import TargetCall, load_call
 from autopar.cli.group import Answer, answering, give_answer, main, on_target
-from autopar.cli.options import METHOD, OUTPUT, PLAN, chip_option, cluster_option, method_option, plan_option
+from autopar.cli.options import METHOD, OUTPUT, PLAN, PlanSource, chip_option, cluster_option, plan_source
 from autopar.cost_model.hardware import devices_by_host
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.errors import ArgumentError
@@ -63,13 +63,12 @@ def _wake_cpus_only(cluster: Cluster | None) -> None:
         jax.config.update("jax_platforms", CPU)
 
 
-def _planned(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, verify: bool | str = False
-) -> Planned:
-    cluster = _one_cluster(cluster, method, made)
+def _planned(target: str, source: PlanSource, verify: bool | str = False) -> Planned:
+    source.check()
+    cluster = source.known
     step, call = _load(target, cluster)
     with _waiting(f"planning {target}") if not verify else contextlib.nullcontext():  # which has a bar of its own
-        return step.plan(*call.args, cluster=cluster, method=made or method, verify=verify, **call.kwargs)
+        return step.plan(*call.args, cluster=cluster, method=source.made or source.method, verify=verify, **call.kwargs)
 
 
 def _wake_compilers(known: Cluster | None, chip: str | None) -> None:
@@ -80,15 +79,6 @@ def _wake_compilers(known: Cluster | None, chip: str | None) -> None:
     _wake_cpus_only(known)
     for each in chips - {CPU}:
         absent_gpus(load_target(each), 1, 1)
-
-
-def _one_cluster(cluster: Cluster | None, method: Method | None, made: Plan | None) -> Cluster | None:
-    if made is None:
-        return cluster
-    if cluster is not None or method is not None:
-        name = "--cluster" if cluster is not None else "--method"
-        raise click.UsageError(f"--plan and {name} exclude each other: the plan says it already. Leave out one.")
-    return made.cluster
 
 
 def _virtual_devices(number: int) -> None:
@@ -128,9 +118,7 @@ class _EveryRow:
 
 
 @on_target
-@cluster_option
-@method_option
-@plan_option
+@plan_source
 @click.option(
     "--verify", "verified", is_flag=True, help="Compile the plan, and plan again where XLA finds it too large."
 )
@@ -138,7 +126,7 @@ class _EveryRow:
 @click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")
 def plan(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, verified: bool, chip: str | None,
+    target: str, source: PlanSource, verified: bool, chip: str | None,
     output: pathlib.Path | None, every_row: bool,
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Plan a step, for a cluster that need not be there.
@@ -153,10 +141,10 @@ def plan(
       autopar plan model:train --cluster dgx-h100:4 --verify -o plan.json
     """
     if verified:
-        _wake_compilers(cluster or (None if made is None else made.cluster), chip)
+        _wake_compilers(source.known, chip)
     elif chip is not None:
         raise click.UsageError("--target is what --verify compiles for. Add --verify, or leave out --target.")
-    found = _planned(target, cluster, method, made, (chip or True) if verified else False)
+    found = _planned(target, source, (chip or True) if verified else False)
     if output is not None:
         found.save(output)
         click.echo(f"autopar: the plan is in {output}", err=True)
@@ -164,9 +152,7 @@ def plan(
 
 
 @on_target
-@cluster_option
-@method_option
-@plan_option
+@plan_source
 @click.option("--html", "page", type=OUTPUT, help="Write one page that needs no network (needs autopar[report]).")
 @click.option(
     "--trace", type=OUTPUT, help="Write the timeline for Perfetto (ui.perfetto.dev) and Chrome's about:tracing."
@@ -180,8 +166,8 @@ def plan(
 )  # fmt: skip
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the tables.")
 def report(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, page: pathlib.Path | None,
-    trace: pathlib.Path | None, against: Plan | None, compare: bool, verify: bool, explain: int, every_row: bool,
+    target: str, source: PlanSource, page: pathlib.Path | None, trace: pathlib.Path | None, against: Plan | None,
+    every_row: bool, verify: bool, **shown: Any,
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Say all that is known and predicted of a plan: where time and memory go, and why.
 
@@ -196,11 +182,11 @@ def report(
     if page is not None:
         check_page()  # before the long search
     if verify:
-        _wake_compilers(cluster or (None if made is None else made.cluster), None)
-    planned = _planned(target, cluster, method, made)
-    shown = sys.stderr.isatty()
-    verdict = planned.verify_with_xla(show_progress=shown) if verify else None
-    found = planned.report(compare=compare, verification=verdict, against=against, explain=explain, show_progress=shown)
+        _wake_compilers(source.known, None)
+    planned = _planned(target, source)
+    with_bar = sys.stderr.isatty()
+    verdict = planned.verify_with_xla(show_progress=with_bar) if verify else None
+    found = planned.report(verification=verdict, against=against, show_progress=with_bar, **shown)
     if page is not None:
         found.save(page)
         click.echo(f"autopar: the report is in {page}", err=True)
@@ -211,9 +197,7 @@ def report(
 
 
 @on_target
-@cluster_option
-@method_option
-@plan_option
+@plan_source
 @chip_option
 @click.option(
     "--most-operations", type=click.IntRange(min=1), default=200_000, show_default=True,
@@ -221,7 +205,7 @@ def report(
 )  # fmt: skip
 @click.option("-o", "--output", type=OUTPUT, help="Save the verdict in this file, as JSON.")
 def verify(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, chip: str | None,
+    target: str, source: PlanSource, chip: str | None,
     most_operations: int, output: pathlib.Path | None,
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Hold a plan against XLA; exit code 1 if it does not fit.
@@ -235,8 +219,8 @@ def verify(
       autopar verify model:train --cluster dgx-h100:4 --method 'zero(3)'
       autopar verify model:train --cluster dgx-h100 --target cpu
     """
-    _wake_compilers(cluster or (None if made is None else made.cluster), chip)
-    planned = _planned(target, cluster, method, made)
+    _wake_compilers(source.known, chip)
+    planned = _planned(target, source)
     if chip == CPU:
         _virtual_devices(max(stage.mesh.size for stage in planned.stages))
     verdict = planned.verify_with_xla(chip, show_progress=sys.stderr.isatty(), most_operations=most_operations)
@@ -304,9 +288,7 @@ _TYPED = "autopar.typed"
 )  # fmt: skip
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-@cluster_option
-@method_option
-@plan_option
+@plan_source
 @click.option("--steps", type=click.IntRange(min=1), default=10, show_default=True, help="How many to measure.")
 @click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on stdout.")
@@ -349,16 +331,18 @@ def run(
 
 
 def _timed(
-    target: str, cluster: Cluster | None, method: Method | None, made: Plan | None, steps: int, devices: int | None,
+    target: str, source: PlanSource, steps: int, devices: int | None,
     joined: bool,
 ) -> tuple[Answer, bool]:  # fmt: skip
     if joined and devices is not None:
         raise ArgumentError(f"--devices {devices}: the processes of a job take all; say --devices-per-process.")
-    _one_cluster(cluster, method, made)
+    source.check()
     if devices is not None:
         _virtual_devices(devices)
     step, call = _load(target, None)
-    step = step.with_options(cluster=cluster, method=made or method, devices=_devices_at_hand(devices))
+    step = step.with_options(
+        cluster=source.cluster, method=source.made or source.method, devices=_devices_at_hand(devices)
+    )
     with _waiting(f"running {target}"):
         return time_steps(step.compile(*call.args, **call.kwargs), steps), True
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -14,6 +16,8 @@ from autopar.cli.arguments import RECIPES, read_cluster, read_method
 from autopar.cost_model.hardware import preset_names
 from autopar.cost_model.targets import CPU, load_target, target_names
 from autopar.errors import ArgumentError, UserError
+from autopar.ir.mesh import Cluster
+from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 
 
@@ -79,3 +83,36 @@ chip_option = click.option(
 plan_option = click.option(
     "--plan", "made", type=PLAN, help="Take the plan in this file, which names its cluster, instead of searching."
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanSource:
+    """Where a command takes its plan from: a search for a cluster by a method, or a file."""
+
+    cluster: Cluster | None
+    method: Method | None
+    made: Plan | None
+
+    def check(self) -> None:
+        """Raises click.UsageError where one of these says what another does."""
+        if self.made is not None and (self.cluster is not None or self.method is not None):
+            name = "--cluster" if self.cluster is not None else "--method"
+            raise click.UsageError(f"--plan and {name} exclude each other: the plan says it already. Leave out one.")
+
+    @property
+    def known(self) -> Cluster | None:
+        """The cluster, where it is known before the step is loaded."""
+        return self.cluster or (None if self.made is None else self.made.cluster)
+
+
+def plan_source(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds --cluster, --method and --plan to a command, which gets them as its `source`."""
+
+    @cluster_option
+    @method_option
+    @plan_option
+    @functools.wraps(command)
+    def run(*args: Any, cluster: Cluster | None, method: Method | None, made: Plan | None, **options: Any) -> Any:
+        return command(*args, source=PlanSource(cluster, method, made), **options)
+
+    return run

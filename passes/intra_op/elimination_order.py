@@ -108,6 +108,17 @@ def _first_of(block: int, fills: Integers, tables: Integers, is_left: Mask) -> i
 
 
 @compiled
+def _preferred(graph: _Adjacency, node: int, preference: Array) -> int:
+    """Of a node and its neighbours the most preferred, the first of equal ones."""
+    best = node
+    for at in range(graph.start[node], graph.start[node] + graph.degree[node]):
+        other = graph.other[at]
+        if preference[other] > preference[best] or (preference[other] == preference[best] and other < best):
+            best = other
+    return best
+
+
+@compiled
 def min_fill(
     sizes: Integers, starts: Integers, neighbours: Integers, preference: Array,
     most_table: int, most_work: int, most_stored: int, most_effort: int,
@@ -155,12 +166,7 @@ def min_fill(
             is_done = False
             break
         if is_large:
-            best = node
-            for at in range(graph.start[node], graph.start[node] + size):
-                other = graph.other[at]
-                if preference[other] > preference[best] or (preference[other] == preference[best] and other < best):
-                    best = other
-            node = best
+            node = _preferred(graph, node, preference)
             size = graph.degree[node]
             is_fixed[node] = True
         mine = graph.other[graph.start[node] : graph.start[node] + size].copy()

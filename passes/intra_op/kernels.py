@@ -253,28 +253,137 @@ def _local(flat: Flat, i: int, k: int, labels: Integers) -> float:
     return float(total)
 
 
-@compiled
-def improve(
-    flat: Flat,
-    price: Array,
-    labels: Integers,
-    head: Array,
-    state: Seed,
-    moves: int,
-    largest: int,
-    hot: float,
-    cold: float,
-) -> float:
-    """Moves of trees of nodes, each to its optimum with the rest as it is; every choice keeps to the memory.
+class _Tree(NamedTuple):
+    """Room for a tree of nodes, by its places; the first is the root."""
 
-    A tree's strategies are chosen by dynamic programming at costs with a random share of the memory's prices
-    (price, seconds per strategy) and random noise; taken if the cost rises by little, less and less, from `hot` to
-    `cold` in seconds, not at all in the last fifth. labels and head, the choice and the bytes that it leaves free,
-    are changed. Returns the work.
+    nodes: Integers
+    parent: Integers  # place of the parent; -1: the root's
+    joined_by: Integers  # the link from the parent
+    old: Integers  # the strategy before
+    cost: Array  # [place, strategy]
+    argument: Integers  # [place, strategy of the parent] -> the best strategy
+    inside: Integers  # [node] -> its place, -1: outside
+
+
+@compiled
+def _grow(flat: Flat, tree: _Tree, wanted: int, state: Seed) -> int:
+    """Draw a tree of at most so many nodes, of which no two are linked otherwise; how many it has."""
+    links, other, inside = flat.links, flat.other, tree.inside
+    tree.nodes[0] = int(_uniform(state) * (flat.start.size - 1))
+    tree.parent[0] = -1
+    inside[tree.nodes[0]] = 0
+    size, at = 1, 0
+    while at < size and size < wanted:
+        i = tree.nodes[at]
+        degree = links[i + 1] - links[i]
+        skip = int(_uniform(state) * degree)
+        for step in range(degree):
+            link = links[i] + (step + skip) % degree
+            j = other[link]
+            if size < wanted and inside[j] < 0:
+                touching = 0
+                for m in range(links[j], links[j + 1]):
+                    touching += inside[other[m]] >= 0
+                if touching == 1:
+                    inside[j] = size
+                    tree.nodes[size], tree.parent[size], tree.joined_by[size] = j, at, link
+                    size += 1
+        at += 1
+    return size
+
+
+@compiled
+def _fill_costs(
+    flat: Flat, tree: _Tree, size: int, labels: Integers, price: Array, share: float, temperature: float, state: Seed
+) -> tuple[float, float]:
+    """The costs of the tree's strategies with the rest as it is, at a share of the prices, with noise.
+
+    Returns what they cost now, without either, and the work.
     """
     start, unary = flat.start, flat.unary
     links, other, pair_at, pair = flat.links, flat.other, flat.pair_at, flat.pair
-    count = start.size - 1
+    now = work = 0.0
+    for place in range(size):
+        i = tree.nodes[place]
+        tree.old[place] = labels[i]
+        for k in range(start[i + 1] - start[i]):
+            tree.cost[place, k] = unary[start[i] + k] + share * price[start[i] + k]
+            if temperature > 0:
+                tree.cost[place, k] -= 0.5 * temperature * np.log(max(_uniform(state), 1e-300))
+        now += unary[start[i] + labels[i]]
+        for link in range(links[i], links[i + 1]):
+            j = other[link]
+            columns = start[j + 1] - start[j]
+            if tree.inside[j] < 0:
+                for k in range(start[i + 1] - start[i]):
+                    tree.cost[place, k] += pair[pair_at[link] + k * columns + labels[j]]
+                now += pair[pair_at[link] + labels[i] * columns + labels[j]]
+            elif tree.inside[j] < place:
+                now += pair[pair_at[link] + labels[i] * columns + labels[j]]
+            work += start[i + 1] - start[i]
+    return now, work
+
+
+@compiled
+def _choose_best(flat: Flat, tree: _Tree, size: int, labels: Integers) -> tuple[bool, float]:
+    """Up the tree, then down: the best choice of all its nodes; whether it is another, and the work."""
+    start, pair_at, pair = flat.start, flat.pair_at, flat.pair
+    work = 0.0
+    for place in range(size - 1, 0, -1):
+        i, above = tree.nodes[place], tree.parent[place]
+        rows, columns = start[tree.nodes[above] + 1] - start[tree.nodes[above]], start[i + 1] - start[i]
+        work += rows * columns
+        for r in range(rows):
+            value, chosen = np.inf, 0
+            for k in range(columns):
+                total = tree.cost[place, k] + pair[pair_at[tree.joined_by[place]] + r * columns + k]
+                if total < value:
+                    value, chosen = total, k
+            tree.cost[above, r] += value
+            tree.argument[place, r] = chosen
+    changed = False
+    for place in range(size):
+        i = tree.nodes[place]
+        if place == 0:
+            chosen = 0
+            for k in range(1, start[i + 1] - start[i]):
+                if tree.cost[0, k] < tree.cost[0, chosen]:
+                    chosen = k
+        else:
+            chosen = tree.argument[place, labels[tree.nodes[tree.parent[place]]]]
+        changed |= chosen != labels[i]
+        labels[i] = chosen
+    return changed, work
+
+
+@compiled
+def _cost_of_tree(flat: Flat, tree: _Tree, size: int, labels: Integers) -> float:
+    start, links, other = flat.start, flat.links, flat.other
+    total = 0.0
+    for place in range(size):
+        i = tree.nodes[place]
+        total += flat.unary[start[i] + labels[i]]
+        for link in range(links[i], links[i + 1]):
+            j = other[link]
+            if tree.inside[j] < place:
+                total += flat.pair[flat.pair_at[link] + labels[i] * (start[j + 1] - start[j]) + labels[j]]
+    return total
+
+
+@compiled
+def improve(
+    flat: Flat, price: Array, labels: Integers, head: Array, state: Seed, moves: int, largest: int,
+    heat: tuple[float, float],
+) -> float:  # fmt: skip
+    """Moves of trees of nodes, each to its optimum with the rest as it is; every choice keeps to the memory.
+
+    A tree's strategies are chosen by dynamic programming at costs with a random share of the memory's prices
+    (price, seconds per strategy) and random noise; taken if the cost rises by little, less and less, from the first to
+    the second `heat` in seconds, not at all in the last fifth. labels and head, the choice and the bytes that it leaves
+    free, are changed. Returns the work.
+    """
+    start = flat.start
+    count, (hot, cold) = start.size - 1, heat
     blocks = (head.size + BLOCK - 1) // BLOCK
     least, pending = np.zeros(blocks), np.zeros(blocks)
     if head.size:
@@ -282,115 +391,43 @@ def improve(
     widest = 0
     for i in range(count):
         widest = max(widest, start[i + 1] - start[i])
-    inside = np.full(count, -1)  # place in the tree
-    tree = np.empty(largest, dtype=np.int64)
-    parent = np.empty(largest, dtype=np.int64)
-    joined_by = np.empty(largest, dtype=np.int64)  # from the parent to the node
-    old = np.empty(largest, dtype=np.int64)
-    cost = np.empty((largest, widest))
-    argument = np.empty((largest, widest), dtype=np.int64)  # best strategy for each of the parent's
+    tree = _Tree(
+        np.empty(largest, dtype=np.int64), np.empty(largest, dtype=np.int64), np.empty(largest, dtype=np.int64),
+        np.empty(largest, dtype=np.int64), np.empty((largest, widest)), np.empty((largest, widest), dtype=np.int64),
+        np.full(count, -1),
+    )  # fmt: skip
     work = 0.0
     for move in range(moves):
         temperature = hot * (cold / hot) ** (1.25 * move / moves) if 5 * move < 4 * moves and hot > 0 else 0.0
-        size = 1
         wanted = 1 + int(_uniform(state) * _uniform(state) * largest)
-        tree[0] = int(_uniform(state) * count)
-        parent[0] = -1
-        inside[tree[0]] = 0
-        at = 0
-        while at < size and size < wanted:
-            i = tree[at]
-            degree = links[i + 1] - links[i]
-            skip = int(_uniform(state) * degree)
-            for step in range(degree):
-                link = links[i] + (step + skip) % degree
-                j = other[link]
-                if size < wanted and inside[j] < 0:
-                    touching = 0
-                    for m in range(links[j], links[j + 1]):
-                        touching += inside[other[m]] >= 0
-                    if touching == 1:
-                        inside[j] = size
-                        tree[size], parent[size], joined_by[size] = j, at, link
-                        size += 1
-            at += 1
+        size = _grow(flat, tree, wanted, state)
         share = 0.0
         if head.size:
             draw = _uniform(state)
             share = 0.0 if draw < 0.2 else (1.0 if draw < 0.5 else 2.0 * _uniform(state))
-        # costs with the rest as it is
-        before = 0.0
-        for place in range(size):
-            i = tree[place]
-            old[place] = labels[i]
-            for k in range(start[i + 1] - start[i]):
-                cost[place, k] = unary[start[i] + k] + share * price[start[i] + k]
-                if temperature > 0:
-                    cost[place, k] -= 0.5 * temperature * np.log(max(_uniform(state), 1e-300))
-            before += unary[start[i] + labels[i]]
-            for link in range(links[i], links[i + 1]):
-                j = other[link]
-                columns = start[j + 1] - start[j]
-                if inside[j] < 0:
-                    for k in range(start[i + 1] - start[i]):
-                        cost[place, k] += pair[pair_at[link] + k * columns + labels[j]]
-                    before += pair[pair_at[link] + labels[i] * columns + labels[j]]
-                elif inside[j] < place:
-                    before += pair[pair_at[link] + labels[i] * columns + labels[j]]
-                work += start[i + 1] - start[i]
-        # up the tree, then down
-        for place in range(size - 1, 0, -1):
-            i, above = tree[place], parent[place]
-            rows, columns = start[tree[above] + 1] - start[tree[above]], start[i + 1] - start[i]
-            work += rows * columns
-            for r in range(rows):
-                value, chosen = np.inf, 0
-                for k in range(columns):
-                    total = cost[place, k] + pair[pair_at[joined_by[place]] + r * columns + k]
-                    if total < value:
-                        value, chosen = total, k
-                cost[above, r] += value
-                argument[place, r] = chosen
-        changed = False
-        for place in range(size):
-            i = tree[place]
-            if place == 0:
-                chosen = 0
-                for k in range(1, start[i + 1] - start[i]):
-                    if cost[0, k] < cost[0, chosen]:
-                        chosen = k
-            else:
-                chosen = argument[place, labels[tree[parent[place]]]]
-            changed |= chosen != labels[i]
-            labels[i] = chosen
+        before, filled = _fill_costs(flat, tree, size, labels, price, share, temperature, state)
+        changed, chosen = _choose_best(flat, tree, size, labels)
+        work += filled + chosen
         if changed:
-            after = 0.0
-            for place in range(size):
-                i = tree[place]
-                after += unary[start[i] + labels[i]]
-                for link in range(links[i], links[i + 1]):
-                    j = other[link]
-                    if inside[j] < place:
-                        after += pair[pair_at[link] + labels[i] * (start[j + 1] - start[j]) + labels[j]]
-            change = after - before
+            change = _cost_of_tree(flat, tree, size, labels) - before
             taken = change <= 0 or (temperature > 0 and _uniform(state) < np.exp(-change / temperature))
             if taken and head.size:
                 for place in range(size):
-                    i = tree[place]
-                    if labels[i] != old[place]:
-                        _switch(flat, i, old[place], labels[i], head, least, pending)
+                    i = tree.nodes[place]
+                    if labels[i] != tree.old[place]:
+                        _switch(flat, i, tree.old[place], labels[i], head, least, pending)
                 for b in range(blocks):
                     taken &= least[b] + pending[b] >= 0
                 if not taken:
                     for place in range(size):
-                        i = tree[place]
-                        if labels[i] != old[place]:
-                            _switch(flat, i, labels[i], old[place], head, least, pending)
+                        i = tree.nodes[place]
+                        if labels[i] != tree.old[place]:
+                            _switch(flat, i, labels[i], tree.old[place], head, least, pending)
             if not taken:
                 for place in range(size):
-                    labels[tree[place]] = old[place]
+                    labels[tree.nodes[place]] = tree.old[place]
         for place in range(size):
-            inside[tree[place]] = -1
+            tree.inside[tree.nodes[place]] = -1
     for t in range(head.size):
         head[t] += pending[t // BLOCK]
     return work

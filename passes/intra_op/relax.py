@@ -156,7 +156,7 @@ class Relaxation:
         moves = round(_SMALLER * visits * choice.size / largest)
         head = f.slack - self._load(choice)
         price = self.costs(self.prices) - f.unary
-        work = kernels.improve(f, price, choice, head, self._state, moves, largest, heat, heat / 100)
+        work = kernels.improve(f, price, choice, head, self._state, moves, largest, (heat, heat / 100))
         self.work += 2 * work + 1000 * moves
         return choice
 

@@ -104,8 +104,7 @@ def gradients(layers: int, keys: Sequence[str] = ()) -> ProgramKernels:
             [("gradient", k)],
             [(("sum", k), 400)],
             aliases={("sum", k): ("gradient", k)},
-            combining=how,
-            is_collective=True,
+            collective=how,
         )
         told.leave(("sum", k))
     told.leave(("cotangent", layers))
@@ -115,7 +114,7 @@ def gradients(layers: int, keys: Sequence[str] = ()) -> ProgramKernels:
 def test_collectives_that_are_hidden_have_an_end_of_their_own() -> None:
     """Between a gather's start and its end there is what runs beside it, and what is gathered is there."""
     told = ProgramKernels()
-    told.run([], [("weight", 100)], combining=Combining("gather", False), is_collective=True, seconds=1e-5)
+    told.run([], [("weight", 100)], collective=Combining("gather", False), seconds=1e-5)
     told.run([], [("x", 30)], seconds=1e-5)
     told.run(["weight", "x"], [("y", 1)], seconds=1e-5)
     told.leave("y")
@@ -127,9 +126,7 @@ def test_collectives_that_are_hidden_have_an_end_of_their_own() -> None:
 def test_a_sum_in_the_place_of_its_partial_sum_needs_no_second_buffer_until_its_end() -> None:
     told = ProgramKernels()
     told.run([], [("partial sum", 100)], seconds=1e-5)
-    told.run(
-        ["partial sum"], [("sum", 100)], aliases={"sum": "partial sum"}, combining=SUM, is_collective=True, seconds=1e-5
-    )
+    told.run(["partial sum"], [("sum", 100)], aliases={"sum": "partial sum"}, collective=SUM, seconds=1e-5)
     told.run(["sum"], [("y", 1)], seconds=1e-5)
     assert most(told, live(told, hides_latency=True)) == 101
 
@@ -210,7 +207,7 @@ def test_contiguous_sums_lie_beside_their_operands() -> None:
         told = ProgramKernels()
         for k in range(4):
             told.run([], [(("part", k), 100)])
-            told.run([("part", k)], [(("sum", k), 100)], aliases={("sum", k): ("part", k)}, combining=how)
+            told.run([("part", k)], [(("sum", k), 100)], aliases={("sum", k): ("part", k)}, collective=how)
             told.leave(("sum", k))
         expected = 800 if contiguous and how is SUM else 400
         assert most(told, live(told, combined=400, contiguous=contiguous)) == expected
@@ -219,8 +216,8 @@ def test_contiguous_sums_lie_beside_their_operands() -> None:
 def test_a_sum_that_needs_another_is_not_made_one_with_it() -> None:
     told = ProgramKernels()
     told.run([], [("x", 1)])
-    told.run(["x"], [("first", 1)], combining=SUM)
+    told.run(["x"], [("first", 1)], collective=SUM)
     told.run(["first"], [("y", 1)])
-    told.run(["y"], [("second", 1)], combining=SUM)
+    told.run(["y"], [("second", 1)], collective=SUM)
     told.leave("second")
     assert len(live(told, combined=100).order) == 4

@@ -337,9 +337,7 @@ def transfer(source: str, target: str, step: StepPrice, second: float) -> tuple[
         (8, 16),
         4,
         parse(source),
-        FIRST,
         parse(target),
-        SECOND,
         Resharder(FIRST, step),
         Resharder(SECOND, step),
         lambda copies, nbytes: at_once(
@@ -381,7 +379,7 @@ def test_transfers_between_meshes_of_different_sizes_are_optimal() -> None:
 
     shape = (8, 16)
     for source, target in itertools.product(shardings(2, big), shardings(2, small)):
-        plan = plan_transfer(shape, 4, source, big, target, small, at_big, at_small, links)
+        plan = plan_transfer(shape, 4, source, target, at_big, at_small, links)
         least = math.inf
         for sent, received in itertools.product(shardings(2, big), shardings(2, small)):
             if sent.partial or received.partial:
