@@ -31,8 +31,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Infeasible, Problem, Usage
-from autopar.passes.intra_op.solve import solve
+from autopar.passes.solver.problem import Infeasible, Problem, Usage
+from autopar.passes.solver.solve import solve
 from benchmarks import common
 
 INSTANCES = pathlib.Path(__file__).parent / "data" / "iopddl"

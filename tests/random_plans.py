@@ -18,7 +18,7 @@ from autopar.ir.graph import Block, Equation
 from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.intra_op.problem import Problem, Solution
+from autopar.passes.solver.problem import Problem, Solution
 from autopar.planning import finisher
 from tests.planned import Planned, cluster_of
 

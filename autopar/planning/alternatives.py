@@ -15,10 +15,10 @@ from autopar.ir.schedule import schedule_for
 from autopar.ir.strategy import AxisAssignment
 from autopar.ir.why import Alternative, Why
 from autopar.passes.intra_op.priced_stage import PATIENCE
-from autopar.passes.intra_op.problem import Infeasible
 from autopar.passes.intra_op.shard import StageProblem
-from autopar.passes.intra_op.solve import Forced
 from autopar.passes.lower import LoweredStep
+from autopar.passes.solver.problem import Infeasible
+from autopar.passes.solver.solve import Forced
 from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.layering import Layered
 

@@ -19,11 +19,11 @@ from autopar.ir.sharding import Sharding
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.priced_stage import PATIENCE
-from autopar.passes.intra_op.problem import Infeasible, Problem, Solution
 from autopar.passes.intra_op.shard import Contradiction, StageProblem
-from autopar.passes.intra_op.solve import solve
 from autopar.passes.lower import LoweredStep, assemble, keeps_gathered
 from autopar.passes.pipeline import place
+from autopar.passes.solver.problem import Infeasible, Problem, Solution
+from autopar.passes.solver.solve import solve
 from autopar.planning.layering import Layered, Layering
 from autopar.planning.pricing import Prices
 from autopar.planning.stage_costs import StageCosts

@@ -21,10 +21,10 @@ from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.limits import Limits, method_limits
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.priced_stage import PricedStage
-from autopar.passes.intra_op.problem import Infeasible, Solution
 from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProblem, StageSetting
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import OptionsCache
+from autopar.passes.solver.problem import Infeasible, Solution
 from autopar.passes.stage_oracle import StageCost
 from autopar.passes.submeshes import mesh_at
 from autopar.planning.layering import Layered

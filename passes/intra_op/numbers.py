@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Array, Problem, Solution, Usage
+from autopar.passes.solver.problem import Array, Problem, Solution, Usage
 
 
 class Held(NamedTuple):

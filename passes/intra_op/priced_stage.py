@@ -10,8 +10,8 @@ import dataclasses
 import functools
 
 from autopar.passes.intra_op.numbers import StageNumbers
-from autopar.passes.intra_op.problem import Infeasible, Solution
-from autopar.passes.intra_op.solve import solve
+from autopar.passes.solver.problem import Infeasible, Solution
+from autopar.passes.solver.solve import solve
 
 PATIENCE = 100.0  # of the solver: plans depend on the work done, not on how busy the machine is
 _ALIKE = 0.015  # relative: a solution that costs no more than this over a bound need not be improved

@@ -30,7 +30,6 @@ from autopar.ir.strategy import AxisAssignment
 from autopar.passes.intra_op.candidate_layouts import End, candidate_layouts, is_finer, layouts_by_round, without_copies
 from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
-from autopar.passes.intra_op.problem import Solution
 from autopar.passes.intra_op.seconds import StrategySeconds
 from autopar.passes.intra_op.stage import Stage, StageAssignment
 from autopar.passes.intra_op.strategies import (
@@ -39,6 +38,7 @@ from autopar.passes.intra_op.strategies import (
     Shardings,
     temporaries,
 )
+from autopar.passes.solver.problem import Solution
 
 Slot = tuple[int | None, Value]
 Part = tuple[int, Phase]  # of the programs: the index of one, and a phase of it

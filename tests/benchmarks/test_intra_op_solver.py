@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from autopar.passes.intra_op.problem import evaluate
+from autopar.passes.solver.problem import evaluate
 from benchmarks import common, intra_op_solver
 from benchmarks.intra_op_solver import Instance
 

@@ -113,7 +113,7 @@ def test_a_tree_is_the_same_text_in_all_versions_of_python() -> None:
 def test_the_solver_of_this_checkout_depends_on_no_costs() -> None:
     found = Sources()
     solver, accuracy = found.modules("benchmarks.intra_op_solver"), found.modules("benchmarks.accuracy")
-    assert "autopar.passes.intra_op.relax" in solver
+    assert "autopar.passes.solver.relax" in solver
     assert not any(name.startswith("autopar.cost_model") for name in solver)
     assert {"autopar.cost_model.compute", "benchmarks.models.gpt", "benchmarks.published"} <= set(accuracy)
     data = {path.name for path in found.data("benchmarks.accuracy")}

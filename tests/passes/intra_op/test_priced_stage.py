@@ -14,9 +14,9 @@ import pytest
 
 from autopar.ir.mesh import Mesh
 from autopar.passes.intra_op.priced_stage import PricedStage
-from autopar.passes.intra_op.problem import Infeasible, Solution, evaluate
 from autopar.passes.intra_op.shard import StageProblem
-from autopar.passes.intra_op.solve import solve
+from autopar.passes.solver.problem import Infeasible, Solution, evaluate
+from autopar.passes.solver.solve import solve
 from autopar.planning import finisher
 from autopar.planning.planner import Planner
 from benchmarks.models import gpt

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from autopar.passes.intra_op.elimination_order import Order, min_fill
+from autopar.passes.solver.elimination_order import Order, min_fill
 
 Graph = dict[int, set[int]]
 LARGE = 1 << 40

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import numpy as np
 
-from autopar.passes.intra_op.eliminate import Elimination, plan_elimination
-from autopar.passes.intra_op.flat import flatten
-from autopar.passes.intra_op.messages import Messages, marginal_bounds
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array
+from autopar.passes.solver.eliminate import Elimination, plan_elimination
+from autopar.passes.solver.flat import flatten
+from autopar.passes.solver.messages import Messages, marginal_bounds
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array
 
 LARGE = 1_000_000  # pair entries of a network beyond which it takes long to look for dominated strategies
 STEP = 20_000  # units of work that a small numpy step costs, whatever its size

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.intra_op.kernels import Flat
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver.kernels import Flat
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array, Integers
 
 
 def flatten(network: Network) -> Flat:

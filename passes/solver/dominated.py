@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.intra_op.kernels import compiled
-from autopar.passes.intra_op.problem import Array, Integers, Mask
+from autopar.passes.solver.kernels import compiled
+from autopar.passes.solver.problem import Array, Integers, Mask
 
 
 @compiled

@@ -27,17 +27,17 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from autopar.passes.intra_op.books import RATE, TOLERANCE, Books, now
-from autopar.passes.intra_op.dual import CuttingPlane, Master, climb, priced
-from autopar.passes.intra_op.dual import evaluate as evaluate_prices
-from autopar.passes.intra_op.eliminate import plan_elimination
-from autopar.passes.intra_op.messages import marginal_bounds
-from autopar.passes.intra_op.moves import Moves
-from autopar.passes.intra_op.network import Network, NoChoiceLeft, OutOfMemory
-from autopar.passes.intra_op.oracles import LARGE, STEP, Wide, oracle_for
-from autopar.passes.intra_op.problem import Array, Infeasible, Integers, Mask, Problem, Solution
-from autopar.passes.intra_op.relax import Relaxation
-from autopar.passes.intra_op.residual import IntegerProgram, Residual
+from autopar.passes.solver.dual import CuttingPlane, Master, climb, priced
+from autopar.passes.solver.dual import evaluate as evaluate_prices
+from autopar.passes.solver.eliminate import plan_elimination
+from autopar.passes.solver.messages import marginal_bounds
+from autopar.passes.solver.moves import Moves
+from autopar.passes.solver.network import Network, NoChoiceLeft, OutOfMemory
+from autopar.passes.solver.oracles import LARGE, STEP, Wide, oracle_for
+from autopar.passes.solver.problem import Array, Infeasible, Integers, Mask, Problem, Solution
+from autopar.passes.solver.relax import Relaxation
+from autopar.passes.solver.residual import IntegerProgram, Residual
+from autopar.passes.solver.search_state import RATE, TOLERANCE, SearchState, now
 
 _WORTH_REDUCING = 1 << 26  # work of an elimination that takes longer than looking for dominated strategies
 _COLUMNS, _COLUMN_CLIMB = 8, 15  # evaluations of the whole network, and of a few strategies between them
@@ -67,7 +67,7 @@ _HEAT = (1e-3, 1e-4, 1e-5)  # of the gap per move, in turn
 _POINTS = 200  # in time that CP-SAT gets at once; of more only those that matter
 
 
-class Search(Books):
+class Search(SearchState):
     """One search."""
 
     def __init__(

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.passes.intra_op.kernels import compiled
-from autopar.passes.intra_op.problem import Array, Integers, Mask
+from autopar.passes.solver.kernels import compiled
+from autopar.passes.solver.problem import Array, Integers, Mask
 
 _HUGE = 1 << 62  # entries are not counted beyond
 _BLOCK = 64  # nodes of which the first to go is remembered

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array, Integers
 
 
 class Moves:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Array, Integers, Problem, Usage
+from autopar.passes.solver.problem import Array, Integers, Problem, Usage
 
 
 def problem_of(costs: Any, edges: Any = (), usages: Any = None, limit: float | None = None) -> Problem:

@@ -15,12 +15,12 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from autopar.passes.intra_op import kernels
-from autopar.passes.intra_op.flat import flatten
-from autopar.passes.intra_op.kernels import Flat
-from autopar.passes.intra_op.messages import Messages
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver import kernels
+from autopar.passes.solver.flat import flatten
+from autopar.passes.solver.kernels import Flat
+from autopar.passes.solver.messages import Messages
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array, Integers
 
 _AVERAGE = 0.3  # weight of the last slope in the direction
 _LASTING = 0.95  # how long a large slope keeps steps short

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver.problem import Array, Integers
 
 Lift = Callable[[list[int]], None]  # fills in the strategies of removed nodes, in the problem's own numbering
 UsageSpan = tuple[int, int, Array]  # first point in time, one past the last, bytes per strategy

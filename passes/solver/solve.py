@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, fits
+from autopar.passes.solver.problem import Infeasible, Problem, Solution, fits
 
 if TYPE_CHECKING:
-    from autopar.passes.intra_op.network import Network
+    from autopar.passes.solver.network import Network
 
 
 def solve(
@@ -33,8 +33,8 @@ def solve(
     Raises Infeasible if no choice fits, or none was found.
     """
     # Numba and OR-Tools take as long to import as all the rest: only who plans waits for them.
-    from autopar.passes.intra_op.programs import highest, solve_program
-    from autopar.passes.intra_op.search import Search
+    from autopar.passes.solver.programs import highest, solve_program
+    from autopar.passes.solver.search import Search
 
     search = Search(problem, seconds, seed, highest, solve_program, gap, patience)
     if start is not None:
@@ -49,7 +49,7 @@ class Forced:
     """
 
     def __init__(self, problem: Problem, node: int) -> None:
-        from autopar.passes.intra_op.network import Network, NoChoiceLeft
+        from autopar.passes.solver.network import Network, NoChoiceLeft
 
         self.problem, self.node = problem, node
         self._networks: list[tuple[Problem, Network]] = []  # none: nothing fits
@@ -66,8 +66,8 @@ class Forced:
         self, strategy: int, *, seconds: float, patience: float, gap: float, start: Sequence[int] | None = None
     ) -> Solution:
         """As `solve`, with the node's strategy forced; `start` has it, too."""
-        from autopar.passes.intra_op.programs import highest, solve_program
-        from autopar.passes.intra_op.search import Search
+        from autopar.passes.solver.programs import highest, solve_program
+        from autopar.passes.solver.search import Search
 
         if not self._networks:
             costs = list(self.problem.costs)

@@ -12,10 +12,10 @@ import numpy as np
 from ortools.linear_solver import pywraplp
 from ortools.sat.python import cp_model
 
-from autopar.passes.intra_op.dual import CuttingPlane
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array, Integers
-from autopar.passes.intra_op.residual import Outcome, Residual
+from autopar.passes.solver.dual import CuttingPlane
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array, Integers
+from autopar.passes.solver.residual import Outcome, Residual
 
 _RESOLUTION = 2.0**40  # steps into which CP-SAT divides the distance from the bound to the best
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from autopar.passes.intra_op.problem import (
+from autopar.passes.solver.problem import (
     Infeasible,
     MalformedProblem,
     Solution,
@@ -14,7 +14,7 @@ from autopar.passes.intra_op.problem import (
     evaluate,
     peak_memory,
 )
-from tests.passes.intra_op.generate import problem_of, use
+from tests.passes.solver.generate import problem_of, use
 
 INF = math.inf
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Array, Integers
 
 
 @dataclasses.dataclass(frozen=True)

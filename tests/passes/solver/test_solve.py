@@ -15,17 +15,17 @@ import time
 import numpy as np
 import pytest
 
-from autopar.passes.intra_op import eliminate
-from autopar.passes.intra_op.dual import CuttingPlane
-from autopar.passes.intra_op.flat import flatten
-from autopar.passes.intra_op.messages import Messages
-from autopar.passes.intra_op.network import Network, NoChoiceLeft
-from autopar.passes.intra_op.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
-from autopar.passes.intra_op.programs import highest, solve_program
-from autopar.passes.intra_op.relax import Relaxation
-from autopar.passes.intra_op.search import Search
-from autopar.passes.intra_op.solve import Forced, solve
-from tests.passes.intra_op.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
+from autopar.passes.solver import eliminate
+from autopar.passes.solver.dual import CuttingPlane
+from autopar.passes.solver.flat import flatten
+from autopar.passes.solver.messages import Messages
+from autopar.passes.solver.network import Network, NoChoiceLeft
+from autopar.passes.solver.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
+from autopar.passes.solver.programs import highest, solve_program
+from autopar.passes.solver.relax import Relaxation
+from autopar.passes.solver.search import Search
+from autopar.passes.solver.solve import Forced, solve
+from tests.passes.solver.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
 INF = math.inf
 ROOT = pathlib.Path(__file__).parents[3]
@@ -272,8 +272,8 @@ def test_prices_at_which_the_least_cut_is_greatest() -> None:
 
 # What a process that starts anew chooses, as text
 _ELSEWHERE = """
-from autopar.passes.intra_op.solve import Forced, solve
-from tests.passes.intra_op.generate import wide_problem
+from autopar.passes.solver.solve import Forced, solve
+from tests.passes.solver.generate import wide_problem
 found = solve(wide_problem(40, 2), seconds=60.0, seed=3)
 print(found.choice, found.cost, found.lower_bound)
 """

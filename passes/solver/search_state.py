@@ -7,9 +7,9 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from autopar.passes.intra_op import kernels
-from autopar.passes.intra_op.network import Network
-from autopar.passes.intra_op.problem import Problem, Solution, evaluate, fits
+from autopar.passes.solver import kernels
+from autopar.passes.solver.network import Network
+from autopar.passes.solver.problem import Problem, Solution, evaluate, fits
 
 RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
 TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
@@ -21,7 +21,7 @@ class SolverPart(Protocol):
     work: float  # units that are not booked yet
 
 
-class Books:
+class SearchState:
     """Of the search for a solution of one problem, `gap` from the best (relative)."""
 
     def __init__(self, problem: Problem, seconds: float, patience: float, gap: float) -> None:

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar.passes.intra_op import kernels
-from autopar.passes.intra_op.kernels import Flat
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver import kernels
+from autopar.passes.solver.kernels import Flat
+from autopar.passes.solver.problem import Array, Integers
 
 
 class Messages:

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.passes.intra_op.elimination_order import min_fill
-from autopar.passes.intra_op.problem import Array
+from autopar.passes.solver.elimination_order import min_fill
+from autopar.passes.solver.problem import Array
 
 Unary = Mapping[int, Array]
 Adjacent = Mapping[int, Mapping[int, Array]]

@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from autopar.passes.intra_op.dominated import undominated
-from autopar.passes.intra_op.pending import Lift, Pending, UsageSpan, constant_of, gathered_sums, rounded_up
-from autopar.passes.intra_op.problem import Array, Integers, Mask, Problem, Usage
+from autopar.passes.solver.dominated import undominated
+from autopar.passes.solver.pending import Lift, Pending, UsageSpan, constant_of, gathered_sums, rounded_up
+from autopar.passes.solver.problem import Array, Integers, Mask, Problem, Usage
 
 
 class NoChoiceLeft(Exception):

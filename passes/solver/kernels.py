@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from numba.core import event
 
-from autopar.passes.intra_op.problem import Array, Integers
+from autopar.passes.solver.problem import Array, Integers
 
 Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 Seed = npt.NDArray[np.uint64]  # [1] state of the random numbers
