@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import autopar
 from autopar import recipes
 from autopar.cost_model.fusion import memory_traffic
+from autopar.cost_model.hardware import load_preset
 from autopar.errors import InfeasiblePlanError
 from autopar.ir.mesh import XLA_FOR_GPUS, Mesh
 from autopar.ir.method import AUTO
@@ -210,3 +212,24 @@ def test_what_a_phase_gathers_for_several_readers_it_gathers_once(times: int, is
     cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh_at(0, (4,)), 1)
     assert cost is not None
     assert cost.per_microbatch + cost.per_step == pytest.approx(plan.step_time, rel=1e-3)
+
+
+@pytest.mark.parametrize("memory", [1.5, 3.0])
+def test_microbatches_that_need_nothing_computed_again_are_found_behind_some_that_do(memory: float) -> None:
+    """A number of them in between takes longer than fewer: there is still too little memory to keep all."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for layer in params:
+            x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    up, down, rows = (jax.ShapeDtypeStruct(s, jnp.float32) for s in ((1024, 4096), (4096, 1024), (65536, 1024)))
+    params, batch = [{"up": up, "down": down}] * 8, {"x": rows, "y": rows}
+    cluster = load_preset("p3.16xlarge", num_hosts=1, devices_per_host=1)
+    step = autopar.parallelize(models.sgd(loss), cluster=cluster)
+    free, kept = (
+        step.plan(params, batch, method=recipes.auto(memory_limit=int(memory * 2**30), remat=remat))
+        for remat in (None, False)
+    )
+    assert free.step_time <= kept.step_time

@@ -42,7 +42,7 @@ _DEAR = 0.05  # above the estimate of the stage search, and with this share of t
 _EQUALLY_OFF = 0.02
 _USUAL = 8  # microbatches for each stage
 _TIGHT = 0.8
-_IN_VAIN = 2  # numbers of equal stages, or of microbatches in one, that take longer, after which no others are tried
+_IN_VAIN = 2  # numbers of equal stages, or of microbatches, that take longer, after which no others are tried
 _FULL = 0.9  # of the memory, in the stage search
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 
@@ -230,12 +230,15 @@ class Planner:
         """
         stages = self.method.num_stages
         if best is not None and any(stage.recomputed for stage in best[0].stages):
+            in_vain = 0
             for m in [n for n in self.candidates.many[::-1] if n > best[0].num_microbatches]:
                 found = self._better(m, stages)  # smaller ones may need nothing computed again
-                if found is None:
+                in_vain = 0 if found is not None else in_vain + 1
+                if in_vain == _IN_VAIN:
                     break
-                best = found
-                yield found
+                if found is not None:
+                    best = found
+                    yield found
         if self.cluster.num_devices == 1 or stages == 1:
             yield from self._fewest_that_fit() if best is None else ()
             return
@@ -275,11 +278,13 @@ class Planner:
         The fewest that fit are best, or that fit with nothing recomputed.
         """
         found: _Found | None = None
+        in_vain = 0
         for m in self._worth_one_stage(fewest):
             self._in_one_stage.add(m)
             other = self._found_for(m, 1)
             is_better = other is not None and self._is_better(other)
-            if found is not None and not is_better:
+            in_vain = 0 if is_better else in_vain + 1
+            if found is not None and in_vain == _IN_VAIN:
                 return
             if other is None:
                 continue
