@@ -192,7 +192,7 @@ def test_a_process_has_as_many_gpus_as_it_is_told(launcher: str, local: str, exp
     if launcher == "mpi":
         variables = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_RANK": local, "JAX_COORDINATOR_ADDRESS": "node1:1234"}
     script = (
-        "import jax\nfrom autopar import launcher\n"
+        "import jax\nfrom autopar.runtime import launcher\n"
         "jax.distributed.initialize = lambda **given: print(given['local_device_ids'])\n"
         "launcher.this_job = lambda: None\nlauncher.initialize(8)"
     )
