@@ -28,6 +28,7 @@ from autopar.planning.finisher import LeafHome
 from autopar.planning.traced import TracedStep, trace_step
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.feeding import DataShard
+from autopar.runtime.launcher import check_joined
 from autopar.runtime.processes import this_job
 from autopar.stages import Led, Options, Traced, as_method, verified
 from autopar.state import gather, homes_of
@@ -108,7 +109,12 @@ class Parallelized(HasExecutable):
           PlanError: there is no such operator.
           PlanMismatchError: `plan` is for something else.
         """
-        planned = plan if isinstance(plan, Planned) else self.plan(*args, method=plan, **kwargs)
+        if plan is None:
+            planned = self.plan(*args, **kwargs)
+        elif isinstance(plan, Planned):
+            planned = plan
+        else:
+            planned = Planned.of(plan, self.trace(*args, **kwargs).step, plan)
         return planned.why(where, most)
 
     def fewest_devices(
@@ -166,7 +172,8 @@ class Parallelized(HasExecutable):
         Raises:
           PlanError: there is no plan yet, or the result of `init_fn` is no argument of the step.
         """
-        return self.executable_for("init").init(init_fn, *args)
+        own = dataclasses.replace(self.executable_for("init"), _is_static=self._function.is_static)
+        return own.init(init_fn, *args)
 
     def batches(self, batches: Iterable[Any]) -> Batches:
         """What an iterator gives, placed on the devices one step ahead: `for batch in step.batches(loader)`.
@@ -231,10 +238,11 @@ class Parallelized(HasExecutable):
     def _executable(self, call: Call) -> Executable:
         found = self._executables.get(call.key)
         if found is None:
+            check_joined()
             traced = self._trace(call)
             shown, self._shown = self._shown, None  # state may lie otherwise afterwards
             planned = shown[1] if shown is not None and shown[0] == call.key else None
-            found = self._executables[call.key] = traced.compile(planned)
+            found = self._executables[call.key] = traced._compile(planned)
         return found
 
 

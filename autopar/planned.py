@@ -43,8 +43,8 @@ class Planned(Plan):
     step: TracedStep = dataclasses.field(kw_only=True, repr=False)
     memory_limit: int | None = dataclasses.field(kw_only=True, repr=False)  # bytes of each device
     seconds: float | None = dataclasses.field(kw_only=True, repr=False)  # that planning took; None: the plan was given
-    # Its programs, and how they were restored, as long as they are at hand: they can be made again.
-    lowered: LoweredStep | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    # What was made of a plan, as long as it is at hand: it can be made again, and is where that plan has been edited.
+    lowered: tuple[Plan, LoweredStep] | None = dataclasses.field(default=None, kw_only=True, repr=False)
     restored: Restored | None = dataclasses.field(default=None, kw_only=True, repr=False)
     compiler: Callable[[Planned], Executable] | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
@@ -56,13 +56,14 @@ class Planned(Plan):
         """A plan with its step, found by a method or given."""
         limit = method.memory_limit if isinstance(method, Method) else None
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(PlanRecord)}
-        return Planned(**fields, step=step, memory_limit=limit, seconds=seconds, lowered=lowered, restored=restored)
+        made = None if lowered is None else (plan, lowered)
+        return Planned(**fields, step=step, memory_limit=limit, seconds=seconds, lowered=made, restored=restored)
 
     def compile(self) -> Executable:
         """Compile the plan's programs for the devices that there are.
 
         Raises:
-          ClusterError: there are fewer devices than it is for.
+          PlanMismatchError: there are fewer devices than it is for, or it was edited inconsistently.
         """
         assert self.compiler is not None, "`Traced.plan` gives a compiler"
         return self.compiler(self)
@@ -130,6 +131,18 @@ class Planned(Plan):
         """
         finisher = self._finisher()
         return explain(finisher, self._restored(finisher), where, most)
+
+    def with_programs(self) -> Planned:
+        """Itself with `lowered` programs of its own; where it has been edited it is priced anew, too.
+
+        Raises:
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        if self.lowered is not None and dataclasses.replace(self.lowered[0], notes=self.notes) == self:
+            return self
+        method = dataclasses.replace(AUTO, memory_limit=self.memory_limit)
+        restored = self._restored(self._finisher())
+        return Planned.of(restored.plan, self.step, method, self.seconds, restored.lowered)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(getattr(self, field.name) for field in dataclasses.fields(PlanRecord))  # the plan alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +98,7 @@ class Traced:
             planned = self._found_to_fit(cluster, chosen, verify)
         else:
             planned = planned_for(self.step, cluster, chosen)
-        if not isinstance(chosen, Plan):
+        if not isinstance(chosen, Plan) and not verify:
             planned = dataclasses.replace(planned, seconds=time.perf_counter() - started)
         if verify and (led or isinstance(chosen, Plan)):
             planned = verified(planned, verify)
@@ -125,12 +126,13 @@ class Traced:
         reason = ""
         for cluster in sorted(clusters, key=lambda c: c.num_devices):
             try:
+                started = time.perf_counter()
                 planned = planned_for(self.step, cluster, chosen, with_relaxations=False)
             except InfeasiblePlanError as error:
                 reason = str(error)
                 continue
             if planned.step_time <= step_time:
-                return dataclasses.replace(planned, compiler=self.compile)
+                return dataclasses.replace(planned, compiler=self.compile, seconds=time.perf_counter() - started)
             if best is None or planned.step_time < best.step_time:
                 best = planned
         if best is None:
@@ -147,28 +149,32 @@ class Traced:
         In a job of several processes all of them have to call this; process 0's plan is what all compile.
 
         Raises:
-          ClusterError: there are fewer devices than it is for.
-          PlanMismatchError: the processes of a job have traced different steps.
+          PlanMismatchError: there are fewer devices than it is for, the plan was edited inconsistently, or the
+            processes of a job have traced different steps.
         """
+        check_joined()
+        return self._compile(planned)
+
+    def _compile(self, planned: Planned | None) -> Executable:
         job, led = this_job(), self.led
-        if job is None:
-            check_joined()
         devices = tuple(self.options.devices or devices_by_host()) if led is None else led.leader._devices
-        if led is None:
+        if led is None or planned is not None:
             cluster = self.options.target if planned is None else planned.cluster
             check_devices(cluster.num_devices, devices)
-            if job is not None and job.index == 0:
+            if job is not None and job.index == 0 and led is None:
                 _say_idle(self.graph.name, devices, cluster.num_devices)
         if job is not None and led is None:
             planned = self._planned_by_first(job, planned)
         elif planned is None:
             planned = self.plan()
-        lowered = planned.lowered or Finisher(self.step.analysis, planned.cluster).restore(planned).lowered
+        planned = planned.with_programs()
+        assert planned.lowered is not None
+        lowered = planned.lowered[1]
         step = lowered.placed.step
         with jax.disable_jit(False):
             runtime = build(lowered, planned.schedule, devices, inputs_of(self.step.donated, step.graph), job)
         runtime.buffers = self.buffers
-        kept = dataclasses.replace(planned, lowered=None)
+        kept = dataclasses.replace(planned, lowered=None, compiler=self.compile)
         return Executable(kept, runtime, self.graph, step.graph, devices, self.is_static)
 
     def _following(self) -> Planned:
@@ -210,14 +216,14 @@ class Traced:
 
         def plan() -> str:
             nonlocal found
-            found = found or self.plan()
-            return found.to_json()
+            found = (found or self.plan()).with_programs()
+            return json.dumps([found.seconds, found.to_json()])
 
-        text = job.from_first(plan)
+        seconds, text = json.loads(job.from_first(plan))
         if job.index or found is None:
             made = Plan.from_json(text)
             restored = Finisher(self.step.analysis, made.cluster).restore(made)
-            found = Planned.of(restored.plan, self.step, self.options.method, lowered=restored.lowered)
+            found = Planned.of(restored.plan, self.step, self.options.method, seconds, restored.lowered)
         return found
 
     def _said(self) -> dict[str, str]:

@@ -406,5 +406,5 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
         hides_latency=xla.hides_latency,
     )  # fmt: skip
     ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
-    aliases = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
-    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - aliases)
+    results = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
+    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - results)

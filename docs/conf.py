@@ -17,7 +17,7 @@ author = copyright = "the autopar authors"
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 source_suffix = {".md": "markdown"}
-exclude_patterns = ["_build", "design.md"]
+exclude_patterns = ["_build"]
 default_role = "py:obj"  # docstrings write `name`: a link where there is something of that name, else code
 smartquotes = False
 nitpicky = False  # the types of JAX, NumPy and Orbax are not part of this site

@@ -112,7 +112,3 @@ def plan_stages(
             found = Pipeline(choices, time, turns.num_microbatches, turns.schedule)
         if certain:
             return found
-
-
-# Criteria are arrays (3, n): the sum of seconds per microbatch, the largest of them, the largest seconds per step.
-# Placing one piece of a pipeline beside another adds the first row and takes the maximum of the others.

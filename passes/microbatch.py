@@ -306,14 +306,14 @@ class _Splitter:
     def _emit_fence(self, eqn: Equation) -> None:
         """A separable equation, on those of its operands that the loop has."""
         states = self.analysis.states
-        assignments = [k for k, out in enumerate(eqn.outputs) if states[out].kind is not Kind.FINAL]
-        operands = [self._in_loop(eqn.inputs[k], None, frozenset()) for k in assignments]
+        positions = [k for k, out in enumerate(eqn.outputs) if states[out].kind is not Kind.FINAL]
+        operands = [self._in_loop(eqn.inputs[k], None, frozenset()) for k in positions]
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in operands]
         phase = self._loop_phase(eqn, operands)
         results = self.builder.add(eqn.primitive, eqn.params, operands, avals, phase, eqn.source)
         if phase is Phase.BACKWARD:
             self.backward.update(results)
-        for k, result in zip(assignments, results, strict=True):
+        for k, result in zip(positions, results, strict=True):
             old = eqn.outputs[k]
             self.loop[(old, None)] = self.loop[(old, states[old].batch)] = result
             if states[old].kind is Kind.PARTIAL:

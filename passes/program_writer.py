@@ -45,15 +45,15 @@ _SENDING = frozenset({"all_gather", "all_to_all", "permute"})
 def results_of(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tuple[Sharding, ...]:
     """How a strategy leaves the results of an equation."""
     return tuple(
-        s for assignment_rule, assignment in zip(rule.assignments, strategy, strict=True)
-        for s in result_shardings(assignment_rule, assignment, mesh)
+        s for part, assignment in zip(rule.parts, strategy, strict=True)
+        for s in result_shardings(part, assignment, mesh)
     )  # fmt: skip
 
 
 def _operands(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tuple[Sharding, ...]:
     return tuple(
-        s for assignment_rule, assignment in zip(rule.assignments, strategy, strict=True)
-        for s in operand_shardings(assignment_rule, assignment, mesh)
+        s for part, assignment in zip(rule.parts, strategy, strict=True)
+        for s in operand_shardings(part, assignment, mesh)
     )  # fmt: skip
 
 

@@ -39,7 +39,7 @@ class StageOracle(abc.ABC):
 
     def bound(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
         """What the cost is not below, found with less work than that; None if it does not fit."""
-        return StageCost(0.0, 0.0, 0.0)
+        return self.least(span, mesh)
 
     def overhead(self, layer: int, mesh: Mesh) -> tuple[float, float]:
         """The least cost of a layer, and how many times that it costs at least, by all that is known so far.

@@ -118,13 +118,15 @@ def _rays_coordinator(index: int) -> str:
 
 
 def check_joined() -> None:
-    """Before a process trains alone: whether it is one of several that should have joined a job.
+    """Before a step is compiled, in no job: whether this process is one of several that should have joined one.
 
-    Only those are known whose number is in their variables, and workers of Ray Train: not what JAX finds out by itself.
+    Only those are known whose number is in their variables, and workers of Ray Train: not what JAX finds by itself.
 
     Raises:
       ArgumentError: it is a worker of Ray Train, or its launcher's variables make no sense.
     """
+    if this_job() is not None:
+        return
     remedy = "call autopar.initialize() before JAX is used for anything"
     worker = _ray_worker()
     if worker is not None:
@@ -139,8 +141,17 @@ def check_joined() -> None:
         warnings.warn(
             f"this process is {found.index} of {found.count} by its launcher's variables and has not joined the "
             f"others: it trains alone. Start the script by `autopar run`, or {remedy}.",
-            stacklevel=4,  # where the step is called or compiled
+            stacklevel=_users_level(),
         )
+
+
+def _users_level() -> int:
+    """The `stacklevel`, for a warning by the caller of this, of the user's line: the first outside of the package."""
+    package = __name__.partition(".")[0] + "."
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def initialize(devices_per_process: int | None = None) -> bool:

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import recipes
-from autopar.errors import BatchAxisError
+from autopar.errors import BatchAxisError, PlanMismatchError
 from autopar.ir.graph import Graph
 from autopar.ir.instructions import Run
 from autopar.planning.planner import Planner
@@ -353,6 +353,45 @@ def test_a_plan_that_was_looked_at_is_the_one_that_runs(monkeypatch: pytest.Monk
     plan = step.plan(*args)
     monkeypatch.setattr(Planner, "plan", None)
     assert step.compile(*args).plan == plan
+
+
+def test_an_edited_plan_runs_as_edited() -> None:
+    """Whether it is compiled, or read from its file."""
+    shapes = jax.eval_shape(init, jax.random.key(0)), shapes_of(batch_of())
+    plan = parallelized(PIPELINE).plan(*shapes)
+    edited = dataclasses.replace(plan, num_microbatches=4)
+    executable = edited.compile()
+    assert executable.plan == parallelized(PIPELINE).plan(*shapes, method=edited)
+    assert executable.plan.num_microbatches == 4 and executable.plan.step_time != plan.step_time
+    assert executable.instruction_count > plan.compile().instruction_count
+    assert_close(executable(reference()[0], batch_of())[0], reference()[1])
+
+
+def test_a_plan_for_more_devices_than_the_state_has() -> None:
+    state, batch = shapes_of(reference()[0]), batch_of()
+    step = parallelized(DATA_PARALLEL)
+    step.compile(state, shapes_of(batch))
+    traced = step.trace(state, shapes_of(batch_of(16)))
+    plan = traced.plan(cluster=autopar.load_preset("dgx-a100"), method=DATA_PARALLEL)
+    with pytest.raises(PlanMismatchError, match="the plan is for 8 devices, there are 4"):
+        traced.compile(plan)
+
+
+def test_who_trains_alone_is_told_once_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever way a step comes to be compiled: at the user's line."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    args = weights(), rows()
+    ways: list[Callable[[autopar.Parallelized], Any]] = [
+        lambda step: step(*args),
+        lambda step: step.compile(*args),
+        lambda step: step.trace(*args).compile(),
+        lambda step: step.plan(*args).compile(),
+    ]
+    for way in ways:
+        with pytest.warns(UserWarning, match="this process is 0 of 2 by its launcher's variables") as found:
+            way(autopar.parallelize(sgd, **ONE))
+        assert [warning.filename for warning in found] == [__file__]
 
 
 @pytest.mark.parametrize(

@@ -397,6 +397,14 @@ def test_why_tells_each_operators_alternatives() -> None:
         assert "chosen" in text and text.count("->") >= len(why.others) + 1
 
 
+def test_why_of_a_plan_from_a_file() -> None:
+    """Also of a step with hints, which say where things lie, as the plan does."""
+    step = autopar.parallelize(make_step(), hints={"state*": (None, None, -1)})
+    plan = step.plan(*shapes(), cluster=CLUSTER)
+    again = autopar.Plan.from_json(plan.to_json())
+    assert step.why(*shapes(), plan=again, most=1) == plan.why(most=1)
+
+
 def test_why_agrees_with_plans_that_are_pinned_so() -> None:
     """The seconds that a strategy would cost are those of the plan that a hint forces to have it."""
     step = autopar.parallelize(make_step((FREE, FREE)))

@@ -312,9 +312,7 @@ class StepGraph:
     constants: Mapping[Value, Any]
     microbatch: Value  # int32 scalar: the index of the running microbatch, an implicit input of the loop
     feeds: Mapping[Value, tuple[Value, BatchDim]]  # loop value <- its slice of a graph input
-    accumulate: Mapping[
-        Value, Value
-    ]  # loop value (a partial sum per microbatch) -> step value (their sum), of one type
+    accumulate: Mapping[Value, Value]  # loop value (a part of a sum, per microbatch) -> step value (the sum): one type
     keep: Mapping[Value, tuple[Value, ...]]  # loop value -> step values: what it was in each microbatch
     outputs: tuple[Operand, ...]
     replicable: frozenset[int]  # ids of cheap batch-free equations: copied to wherever they are used

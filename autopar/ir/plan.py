@@ -42,7 +42,7 @@ class Plan(PlanRecord):
             if name not in _OF_A_STEP:
                 raise AttributeError(f"a plan has no {name!r}", name=name, obj=self)
             raise AttributeError(
-                f"{name}: the plan for {self.function!r} was read from a file and has no step. Use "
+                f"{name}: the plan for {self.function!r} has no step at hand, as one from a file. Use "
                 "step.plan(state, batch, method=plan), which is the same plan.", name=name, obj=self,
             )  # fmt: skip
 

@@ -273,7 +273,7 @@ class Rule:
         return tuple(tuple(sorted(v.items())) if isinstance(v, Mapping) else v for v in values)
 
     @functools.cached_property
-    def assignments(self) -> tuple[Rule, ...]:
+    def parts(self) -> tuple[Rule, ...]:
         """What is split in ways of its own: the rule itself, or of a separable one each operand with its result."""
         if not self.separable:
             return (self,)

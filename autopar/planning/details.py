@@ -360,9 +360,3 @@ def _sources_inside(params: Mapping[str, Any]) -> Iterator[str]:
             if eqn.primitive.name in _HEAVY_PRIMITIVES:
                 yield source_of(eqn)
             yield from _sources_inside(eqn.params)
-
-
-# Operators
-
-
-# Links

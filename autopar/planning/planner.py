@@ -223,7 +223,7 @@ class Planner:
     def _other_numbers(self, best: _Found | None) -> Iterator[_Found]:
         """Better plans with fewer microbatches, as long as that is a gain and memory is left; with more, if none fits.
 
-        With more, too, as long as that is a gain, if the best computes something again.
+        With more, too, if the best computes something again, until two numbers in turn are no gain.
 
         A pipeline's bubble grows as they become fewer; without one, the fewest that are likely to fit are the best.
         The groups of devices stay until it is known how many microbatches there are.

@@ -146,7 +146,7 @@ class _FlatFunction:
         self.out_tree: Any = None
         self.out_paths: tuple[str, ...] = ()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> list[Any]:
+    def __call__(self, /, *args: Any, **kwargs: Any) -> list[Any]:
         leaves, _ = jax.tree.flatten((args, kwargs))
         args, kwargs = unflatten_arrays(self.in_tree, leaves)
         results, self.out_tree = flatten_arrays(self.fun(*args, **kwargs), self.is_static)

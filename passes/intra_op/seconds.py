@@ -40,7 +40,7 @@ class StrategySeconds:
 
     def of(self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic) -> Any:
         """One run of an assignment of an equation."""
-        assignment_rule = rule.assignments[assignment_index]
+        part = rule.parts[assignment_index]
         outputs = [eqn.outputs[assignment_index]] if rule.separable else eqn.outputs
         cut = [] if rule.separable else [pieces(rule, assignment, self.mesh) for assignment in options.assignments]
         if rule.kernels:
@@ -54,18 +54,18 @@ class StrategySeconds:
             seconds = self._kernel(matmul, work / share, moved, partial, dtype, traffic.launches, rule.pooling)
             if any(traffic.strided) or any(traffic.copied):
                 seconds += self._reordered(eqn, rule, assignment_index, options, traffic)
-        if assignment_rule.reduced:
+        if part.reduced:
             for i, assignment in enumerate(options.assignments):
-                for axes in combined_axes(assignment_rule, assignment, self.mesh).values():
+                for axes in combined_axes(part, assignment, self.mesh).values():
                     payload = sum(
                         math.prod(v.shape) * extreme_itemsize(v.dtype) * options.results[k].share[i]
                         for k, v in enumerate(outputs)
                     )
                     seconds[i] += self.price("all_reduce", axes, int(payload))
-        if assignment_rule.sums or assignment_rule.halos or assignment_rule.gatherings:
+        if part.sums or part.halos or part.gatherings:
             for i, assignment in enumerate(options.assignments):
-                inner = [*inner_collectives(assignment_rule, assignment, self.mesh)]
-                inner += [(e.collective, 1) for e in exchanges(assignment_rule, assignment, self.mesh)]
+                inner = [*inner_collectives(part, assignment, self.mesh)]
+                inner += [(e.collective, 1) for e in exchanges(part, assignment, self.mesh)]
                 for c, times in inner:
                     seconds[i] += times * self.price(c.kind, c.axes, c.payload)
         return seconds

@@ -105,9 +105,8 @@ class StageProblem:
         self._equations: dict[Any, int] = {}  # the nodes of tied ones
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
         self._ends: dict[int, tuple[list[End], ...]] = {}  # by node of equations: of operands, of results
-        self.assignments: dict[
-            tuple[int, int, int], tuple[int, AssignmentOptions]
-        ] = {}  # (program, equation id, assignment)
+        # By program, id of the equation, and number of the assignment.
+        self.assignments: dict[tuple[int, int, int], tuple[int, AssignmentOptions]] = {}
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, End] = {}
         self.readers: dict[Slot, list[End]] = defaultdict(list)
@@ -191,7 +190,7 @@ class StageProblem:
         key = (assignment.signature, limits.kind(eqn))
         if key not in known:
             options = self.setting.remembered.options.of(
-                rule.assignments[index], assignment.partial_sums, functools.partial(limits.allow_assignment, eqn, rule)
+                rule.parts[index], assignment.partial_sums, functools.partial(limits.allow_assignment, eqn, rule)
             )
             if not limits.heeds_hints(rule, options.assignments[0]):
                 raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
@@ -212,7 +211,7 @@ class StageProblem:
                 node = self._equations[key] = self._node(seconds, in_loop)
             self.assignments[program.index, eqn.id, assignment.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
-                by_round = layouts_by_round(assignment.rule.assignments[assignment.at], options)
+                by_round = layouts_by_round(assignment.rule.parts[assignment.at], options)
                 self._ends[node] = tuple(
                     [End(node, each, in_loop, is_finer(each, by_round)) for each in side]
                     for side in (options.operands, options.results)
@@ -240,7 +239,7 @@ class StageProblem:
             if maker is not None:
                 sums[None, total] = maker
                 self.readers.setdefault((None, total), [])
-        kept = {piece: partial_sum for partial_sum, pieces_ in step.keep.items() for piece in pieces_}
+        kept = {piece: value for value, pieces_ in step.keep.items() for piece in pieces_}
         for slot in list(dict.fromkeys([*self.readers, *self.makers])):
             value = slot[1]
             maker, readers = self.makers.get(slot), self.readers.get(slot, [])
@@ -361,7 +360,7 @@ class StageProblem:
             return End(node, shardings, False)
         if slot in self.makers:
             return self.makers[slot]
-        kept = {piece: partial_sum for partial_sum, pieces_ in self.step.keep.items() for piece in pieces_}
+        kept = {piece: value for value, pieces_ in self.step.keep.items() for piece in pieces_}
         return self._source((None, kept[slot[1]]))
 
     def _sent(self) -> list[Value]:

@@ -23,7 +23,7 @@ from autopar.passes.intra_op.traffic import KnownTraffic
 
 
 class StageAssignment(NamedTuple):
-    """A assignment of an equation of a stage."""
+    """An assignment of an equation of a stage."""
 
     equation: Equation
     rule: Rule  # the equation's
@@ -88,10 +88,10 @@ class Stage:
         for program in self.programs:
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
-                for index, assignment_rule in enumerate(rule.assignments):
+                for index, part in enumerate(rule.parts):
                     positions = assignment_operands(eqn, rule, index)
                     partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
-                    if can_sum(assignment_rule) or any(partial & operands for operands in assignment_rule.linear):
+                    if can_sum(part) or any(partial & operands for operands in part.linear):
                         found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
             found.update(w for v, w in self.step.accumulate.items() if v in found)
             found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
@@ -105,7 +105,7 @@ class Stage:
             traffic, assignments = self.traffic[program.index], found.setdefault(program.index, [])
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
-                for index in range(len(rule.assignments)):
+                for index in range(len(rule.parts)):
                     operands = [eqn.inputs[p] for p in assignment_operands(eqn, rule, index)]
                     inputs = [(place, v) for place, v in enumerate(operands) if isinstance(v, Value)]
                     partial_sums = frozenset([place for place, v in inputs if v in self.partial_sums])

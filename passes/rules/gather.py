@@ -33,7 +33,6 @@ from autopar.passes.rules.building import (
 
 _CLIP = lax.GatherScatterMode.CLIP
 _DROP = lax.GatherScatterMode.FILL_OR_DROP
-_PROMISE = lax.GatherScatterMode.PROMISE_IN_BOUNDS
 
 
 def _components(indices: Any) -> list[Any]:
@@ -220,15 +219,15 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
                 limits[numbers.scatter_dims_to_operand_dims.index(d)] = (d, size - window + 1)
 
         def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-            array, vectors, partial_sums = operands
+            array, vectors, changes = operands
             dtype = eqn.outputs[0].dtype
-            array, partial_sums = (lax.convert_element_type(x, dtype) for x in (array, partial_sums))
+            array, changes = (lax.convert_element_type(x, dtype) for x in (array, changes))
             eqn = dataclasses.replace(eqn, params={**eqn.params, **_update_in(dtype, eqn)})
             if neutral is not None and any(local.is_split(f) for f in reduced):
                 array = lax.select(_is_first_piece(local, reduced), array, lax.full_like(array, neutral))
             split = {k: f for k, f in tables.items() if local.is_split(f)}
             if not split:
-                return bind(eqn, (array, vectors, partial_sums))
+                return bind(eqn, (array, vectors, changes))
             components = _components(vectors)
             for k, index in enumerate(components):
                 if mode == _CLIP:
@@ -241,7 +240,7 @@ def _scatter(op: ReduceOp | None, neutral: int | None, linear: Sequence[set[int]
                 components[k] = index
             return bind(
                 eqn,
-                (array, _vectors(components), partial_sums),
+                (array, _vectors(components), changes),
                 mode=_DROP,
                 indices_are_sorted=False,
                 unique_indices=False,

@@ -26,9 +26,8 @@ def make_body(
     least_sum_bytes: int = 4,
 ) -> Body:  # fmt: skip
     """The body of closed jaxprs, each with the positions of its inputs; outputs follow one another. Calls inlined."""
-    builder = Builder(
-        counting=True, least_sum_bytes=least_sum_bytes
-    )  # so that whether all examples are done is known to every piece
+    # It counts so that whether all examples are done is known to every piece.
+    builder = Builder(counting=True, least_sum_bytes=least_sum_bytes)
     inputs = tuple(builder.value(aval) for aval in avals)
     outputs: list[Operand] = []
     for closed, positions in parts:

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from autopar.passes.solver.dominated import undominated
-from autopar.passes.solver.pending import Lift, Pending, UsageSpan, constant_of, gathered_sums, rounded_up
+from autopar.passes.solver.pending import Lift, Pending, UsageSpan, base_of, constant_of, gathered_sums
 from autopar.passes.solver.problem import Array, Integers, Mask, Problem, Usage
 
 
@@ -177,7 +177,7 @@ class Network:
             for node in turn:
                 kept = np.isfinite(self.unary[node])
                 for matrix in self.adjacent[node].values():
-                    if id(rounded_up(matrix)) not in finite:
+                    if id(base_of(matrix)) not in finite:
                         kept &= np.isfinite(matrix.min(axis=1))
                 if not kept.all():
                     self.keep(node, kept)
@@ -186,7 +186,7 @@ class Network:
     def _finite(self, nodes: Iterable[int]) -> dict[int, Array]:
         """The arrays by id, of those behind the edges of some nodes, that have no infinite cost; edges share many."""
         wholes = {id(whole): whole for node in nodes for matrix in self.adjacent[node].values()
-                  if (whole := rounded_up(matrix)).size}  # fmt: skip
+                  if (whole := base_of(matrix)).size}  # fmt: skip
         if not wholes:
             return {}
         finite = np.isfinite(np.concatenate([whole.ravel() for whole in wholes.values()]))

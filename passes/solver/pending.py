@@ -42,7 +42,7 @@ class Pending:
         return nodes
 
 
-def rounded_up(matrix: Array) -> Array:
+def base_of(matrix: Array) -> Array:
     """The array whose transpose the matrix may be."""
     return matrix.base if isinstance(matrix.base, np.ndarray) else matrix
 

@@ -21,7 +21,7 @@ _RESOLUTION = 2.0**40  # steps into which CP-SAT divides the distance from the b
 
 
 def solve_program(task: Residual) -> Outcome:
-    """task.IntegerProgram by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
+    """`IntegerProgram` by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
     program = _Program(task)
     if task.hint is not None:
         program.hint(task.network, task.hint)

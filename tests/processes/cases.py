@@ -103,6 +103,8 @@ def compiled(case: Case, plan: autopar.Plan | None) -> Compiled:
     )  # fmt: skip
     batches = [subject.model.random_batch(config, case.examples, jax.random.key(i)) for i in range(STEPS)]
     executable = step.compile(jax.eval_shape(init, jax.random.key(0)), batches[0])
+    # On all processes, whichever has planned.
+    assert executable.plan.compiler is not None and (executable.plan.seconds is None) == (plan is not None)
     return Compiled(step, plain, init, [jax.tree.map(np.asarray, batch) for batch in batches], executable)
 
 

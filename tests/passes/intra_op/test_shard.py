@@ -17,7 +17,7 @@ from autopar.cost_model.program_cost import program_cost
 from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.mesh import XlaBackend
 from autopar.ir.method import Method
-from autopar.passes import lower
+from autopar.passes import program_writer
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.stage import most_pieces
 from autopar.planning.planner import Planner
@@ -39,7 +39,7 @@ def whole_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     def whole(*args: Any, xla: XlaBackend, shapes: Any) -> Any:
         return memory_traffic(*args, xla=xla)
 
-    monkeypatch.setattr(lower, "memory_traffic", whole)
+    monkeypatch.setattr(program_writer, "memory_traffic", whole)
 
 
 @pytest.mark.usefixtures("whole_arrays")

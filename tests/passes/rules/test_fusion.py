@@ -247,8 +247,8 @@ def residual_step(layers: int) -> tuple[Callable[..., Any], Any]:
 
     def step(state: Any, x: Any) -> Any:
         gradients = jax.grad(forward)(state[0], x)
-        updates, live_sets = optimizer.update(gradients, state[1])
-        return optax.apply_updates(state[0], updates), live_sets
+        updates, moments = optimizer.update(gradients, state[1])
+        return optax.apply_updates(state[0], updates), moments
 
     wide, narrow = 1024, 512
     block = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((narrow,), (narrow, wide), (wide, narrow))]
@@ -302,9 +302,9 @@ def filters_step(state: Any, x: Any) -> Any:
             y = jax.nn.relu(jax.lax.conv_general_dilated(y, each, (1, 1), "SAME", dimension_numbers=_CHANNELS_LAST))
         return jnp.mean(y**2)
 
-    filters, live_sets = state
-    live_sets = jax.tree.map(lambda m, g: 0.9 * m + g, live_sets, jax.grad(loss)(filters))
-    return jax.tree.map(lambda w, m: w - 0.1 * m, filters, live_sets), live_sets
+    filters, moments = state
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, moments, jax.grad(loss)(filters))
+    return jax.tree.map(lambda w, m: w - 0.1 * m, filters, moments), moments
 
 
 _CHANNELS_LAST = ("NHWC", "HWIO", "NHWC")
