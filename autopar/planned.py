@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from autopar.compiling.program_text import programs_as_text
 from autopar.compiling.verifier import verify
 from autopar.errors import ReportError
 from autopar.ir.graph import Graph
@@ -67,6 +68,18 @@ class Planned(Plan):
         """
         assert self.compiler is not None, "`Traced.plan` gives a compiler"
         return self.compiler(self)
+
+    def as_text(self) -> dict[str, str]:
+        """The plan's programs, by name, as they are before XLA compiles them, with every collective and transfer.
+
+        What XLA makes of them is `Executable.as_text`.
+
+        Raises:
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        made = self.with_programs().lowered
+        assert made is not None
+        return programs_as_text(made[1])
 
     def verify_with_xla(
         self, target: str | None = None, *, show_progress: bool = False, most_operations: int | None = 200_000

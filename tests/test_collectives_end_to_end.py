@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -13,9 +14,12 @@ import pytest
 
 from autopar import recipes
 from autopar.compiling import compiler
+from autopar.compiling.program_text import programs_as_text
+from autopar.cost_model.reshard import LOCAL_KINDS
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.sharding import Collective
+from autopar.ir.units import bytes_text
 from benchmarks.models import decoder, moe
 from tests import models
 from tests.h100 import h100_devices, needs_cuda_compiler
@@ -104,6 +108,27 @@ MODELS: dict[str, Callable[[str], tuple[models.Step, Any, Any]]] = {
 def plan(model: str, optimizer: str, how: Method, m: int, cluster: Cluster = EIGHT) -> Planned:
     step, state, batch = MODELS[model](optimizer)
     return plan_step(step, (state, batch), cluster, how, m)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("how", [recipes.gpipe(2), recipes.zero(3), recipes.auto()], ids=lambda how: how.name)
+def test_the_text_of_programs_has_every_collective(model: str, how: Method) -> None:
+    """As they are priced, and every value that crosses to another stage."""
+    planned = plan(model, "adam", how, 1 if model == "conv" else 2)  # it normalizes over the batch
+    texts = programs_as_text(planned.lowered)
+    for local in planned.lowered.programs:
+        lines = texts[local.program.name].splitlines()
+        sent = Counter(line.strip() for line in lines if re.match(r" {8}\w+ over ", line))
+        sent -= Counter({line: n for line, n in sent.items() if line.partition(" ")[0] in LOCAL_KINDS})
+        priced = planned.priced(local).elements()
+        assert sent == Counter(f"{c.kind} over {'·'.join(c.axes)}, {bytes_text(c.payload)}" for c in priced)
+        assert len([line for line in lines if " = " in line or " += " in line]) == len(local.ops)
+    for crossing in planned.lowered.crossings:
+        received = rf"  in  %{crossing.value.id}:.*\n(        from .*\n)*        from stage {crossing.source}, "
+        arrives = [p.program.name for p in planned.lowered.programs if p.program.stage == crossing.target]
+        assert any(re.search(received, texts[name]) for name in arrives)
+        if crossing.value in planned.lowered.placed.producer:
+            assert f"        to stage {crossing.target} as {crossing.plan.received}, " in "\n".join(texts.values())
 
 
 def agree(planned: Planned, sources: Any, programs: Any, *, cpu: bool = True) -> None:

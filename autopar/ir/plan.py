@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LeafPlan", "Plan", "StageMemory", "StagePlan"]
 
-_OF_A_STEP = ("compile", "report", "verify_with_xla", "why")  # see `Planned`
+_OF_A_STEP = ("as_text", "compile", "report", "verify_with_xla", "why")  # see `Planned`
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
