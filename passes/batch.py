@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -35,11 +35,9 @@ import numpy as np
 
 from autopar.errors import BatchAxisError, MicrobatchError
 from autopar.ir.graph import BatchDim, Equation, Graph, Phase, Value
-from autopar.ir.rule import Rule
+from autopar.ir.rule import Rule, RuleOf
 from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, split_of
 from autopar.tracing.build import live_equations
-
-RuleOf = Callable[[Equation], Rule]
 
 
 class Kind(enum.Enum):

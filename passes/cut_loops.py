@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value, operand_signature
-from autopar.ir.rule import Local, Rule
+from autopar.ir.rule import Local, Rule, RuleOf
 from autopar.passes.rules.loops import Chain, chain_of
 from autopar.passes.rules.split import (
     Split,
@@ -24,7 +24,6 @@ from autopar.passes.rules.split import (
 from autopar.tracing.build import Builder, live_equations, trace_emission
 
 Bounds = tuple[int, ...]  # rounds at which a loop is cut, from 0 to its length
-RuleOf = Callable[[Equation], Rule]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -358,6 +358,9 @@ class Rule:
         return self.reduced.get(factor) == "sum" and not held and result not in self.unaffected.get(factor, ())
 
 
+RuleOf = Callable[[Equation], Rule]  # how to find the rule of an equation
+
+
 def is_fusible(rule: Rule) -> bool:
     """Whether XLA would fuse the equation into its readers, so that its result need not go through memory.
 

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from autopar.ir.graph import BatchDim, Equation, Operand, Value
+from autopar.ir.graph import BatchDim, Equation, Operand, Value, least_sum_bytes
 from autopar.ir.rule import (
     Branches,
     DimMap,
@@ -67,7 +67,7 @@ class LoopRules:
         p = eqn.params
         consts, carries = scan_counts(p)
         body, cuts, stacked_in = self._scan_bodies(
-            program_signature(p["jaxpr"]), consts, carries, _least_sum_bytes(eqn), is_partitionable()
+            program_signature(p["jaxpr"]), consts, carries, least_sum_bytes((), [eqn]), is_partitionable()
         )
         everything = range(len(body.outputs))
 
@@ -99,7 +99,7 @@ class LoopRules:
         p = eqn.params
         first = p["cond_nconsts"] + p["body_nconsts"]
         body, cuts = self._while_bodies(
-            p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], _least_sum_bytes(eqn)
+            p["cond_jaxpr"], p["body_jaxpr"], p["cond_nconsts"], p["body_nconsts"], least_sum_bytes((), [eqn])
         )
         carries = range(len(body.outputs) - 1)
 
@@ -119,7 +119,7 @@ class LoopRules:
 
     def cond(self, eqn: Equation) -> Rule:
         branches = eqn.params["branches"]
-        body, cuts = self._cond_bodies(tuple(branches), _least_sum_bytes(eqn))
+        body, cuts = self._cond_bodies(tuple(branches), least_sum_bytes((), [eqn]))
         count = len(eqn.outputs)
 
         def each(pieces: Sequence[Piece], operands: Sequence[Any]) -> Sequence[Callable[[], Sequence[Any]]]:
@@ -139,7 +139,7 @@ class LoopRules:
         return _rule(eqn, body, cuts, layout, run, 1 / len(branches), None if for_platforms else each)
 
     def _scan_body(
-        self, program: Signature[Any], consts: int, carries: int, least_sum_bytes: int, partitionable: bool
+        self, program: Signature[Any], consts: int, carries: int, sum_bytes: int, partitionable: bool
     ) -> tuple[Body, list[BodyCut], dict[int, tuple[Value, ...]]]:
         """Also each stacked input's way to where it is gathered if it comes in pieces.
 
@@ -152,14 +152,14 @@ class LoopRules:
             [(closed, range(len(closed.in_avals)))],
             self._rule_of,
             carried=carried,
-            least_sum_bytes=least_sum_bytes,
+            least_sum_bytes=sum_bytes,
         )
         cuts = find_cuts(body)
         stacked = range(consts + carries, len(body.inputs))
         return body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked}
 
     def _while_body(
-        self, condition: Any, body: Any, of_condition: int, of_body: int, least_sum_bytes: int
+        self, condition: Any, body: Any, of_condition: int, of_body: int, sum_bytes: int
     ) -> tuple[Body, list[BodyCut]]:
         """Inputs: constants of the condition, of the body, carries. Outputs: carries, whether to go on.
 
@@ -176,16 +176,16 @@ class LoopRules:
             parts[0] = _where_going_on(condition, body, of_condition), list(range(first + carries))
         carried = dict(enumerate(carry))
         whole = () if mapped else (carries,)
-        made = make_body(avals, parts, self._rule_of, carried=carried, whole=whole, least_sum_bytes=least_sum_bytes)
+        made = make_body(avals, parts, self._rule_of, carried=carried, whole=whole, least_sum_bytes=sum_bytes)
         cuts = find_cuts(made)
         return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
 
-    def _cond_body(self, branches: tuple[Any, ...], least_sum_bytes: int) -> tuple[Body, list[BodyCut]]:
+    def _cond_body(self, branches: tuple[Any, ...], sum_bytes: int) -> tuple[Body, list[BodyCut]]:
         """Outputs: those of the first branch, of the second, .."""
         avals, count = branches[0].in_avals, len(branches[0].out_avals)
         parts = [(branch, range(len(avals))) for branch in branches]
         agreeing = tuple(tuple(range(k, count * len(branches), count)) for k in range(count))
-        body = make_body(avals, parts, self._rule_of, agreeing=agreeing, least_sum_bytes=least_sum_bytes)
+        body = make_body(avals, parts, self._rule_of, agreeing=agreeing, least_sum_bytes=sum_bytes)
         return body, find_cuts(body)
 
 
@@ -420,10 +420,6 @@ def _dim(
             inner = size // state.outer // cut.units
             return (*factors.new_whole(state.outer), factor, *factors.new_whole(inner))
     return factors.new_whole(size)
-
-
-def _least_sum_bytes(eqn: Equation) -> int:
-    return min((v.least_sum_bytes for v in eqn.outputs), default=4)
 
 
 def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from autopar.ir.graph import BatchDim, Operand, Value
-from autopar.ir.rule import emit_cast, emit_same
+from autopar.ir.rule import RuleOf, emit_cast, emit_same
 from autopar.passes.rules.building import is_number
-from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut, Propagation, RuleOf, State, widens
+from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut, Propagation, State, widens
 from autopar.tracing.build import Builder, live_equations
 
 

@@ -22,7 +22,6 @@ from autopar.passes.rules.split import (
     split_of,
 )
 
-RuleOf = Callable[[Equation], Rule]
 _MAX_ROUNDS = 100  # of propagation, for one cut
 
 
