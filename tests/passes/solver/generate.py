@@ -137,8 +137,8 @@ def train_step_problem(layers: int, seed: int, *, largest: int = 32, tightness: 
         gradient = step.add([d_sum, d_normed], 0, 1.0)
         updates += [(qkv, d_qkv), (project, d_project), (feed, d_feed)]
     for weight, d_weight in updates:
-        live_set = step.add([], 0, 8.0)
-        step.add([weight, live_set, d_weight], 0, 4.0)
+        moments = step.add([], 0, 8.0)
+        step.add([weight, moments, d_weight], 0, 4.0)
     unit = 1 << 20
     cut = np.array([1, 2, 2, 2, 4, 4, 2, 4, 4])  # pieces of each layout
     usages = tuple(
