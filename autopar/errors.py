@@ -3,6 +3,24 @@
 `UserError` means: change the argument that the message names. `InternalError` means: report a bug.
 """
 
+from __future__ import annotations
+
+import sys
+import warnings
+
+_WRAPPERS = ("contextlib", "functools")  # modules through which functions of ours are called
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn of something that the user's line does: the innermost that is called from outside of the package."""
+    package = __name__.partition(".")[0] + "."
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and (
+        frame.f_globals.get("__name__", "").startswith(package) or frame.f_globals.get("__name__") in _WRAPPERS
+    ):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
 
 class AutoparError(Exception):
     """Base of everything that autopar raises on purpose."""

@@ -11,11 +11,10 @@ import itertools
 import operator
 import os
 import re
-import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, warn
 from autopar.ir.cluster_json import MOST_OF_A_KIND, parse_cluster
 from autopar.ir.json_file import nearest
 from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link
@@ -227,10 +226,9 @@ def _preset_for(device_kind: str) -> str:
             return preset
     near = [preset for chip, _, preset in _DEVICE_KINDS if chip.lower() in device_kind.lower()]
     preset = near[0] if near else _FALLBACK
-    warnings.warn(
+    warn(
         f"no preset describes the device kind {device_kind!r}: costs fall back on the preset {preset!r}, whose speeds "
         "and links may differ; pass a cluster of your own (autopar.Cluster) for better plans",
-        stacklevel=3,
     )
     return preset
 

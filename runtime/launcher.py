@@ -12,13 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 import jax
 
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, warn
 from autopar.runtime.processes import this_job
 
 _COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -138,20 +137,10 @@ def check_joined() -> None:
         return
     found = membership({_COORDINATOR: "", **os.environ})  # wherever process 0 is
     if found is not None and found.count is not None:
-        warnings.warn(
+        warn(
             f"this process is {found.index} of {found.count} by its launcher's variables and has not joined the "
             f"others: it trains alone. Start the script by `autopar run`, or {remedy}.",
-            stacklevel=_users_level(),
         )
-
-
-def _users_level() -> int:
-    """The `stacklevel`, for a warning by the caller of this, of the user's line: the first outside of the package."""
-    package = __name__.partition(".")[0] + "."
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(package):
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def initialize(devices_per_process: int | None = None) -> bool:

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import threading
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ from autopar.checkpointing.state_handler import (
     stored_leaf,
 )
 from autopar.checkpointing.stored_leaves import ReadLeaf
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, warn
 from autopar.executable import HasExecutable
 from autopar.runtime.processes import this_job
 
@@ -302,14 +301,10 @@ def _set_aside(manager: ocp.CheckpointManager, step: int, problem: str) -> None:
 
     aside = _of_first(move)
     manager.reload()
-    warnings.warn(
+    warn(
         f"the checkpoint {directory / str(step)} is damaged: {problem}. It is set aside as {aside}, and the one "
         "before is restored.",
-        stacklevel=3,
     )
-
-
-# What is written.
 
 
 # What is read.

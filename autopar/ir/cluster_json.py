@@ -17,11 +17,10 @@ import dataclasses
 import itertools
 import json
 import os
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.errors import ClusterError
+from autopar.errors import ClusterError, warn
 from autopar.ir.json_file import (
     Reader,
     bad,
@@ -279,10 +278,9 @@ def _read_device(value: Any, path: str) -> dict[str, Any]:
     missing = [name for name in _MEASURED if fields[name] is None]
     if missing:
         taken = ", ".join(f"{name}={_MEASURED[name]}" for name in missing)
-        warnings.warn(
+        warn(
             f"{path}: device kind {fields['name']!r} has no {', '.join(missing)}: costs fall back on those of "
             f"{_MEASURED_KIND} ({taken}). Measure them for better plans.",
-            stacklevel=2,
         )
         fields.update({name: _MEASURED[name] for name in missing})
     return fields

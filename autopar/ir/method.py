@@ -51,6 +51,11 @@ class Method:
         if self.stages is not None:
             object.__setattr__(self, "num_stages", len(self.stages))
 
+    @property
+    def excluding_options(self) -> dict[str, Any]:
+        """The options given by the user that exclude plans: all but those of the search itself."""
+        return {name: value for name, value in self.options if name not in ("time_limit", "baselines")}
+
     def data_shards(self, num_devices: int) -> int:
         """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""
         if self.mesh_shape is None:

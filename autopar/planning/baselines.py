@@ -6,12 +6,11 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from autopar import recipes
-from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError
+from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError, warn
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
@@ -73,13 +72,12 @@ def plan_beside_recipes(
     for estimate, rival in sorted(estimates.items(), key=lambda each: each[0]):
         if estimate.seconds < planner.most_estimate:
             best = planner.better_by(rival, fixed, None if fixed else estimate.num_microbatches) or best
-    text = (
-        f"recipes would take about: {', '.join(notes)}"
-        if notes
-        else "none that does what the method fixes fits in one stage"
-        if method.options
-        else "no recipe within one stage fits"
-    )
+    if notes:
+        text = f"recipes would take about: {', '.join(notes)}"
+    elif method.excluding_options:
+        text = "no recipe that does what the method fixes fits in one stage"
+    else:
+        text = "no recipe within one stage fits"
     return _with_note(best, f"{text}.")
 
 
@@ -214,11 +212,10 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, 
             f"{', '.join(recipe.name for recipe in candidates)} is one. Give it more time."
         )
     best = min(found, key=lambda one: one[0].step_time)
-    warnings.warn(
+    warn(
         f"{limit} to search for a plan of {analysis.graph.name}. It runs by {best[0].method}, the best recipe that "
         "fits. Give it more time.",
         TimeLimitWarning,
-        stacklevel=4,
     )
     return best
 

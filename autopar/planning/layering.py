@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.cost_model.fusion import memory_traffic
-from autopar.errors import PlanError, UnsplitWarning
+from autopar.errors import PlanError, UnsplitWarning, warn
 from autopar.ir.graph import Block, Equation, LeafCut, Phase, StepGraph, Value
 from autopar.ir.mesh import Cluster, DeviceKind, XlaBackend
 from autopar.ir.method import Method
@@ -288,13 +287,12 @@ class Layering:
         couplings = self._finest.couplings
         reason = f": {couplings[0].reason} at {couplings[0].equation.source or 'an unknown line'}" if couplings else ""
         lines = dict.fromkeys(e.source for e in self.graph.equations if e.id in self.stacks.loops)
-        warnings.warn(
+        warn(
             f"{self.graph.name}: the loop over layers at {', '.join(lines)} is not cut between stages where there are "
             f"several microbatches{reason}. Its parts would have to hand on a sum over the batch. Let the loop do "
             "nothing to what it carries of it (an auxiliary loss) but add to it, or return that for each layer and sum "
             "it after the loop.",
             UnsplitWarning,
-            stacklevel=4,
         )
 
     def _too_many_stages(

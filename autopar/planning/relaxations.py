@@ -19,7 +19,6 @@ from autopar.ir.units import bytes_text, count_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.planning.planner import Planner
 
-_HARMLESS = frozenset({"time_limit", "baselines"})  # options that exclude no plan
 _SECONDS = 10.0  # of planning, for each try
 _MOST_TRIES = 24
 _MOST_AT_ONCE = 3
@@ -60,7 +59,7 @@ def smallest_relaxations(
     As few as possible are left out; "" if the request fixes nothing.
     """
     request = Request.of(analysis, method, num_microbatches)
-    parts = _parts(request, analysis)
+    parts = _parts(request, analysis, method)
     tries = 0
     for count in range(1, min(len(parts), _MOST_AT_ONCE) + 1):
         found = []
@@ -78,12 +77,11 @@ def smallest_relaxations(
     return f"No plan was found either without up to {min(len(parts), _MOST_AT_ONCE)} of: {', '.join(parts)}."
 
 
-def _parts(request: Request, analysis: BatchAnalysis) -> dict[str, Relaxation]:
+def _parts(request: Request, analysis: BatchAnalysis, method: Method) -> dict[str, Relaxation]:
     """What may be left out, by its name."""
     found: dict[str, Relaxation] = {
         f"{name}={value!r}": functools.partial(_without_option, name)
-        for name, value in request.options.items()
-        if name not in _HARMLESS
+        for name, value in method.excluding_options.items()
     }
     if request.num_microbatches is not None:
         found[f"num_microbatches={request.num_microbatches}"] = _without_number

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from autopar.errors import MissingRuleWarning, UserError
+from autopar.errors import MissingRuleWarning, UserError, warn
 from autopar.ir.graph import Equation, Value
 from autopar.ir.rule import Local, Rule
 from autopar.ir.same import Signature
@@ -147,11 +146,10 @@ def warn_missing(equations: Iterable[Equation]) -> None:
         name, source = equation.primitive.name, equation.source or "unknown source"
         why = f"nothing in '{name}' can be split" if has_rule(name) else f"no sharding rule for primitive '{name}'"
         why += f": {OMITTED[name]}" if name in OMITTED and not has_rule(name) else ""
-        warnings.warn(
+        warn(
             f"{why} (from {source}): its operands are gathered and it runs whole on every device; give it a rule with "
             f"@autopar.register_sharding_rule('{name}')",
             MissingRuleWarning,
-            stacklevel=2,
         )
 
 
