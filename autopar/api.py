@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import sys
@@ -62,15 +61,14 @@ class Parallelized(HasExecutable):
         devices: Sequence[jax.Device] | None = None,
     ) -> Parallelized:  # fmt: skip
         """The same step, not planned yet, with these of its options replaced; None keeps its own."""
-        other = copy.copy(self)
-        changed = {
-            "cluster": cluster, "method": None if method is None else as_method(method),
-            "devices": None if devices is None else tuple(devices),
-        }  # fmt: skip
-        given = {name: value for name, value in changed.items() if value is not None}
-        other._options = dataclasses.replace(self._options, **given)  # type: ignore[arg-type]
-        other._executables, other._traced, other._shown, other._steady = {}, {}, None, None
-        return other
+        own = self._options
+        options = dataclasses.replace(
+            own,
+            cluster=own.cluster if cluster is None else cluster,
+            method=own.method if method is None else as_method(method),
+            devices=own.devices if devices is None else tuple(devices),
+        )
+        return Parallelized(self._function, options, self._follow)
 
     # Ahead-of-time stages.
 
@@ -103,7 +101,7 @@ class Parallelized(HasExecutable):
     ) -> tuple[Why, ...]:
         """Why operators are cut as they are: see `Planned.why`.
 
-        `plan`: one that was made for these shapes; default: the step's own.
+        `plan`: one that was made for these shapes; default: the step's own. A `Planned` is asked about its own step.
 
         Raises:
           PlanError: there is no such operator.
@@ -172,6 +170,7 @@ class Parallelized(HasExecutable):
         Raises:
           PlanError: there is no plan yet, or the result of `init_fn` is no argument of the step.
         """
+        # Of a step that it follows, which may have other static leaves.
         own = dataclasses.replace(self.executable_for("init"), _is_static=self._function.is_static)
         return own.init(init_fn, *args)
 
@@ -222,7 +221,7 @@ class Parallelized(HasExecutable):
         return leader
 
     def executable_for(self, what: str, own: bool = False) -> Executable:
-        """The first that was compiled, of the step that this one follows or, if it must be its own, of this one.
+        """The first that was compiled: of the step that this one follows, unless it must be its `own`.
 
         Raises:
           PlanError: there is none.

@@ -38,7 +38,7 @@ class HasExecutable(abc.ABC):
 
     @abc.abstractmethod
     def executable_for(self, what: str) -> Executable:
-        """The executable that has the state; `what` for is told where there is none. Raises PlanError then."""
+        """The executable that has the state; raises PlanError, which says for `what`, where there is none."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -332,11 +332,11 @@ class Steady:
             leaves = self.structure.flatten_up_to(arguments)  # sooner done than to flatten and compare
         except ValueError:
             return None
-        runtime = self.executable._worker
+        worker = self.executable._worker
         serves = (
             not _looks_for_errors()
-            and [_kind(leaves[at]) for at in runtime.others] == self.others
-            and runtime.knows(leaves)
+            and [_kind(leaves[at]) for at in worker.others] == self.others
+            and worker.knows(leaves)
             and configuration() is self.configuration
         )
         return leaves if serves else None
@@ -366,12 +366,12 @@ def steady_calls(
     them into the result's structure.
     """
     flat, structure = jax.tree.flatten(arguments)
-    runtime, graph = executable._worker, executable.graph
+    worker, graph = executable._worker, executable.graph
     inputs = executable._inputs(leaves)
     alike = len(flat) == len(inputs) and all(map(operator.is_, flat, inputs))
-    if not alike or not runtime.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():
+    if not alike or not worker.knows(flat) or graph.callbacks or executable._returns_static or _looks_for_errors():
         return None
-    others = [_kind(flat[at]) for at in runtime.others]
+    others = [_kind(flat[at]) for at in worker.others]
 
     def calls(result: Any) -> Steady | None:
         count = len(executable._planned.outputs)

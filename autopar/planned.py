@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
-from autopar.ir.plan_record import PlanRecord
 from autopar.ir.verification import Verification
 from autopar.ir.why import Why
 from autopar.passes.lower import LoweredStep
@@ -52,13 +52,18 @@ class Planned(Plan):
     @staticmethod
     def of(
         plan: Plan, step: TracedStep, method: Method | Plan, seconds: float | None = None,
-        lowered: LoweredStep | None = None, restored: Restored | None = None,
+        lowered: LoweredStep | None = None,
     ) -> Planned:  # fmt: skip
         """A plan with its step, found by a method or given."""
         limit = method.memory_limit if isinstance(method, Method) else None
-        fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(PlanRecord)}
         made = None if lowered is None else (plan, lowered)
-        return Planned(**fields, step=step, memory_limit=limit, seconds=seconds, lowered=made, restored=restored)
+        return Planned(**plan.fields(), step=step, memory_limit=limit, seconds=seconds, lowered=made)
+
+    @staticmethod
+    def of_restored(restored: Restored, step: TracedStep, method: Method | Plan, seconds: float | None) -> Planned:
+        """A plan with its step, whose stages were known."""
+        planned = Planned.of(restored.plan, step, method, seconds, restored.lowered)
+        return dataclasses.replace(planned, restored=restored)
 
     def compile(self) -> Executable:
         """Compile the plan's programs for the devices that there are.
@@ -77,9 +82,7 @@ class Planned(Plan):
         Raises:
           PlanMismatchError: the plan was edited inconsistently.
         """
-        made = self.with_programs().lowered
-        assert made is not None
-        return programs_as_text(made[1])
+        return programs_as_text(self.with_programs().made[1])
 
     def verify_with_xla(
         self, target: str | None = None, *, show_progress: bool = False, most_operations: int | None = 200_000
@@ -96,11 +99,10 @@ class Planned(Plan):
           TargetError: the target is not known, its compiler is not installed, or there is too much to compile.
           PlanMismatchError: the plan was edited inconsistently.
         """
-        finisher = self._finisher()
-        fresh, lowered, _ = self._restored(finisher)
+        plan, lowered = self.with_programs().made
         donated = inputs_of(self.step.donated, lowered.placed.step.graph)
         with ProgramBar(f"compiling {self.function}", show_progress) as bar:
-            return verify(finisher.stages.prices, fresh, lowered, donated, target, bar, most_operations)
+            return verify(self._finisher().stages.prices, plan, lowered, donated, target, bar, most_operations)
 
     @uncollected()
     def report(
@@ -146,26 +148,40 @@ class Planned(Plan):
         return explain(finisher, self._restored(finisher), where, most)
 
     def with_programs(self) -> Planned:
-        """Itself with `lowered` programs of its own; where it has been edited it is priced anew, too.
+        """Itself with programs that are `made`; where it has been edited it is priced anew, too.
 
         Raises:
           PlanMismatchError: the plan was edited inconsistently.
         """
-        if self.lowered is not None and dataclasses.replace(self.lowered[0], notes=self.notes) == self:
+        if self.lowered is not None and self._is(self.lowered[0]):
             return self
-        method = dataclasses.replace(AUTO, memory_limit=self.memory_limit)
-        restored = self._restored(self._finisher())
-        return Planned.of(restored.plan, self.step, method, self.seconds, restored.lowered)
+        return Planned.of_restored(self._restored(self._finisher()), self.step, self._method, self.seconds)
+
+    @property
+    def made(self) -> tuple[Plan, LoweredStep]:
+        """The plan and the programs that are at hand."""
+        assert self.lowered is not None, "`with_programs` has them"
+        return self.lowered
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Plan, tuple(getattr(self, field.name) for field in dataclasses.fields(PlanRecord))  # the plan alone
+        return Plan, tuple(self.fields().values())  # the plan alone
+
+    def _is(self, made: Plan) -> bool:
+        """Whether it is what was made, whatever has been noted since."""
+        return dataclasses.replace(made, notes=self.notes) == self
 
     def _restored(self, finisher: Finisher) -> Restored:
-        known = self.restored
-        return known if known is not None and known.plan == self else finisher.restore(self)
+        if self.restored is not None and self._is(self.restored.plan):
+            return self.restored._replace(plan=dataclasses.replace(self.restored.plan, notes=self.notes))
+        return finisher.restore(self)
+
+    @property
+    def _method(self) -> Method:
+        """What is known of the method: enough to price a plan."""
+        return dataclasses.replace(AUTO, memory_limit=self.memory_limit)
 
     def _finisher(self) -> Finisher:
-        return Finisher(self.step.analysis, self.cluster, dataclasses.replace(AUTO, memory_limit=self.memory_limit))
+        return Finisher(self.step.analysis, self.cluster, self._method)
 
     def _compared(self, plan: Plan, show_progress: bool) -> Comparison:
         """The plan beside those of other methods."""
@@ -190,10 +206,10 @@ def planned_for(step: TracedStep, cluster: Cluster, method: Method | Plan, *, wi
       InfeasiblePlanError, MicrobatchError, PlanMismatchError, PlanError: as `TracedStep.search` and `restore`.
     """
     if isinstance(method, Method):
+        started = time.perf_counter()
         plan, lowered = step.search(cluster, method, with_relaxations=with_relaxations)
-        return Planned.of(plan, step, method, lowered=lowered)
-    restored = step.restore(method, cluster)
-    return Planned.of(restored.plan, step, method, lowered=restored.lowered, restored=restored)
+        return Planned.of(plan, step, method, time.perf_counter() - started, lowered)
+    return Planned.of_restored(step.restore(method, cluster), step, method, None)
 
 
 def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:

@@ -84,6 +84,8 @@ class Traced:
 
         Raises:
           InfeasiblePlanError: the step fits under no plan, or by XLA's verdict under none of those found.
+          MicrobatchError: the batch cannot be cut as it is asked for.
+          PlanError, PlanMismatchError: the method is a plan that does not go with the step.
           TargetError: there is nothing to verify with.
         """
         own = cluster is None and method is None
@@ -91,15 +93,12 @@ class Traced:
         if cluster is None:
             cluster = chosen.cluster if isinstance(chosen, Plan) else self.options.target
         led = own and self.led is not None
-        started = time.perf_counter()
         if led:
             planned = self._following()
         elif verify and isinstance(chosen, Method):
             planned = self._found_to_fit(cluster, chosen, verify)
         else:
             planned = planned_for(self.step, cluster, chosen)
-        if not isinstance(chosen, Plan) and not verify:
-            planned = dataclasses.replace(planned, seconds=time.perf_counter() - started)
         if verify and (led or isinstance(chosen, Plan)):
             planned = verified(planned, verify)
         return dataclasses.replace(planned, compiler=self.compile)
@@ -114,6 +113,7 @@ class Traced:
 
         Raises:
           InfeasiblePlanError: on none of them; says what the best does, or why nothing fits.
+          PlanError: there are no clusters, or no seconds above 0.
         """
         if not clusters or not step_time > 0:
             raise PlanError(
@@ -126,13 +126,12 @@ class Traced:
         reason = ""
         for cluster in sorted(clusters, key=lambda c: c.num_devices):
             try:
-                started = time.perf_counter()
                 planned = planned_for(self.step, cluster, chosen, with_relaxations=False)
             except InfeasiblePlanError as error:
                 reason = str(error)
                 continue
             if planned.step_time <= step_time:
-                return dataclasses.replace(planned, compiler=self.compile, seconds=time.perf_counter() - started)
+                return dataclasses.replace(planned, compiler=self.compile)
             if best is None or planned.step_time < best.step_time:
                 best = planned
         if best is None:
@@ -168,25 +167,28 @@ class Traced:
         elif planned is None:
             planned = self.plan()
         planned = planned.with_programs()
-        assert planned.lowered is not None
-        lowered = planned.lowered[1]
+        lowered = planned.made[1]
         step = lowered.placed.step
         with jax.disable_jit(False):
-            runtime = build(lowered, planned.schedule, devices, inputs_of(self.step.donated, step.graph), job)
-        runtime.buffers = self.buffers
-        kept = dataclasses.replace(planned, lowered=None, compiler=self.compile)
-        return Executable(kept, runtime, self.graph, step.graph, devices, self.is_static)
+            worker = build(lowered, planned.schedule, devices, inputs_of(self.step.donated, step.graph), job)
+        worker.buffers = self.buffers
+        kept = dataclasses.replace(planned, compiler=self.compile)
+        if led is None:  # they can be made again, but for those that lie where a leader's state does
+            kept = dataclasses.replace(kept, lowered=None, restored=None)
+        return Executable(kept, worker, self.graph, step.graph, devices, self.is_static)
 
     def _following(self) -> Planned:
         """Where the state lies already."""
+        started = time.perf_counter()
         assert self.led is not None
         leader, lies = self.led.leader, self.led.homes
         finisher = Finisher(self.step.analysis, leader.plan.cluster)
         wanted = self.options.num_microbatches or (leader.plan.num_microbatches if self.graph.carried else 1)
         limit = self.step.analysis.most_microbatches
         count = max(m for m in range(1, wanted + 1) if limit % m == 0)
-        plan, lowered = finisher.follow(leader.plan.stages, count, lies)
-        return Planned.of(plan, self.step, self.options.method, lowered=lowered)
+        restored = finisher.follow(leader.plan.stages, count, lies)
+        seconds = None if isinstance(self.options.method, Plan) else time.perf_counter() - started
+        return Planned.of_restored(restored, self.step, self.options.method, seconds)
 
     def _found_to_fit(self, cluster: Cluster, method: Method, target: bool | str) -> Planned:
         """The plan of the search that XLA finds to fit."""
@@ -196,10 +198,12 @@ class Traced:
 
         def priced(plan: Plan) -> Planned:
             finisher = Finisher(self.step.analysis, cluster, method)
-            plan, lowered, _ = finisher.restore(dataclasses.replace(plan, cluster=cluster))
-            return Planned.of(plan, self.step, method, lowered=lowered)
+            restored = finisher.restore(dataclasses.replace(plan, cluster=cluster))
+            return Planned.of_restored(restored, self.step, method, None)
 
-        return plan_that_fits(cluster, method.memory_limit, search, priced, _verifier(target))
+        started = time.perf_counter()
+        planned = plan_that_fits(cluster, method.memory_limit, search, priced, _verifier(target))
+        return dataclasses.replace(planned, seconds=time.perf_counter() - started)
 
     def _planned_by_first(self, job: Processes, mine: Planned | None) -> Planned:
         """Process 0 plans, and the others take its plan."""
@@ -223,7 +227,7 @@ class Traced:
         if job.index or found is None:
             made = Plan.from_json(text)
             restored = Finisher(self.step.analysis, made.cluster).restore(made)
-            found = Planned.of(restored.plan, self.step, self.options.method, seconds, restored.lowered)
+            found = Planned.of_restored(restored, self.step, self.options.method, seconds)
         return found
 
     def _said(self) -> dict[str, str]:

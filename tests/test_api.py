@@ -121,11 +121,16 @@ def test_state_is_born_and_stays_where_the_plan_says(method: autopar.Method) -> 
     assert float(evaluate(state, batch_of())) == pytest.approx(float(loss_of(wanted.params, batch_of())), rel=1e-5)
     # The moments, too, which it does not read.
     lies = {leaf.path: (leaf.stage, leaf.sharding) for leaf in plan.leaves}
-    follows = {leaf.path: (leaf.stage, leaf.sharding) for leaf in evaluate.plan(state, batch_of()).leaves}
+    evaluation = evaluate.plan(state, batch_of())
+    follows = {leaf.path: (leaf.stage, leaf.sharding) for leaf in evaluation.leaves}
     assert {path: lies[path] for path in follows if path.startswith("state")} == {
         path: found for path, found in follows.items() if path.startswith("state")
     }
     assert len(follows) >= len(jax.tree.leaves(state))
+    # Its plan stays that one, whatever is asked of it.
+    assert evaluation.report().plan.leaves == evaluation.leaves
+    found = evaluation.compile()(state, batch_of())
+    assert float(found) == pytest.approx(float(loss_of(wanted.params, batch_of())), rel=1e-5)
     parameters_only = autopar.parallelize(loss_of, follow=step)
     assert float(parameters_only(state.params, batch_of(2))) == pytest.approx(
         float(loss_of(wanted.params, batch_of(2))), rel=1e-5

@@ -2,7 +2,7 @@
 
 The whole pipeline, a line a pass:
 
-    trace -> analyse_batch -> split_batch -> cluster_layers -> plan_stages(stage_cost) -> place -> solve -> assemble
+    trace -> analyse_batch -> split_batch -> cluster_layers -> plan_stages(oracle) -> place -> solve -> assemble
           -> simulate = Plan      ->  write_instructions -> emit -> compile = Worker
 """
 

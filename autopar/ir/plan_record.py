@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping
+from typing import Any
 
 from autopar.ir.graph import Block, LeafCut
 from autopar.ir.mesh import Cluster, Mesh
@@ -92,6 +93,10 @@ class PlanRecord:
     lower_bound: float  # seconds; of the sum of the stages' solver objectives
     gap: float  # (objective - lower bound) / objective of the stages' solvers
     notes: tuple[str, ...]  # what was left whole, and why
+
+    def fields(self) -> dict[str, Any]:
+        """What it holds, by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(PlanRecord)}
 
     @property
     def leaf_cuts(self) -> dict[int, LeafCut]:

@@ -50,7 +50,7 @@ _Known = tuple[StageNumbers, int, Solution]  # a problem, the microbatches in fl
 
 
 class Restored(NamedTuple):
-    """A plan that was made before, priced anew, with its programs."""
+    """A plan whose stages were known, with its programs and the stages as its layers."""
 
     plan: Plan
     lowered: LoweredStep
@@ -172,9 +172,7 @@ class Finisher:
         known.append((numbers, in_flight, found))
         return problem, found
 
-    def follow(
-        self, like: Sequence[StagePlan], num_microbatches: int, lies: Mapping[int, LeafHome]
-    ) -> tuple[Plan, LoweredStep]:
+    def follow(self, like: Sequence[StagePlan], num_microbatches: int, lies: Mapping[int, LeafHome]) -> Restored:
         """Plan on the meshes of stages where some argument leaves lie: no search, equations go where parameters are."""
         meshes = [stage.mesh for stage in like]
         cuts = {i: home.cut for i, home in lies.items() if home.cut is not None}
@@ -203,7 +201,7 @@ class Finisher:
         found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", reshard_after_forward)
         if found is None:
             raise self.stages.infeasible(self.graph.name)
-        return found
+        return Restored(*found, layered)
 
     def _recomputed(self, layered: Layered, like: Sequence[StagePlan]) -> list[Sequence[Block]]:
         """What each stage computes again where one of these does: nothing, some, or as much as can be."""
@@ -270,14 +268,7 @@ class Finisher:
         """Local programs of all stages, with the transfers between them."""
         prices = self.stages.prices
         resharders = [prices.resharder(s.mesh)[0] for s in shardings]
-        return assemble(
-            placed,
-            shardings,
-            layered.rules,
-            resharders,
-            prices.transfer,
-            xla=prices.cluster.xla,
-        )
+        return assemble(placed, shardings, layered.rules, resharders, prices.transfer, xla=prices.cluster.xla)
 
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:
         layer_of = {e.id: layer for e, layer in zip(layered.forward, layered.layers, strict=True)}
