@@ -216,31 +216,38 @@ class _Analysis:
         }  # fmt: skip
         once = "once is enough"
         if Kind.FINAL in present:
-            reason = "it needs a result of the whole batch"
+            self._wait(eqn, "it needs a result of the whole batch", parameters, coupled=bool(batches))
         elif partial and not _stays_partial(rule, partial, present):
             reason = "it combines a sum over the batch with " + ("single examples" if batches else "other values")
+            self._wait(eqn, reason, parameters, coupled=bool(batches))
         elif partial:
-            is_last = eqn.phase is Phase.UPDATE or rule.unit == "matmul"
-            reason = once if is_last else self._all(eqn, When.LOOP, Kind.PARTIAL, parameters)
+            if eqn.phase is Phase.UPDATE or rule.unit == "matmul":
+                self._wait(eqn, once, parameters, coupled=bool(batches))
+            else:
+                self._all(eqn, When.LOOP, Kind.PARTIAL, parameters)
         elif batches:
-            reason = self._split(eqn, batches, parameters)
+            self._split(eqn, batches, parameters)
         elif Kind.ALIKE in present:
-            reason = once if eqn.phase is Phase.UPDATE else self._all(eqn, When.LOOP, Kind.ALIKE, parameters)
+            if eqn.phase is Phase.UPDATE:
+                self._wait(eqn, once, parameters, coupled=False)
+            else:
+                self._all(eqn, When.LOOP, Kind.ALIKE, parameters)
         else:
-            reason = self._all(eqn, When.FREE, Kind.FREE, parameters)
-        if reason:
-            self._all(eqn, When.AFTER, Kind.FINAL, parameters)
-            if batches and eqn.phase is not Phase.UPDATE:
-                self.couplings.append(Coupling(eqn, reason))
+            self._all(eqn, When.FREE, Kind.FREE, parameters)
 
-    def _all(self, eqn: Equation, when: When, kind: Kind, parameters: bool) -> str:
-        """All results of an equation are of a kind; no reason to wait for the whole batch."""
+    def _wait(self, eqn: Equation, reason: str, parameters: bool, *, coupled: bool) -> None:
+        """An equation that is computed of the whole batch; `coupled`: though it has single examples."""
+        self._all(eqn, When.AFTER, Kind.FINAL, parameters)
+        if coupled and eqn.phase is not Phase.UPDATE:
+            self.couplings.append(Coupling(eqn, reason))
+
+    def _all(self, eqn: Equation, when: When, kind: Kind, parameters: bool) -> None:
+        """All results of an equation are of a kind."""
         self.when[eqn.id] = when
         self.states.update((v, State(kind, None, parameters)) for v in eqn.outputs)
-        return ""
 
-    def _split(self, eqn: Equation, batches: Mapping[int, BatchDim], parameters: bool) -> str:
-        """An equation of single examples; why it cannot be computed for some of them alone, if so."""
+    def _split(self, eqn: Equation, batches: Mapping[int, BatchDim], parameters: bool) -> None:
+        """An equation of single examples."""
         rule = self.rules[eqn.id]
         try:
             split = split_of(rule, batches)
@@ -248,9 +255,11 @@ class _Analysis:
                 raise Unsplittable("its pieces need something of one another")
         except Unsplittable as error:
             if parameters:
-                return str(error)
+                self._wait(eqn, str(error), parameters, coupled=True)
+                return
             self.before[eqn.id] = frozenset(eqn.values)
-            return self._all(eqn, When.BEFORE, Kind.FREE, False)
+            self._all(eqn, When.BEFORE, Kind.FREE, False)
+            return
         self.splits[eqn.id] = split
         self.when[eqn.id] = When.LOOP
         self.units = math.gcd(self.units, split.batch.units)
@@ -258,7 +267,6 @@ class _Analysis:
             batch = batch_in_dims(split, dims, rule.factors)
             without = Kind.PARTIAL if rule.is_partial_sum(split.factor, k) else Kind.ALIKE
             self.states[v] = State(without if batch is None else Kind.BATCHED, batch, parameters)
-        return ""
 
 
 def _on_the_way_to_a_gradient(graph: Graph, couplings: Sequence[Coupling]) -> tuple[Coupling, ...]:

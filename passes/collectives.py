@@ -28,8 +28,8 @@ def apply_steps(
     """Carry the steps out on a local piece, inside a `jax.shard_map` that is manual over all axes of the mesh.
 
     `before` is the sharding of the piece, `dtype` that of the whole, `summed` that of partial sums (default: see
-    `accumulator_dtype`). PRNG keys travel as their words, which are never summed. Of arrays
-    without elements nothing is sent.
+    `accumulator_dtype`). PRNG keys travel as their words, which are never summed. Of arrays without elements nothing is
+    sent.
     """
     if steps and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         words = jax.random.key_data(x)

@@ -179,8 +179,7 @@ class Cutter:
 
     def __init__(self, spread: Spread) -> None:
         self.spread, self.graph = spread, spread.graph
-        values = [*self.graph.inputs, *self.graph.constants, *(v for e in self.graph.equations for v in e.outputs)]
-        self.builder = Builder(1 + max((v.id for v in values), default=-1), least_sum_bytes=self.graph.least_sum_bytes)
+        self.builder = Builder(self.graph.next_value_id, least_sum_bytes=self.graph.least_sum_bytes)
         self.wholes: dict[Value, Operand] = {v: v for v in (*self.graph.inputs, *self.graph.constants)}
         self.pieces: dict[tuple[Value, BatchDim, Bounds], list[Operand]] = {}
         self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal pieces are traced once

@@ -20,18 +20,10 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
-from autopar.passes.pipelines import (
-    BestPipeline,
-    KnownCosts,
-    Places,
-    best_of_suffixes,
-    bound_prefixes,
-    bound_suffixes,
-    unrolled,
-)
 from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight
+from autopar.passes.stage_table import KnownCosts, Places
+from autopar.passes.suffixes import BestPipeline, best_of_suffixes, bound_prefixes, bound_suffixes, unrolled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,8 +41,6 @@ class Pipeline:
 
     stages: tuple[StageChoice, ...]  # first stage first
     step_time: float  # seconds
-    num_microbatches: int
-    schedule: ScheduleName
 
 
 def plan_stages(
@@ -93,8 +83,8 @@ def plan_stages(
     found: Pipeline | None = None  # of stages whose costs are known
     while True:
         least = below if found is None else found.step_time
-        best = BestPipeline(turns.num_microbatches, turns.rounds, least * (1 - gain))
-        steps = bound_suffixes(places, costs, turns.schedule, best, most, num_stages is not None)
+        best = BestPipeline(turns, least * (1 - gain))
+        steps = bound_suffixes(places, costs, best, most, num_stages is not None)
         best_of_suffixes(places, bound_prefixes(places, steps, best), best)
         if best.stages is None:
             return found
@@ -102,13 +92,13 @@ def plan_stages(
         numbers = [in_flight(turns.schedule, turns.num_microbatches, len(rows) - at) for at in range(len(rows))]
         unknown = costs.unknown(rows, numbers)
         certain = not unknown
-        if costs.bound(unknown) and not costs.time(rows, numbers, best) < least < np.inf:
+        if costs.bound(unknown) and not costs.time(rows, numbers, turns) < least < np.inf:
             continue  # these bounds may be enough to look elsewhere
         costs.ask(unknown)
-        time = costs.time(rows, numbers, best)
+        time = costs.time(rows, numbers, turns)
         if certain or time < least:
             stages = zip(rows, costs.of(rows, numbers), strict=True)
             choices = tuple(StageChoice((i, j), places.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
-            found = Pipeline(choices, time, turns.num_microbatches, turns.schedule)
+            found = Pipeline(choices, time)
         if certain:
             return found

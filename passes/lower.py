@@ -19,7 +19,7 @@ from autopar.ir.local import (
     Reshard,
     StageSharding,
 )
-from autopar.ir.mesh import XLA_FOR_GPUS, XlaBackend
+from autopar.ir.mesh import XlaBackend
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
@@ -81,8 +81,9 @@ class _Assembly:
     ) -> None:  # fmt: skip
         self.placed, self.shardings, self.rules, self.resharders, self.xla = placed, shardings, rules, resharders, xla
         self.step = step = placed.step
-        self.stored = {total: v for v, total in step.accumulate.items()}
-        self.kept = {piece: v for v, pieces_ in step.keep.items() for piece in pieces_}
+        self.stored = set(step.accumulate.values())
+        self.read = {(value, program.stage) for program in placed.programs for value in program.inputs}
+        self.sent_as_held: set[Value] = set()
         self.layouts = [_natural_layouts(placed, s, i, rules) for i, s in enumerate(shardings)]
         self.homes = {
             v: Port(v, self.layouts[placed.home[v]].get(v, Sharding.replicated(len(v.shape))))
@@ -98,15 +99,14 @@ class _Assembly:
 
     def layout_at_source(self, value: Value, stage: int) -> Sharding:
         """How the stage that makes a value has it."""
-        return self.layouts[stage][self.kept.get(value, value)]
+        return self.layouts[stage][self.step.kept.get(value, value)]
 
     def cross(self, link: Callable[[Sequence[tuple[int, int]], int], float]) -> None:
         """Steps 2 and 3: what other stages read."""
         placed, step = self.placed, self.step
-        copied = {v for e in step.equations if e.id in step.replicable for v in e.outputs}
         for program in placed.programs:
             for value in program.inputs:
-                if value is step.microbatch or value in step.feeds or value in step.constants or value in copied:
+                if value is step.microbatch or value in step.feeds or value in step.constants or value in step.copied:
                     continue
                 source = placed.stage_of(value)
                 if source == program.stage or value in self.arrivals[program.stage]:
@@ -119,8 +119,9 @@ class _Assembly:
                 self.crossings.append(Crossing(value, source, program.stage, plan))
                 self.arrivals[program.stage][value] = plan.received
                 if plan.sent == held:
+                    self.sent_as_held.add(value)
                     continue
-                if value in self.stored or value in self.kept:
+                if value in self.stored or value in step.kept:
                     self.bridged[source, Phase.UPDATE].append((Port(value, held), Port(value, plan.sent)))
                 elif value in placed.producer:
                     self.departures[value].append(plan.sent)
@@ -150,7 +151,7 @@ class _Assembly:
         """Step 4: all programs."""
         programs = [self._written(program) for program in self.placed.programs]
         for (stage, phase), pairs in self.bridged.items():
-            programs.append(_bridge(stage, phase, pairs, self.shardings[stage], self.rules, self.resharders[stage]))
+            programs.append(self._bridge(stage, phase, pairs))
         order = list(Phase)
         programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
         return LoweredStep(
@@ -176,15 +177,25 @@ class _Assembly:
             for value in due[eqn.id]:
                 total = step.accumulate[value]
                 writer.accumulate(value, total, layouts[total])
-        others = self.placed.programs
         for value in program.outputs:
-            internal = any(value in p.inputs and p.stage == stage for p in others) or value in step.keep
-            sent_as_held = any(c.value is value and c.plan.sent == layouts[value] for c in self.crossings)
-            if internal or sent_as_held:
+            if (value, stage) in self.read or value in step.keep or value in self.sent_as_held:
                 writer.leave(value, layouts[value])
             for sharding in (*self.departures[value], *self.renewed[value]):
                 writer.leave(value, sharding)
         return writer.finish(self.replaced)
+
+    def _bridge(self, stage: int, phase: Phase, pairs: Sequence[tuple[Port, Port]]) -> LocalProgram:
+        """A program that only reshards."""
+        inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
+        program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
+        sharding = dataclasses.replace(self.shardings[stage], layouts={})
+        writer = ProgramWriter(program, sharding, self.rules, self.resharders[stage], (), {}, self.xla)
+        for port, _ in pairs:
+            if port.value not in writer.have:
+                writer.arrive(port.value, port.sharding)
+        for _, port in pairs:
+            writer.leave(port.value, port.sharding)
+        return writer.finish({})
 
 
 def keeps_gathered(lowered: LoweredStep, stage: int) -> bool:
@@ -218,18 +229,3 @@ def _natural_layouts(
         if program_index is None:
             found[value] = layout
     return found
-
-
-def _bridge(
-    stage: int, phase: Phase, pairs: Sequence[tuple[Port, Port]], sharding: StageSharding,
-    rules: Mapping[int, Rule], resharder: Resharder,
-) -> LocalProgram:  # fmt: skip
-    inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
-    program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
-    writer = ProgramWriter(program, dataclasses.replace(sharding, layouts={}), rules, resharder, (), {}, XLA_FOR_GPUS)
-    for port, _ in pairs:
-        if port.value not in writer.have:
-            writer.arrive(port.value, port.sharding)
-    for _, port in pairs:
-        writer.leave(port.value, port.sharding)
-    return writer.finish({})

@@ -68,8 +68,7 @@ class _Splitter:
         self.m = num_microbatches
         self.graph = analysis.graph
         self.producer = {v: eqn for eqn in self.graph.equations for v in eqn.outputs}
-        first = 1 + max((v.id for v in self._all_values()), default=-1)
-        self.builder = Builder(first, least_sum_bytes=self.graph.least_sum_bytes)
+        self.builder = Builder(self.graph.next_value_id, least_sum_bytes=self.graph.least_sum_bytes)
         self.microbatch = self.builder.value(jax.ShapeDtypeStruct((), jnp.int32))
         self.loop: dict[tuple[Value, BatchDim | None], Operand] = {}  # loop operands, sliced versions of FREE ones too
         self.full: dict[Value, Operand] = {}  # FREE and FINAL values in full size
@@ -83,10 +82,6 @@ class _Splitter:
         self.behind_fence = self._find_behind_fence()
         self.keys_in_loop: set[Value] = set()
         self.emissions: dict[Hashable, Any] = {}  # closed jaxprs; equal equations are traced once
-
-    def _all_values(self) -> list[Value]:
-        values = [*self.graph.inputs, *self.graph.constants]
-        return values + [v for eqn in self.graph.equations for v in eqn.outputs]
 
     def run(self) -> StepGraph:
         analysis, builder = self.analysis, self.builder
@@ -439,8 +434,7 @@ def split_batch(analysis: BatchAnalysis, num_microbatches: int) -> StepGraph:
 def _uncut(analysis: BatchAnalysis) -> StepGraph:
     """One microbatch: nothing is rewritten, couplings are harmless; only phases are settled."""
     graph = analysis.graph
-    first = 1 + max((v.id for e in graph.equations for v in e.outputs), default=len(graph.inputs))
-    builder = Builder(first, least_sum_bytes=graph.least_sum_bytes)
+    builder = Builder(graph.next_value_id, least_sum_bytes=graph.least_sum_bytes)
     microbatch = builder.value(jax.ShapeDtypeStruct((), jnp.int32))
     depends = {v for v in graph.inputs if analysis.states[v].kind is Kind.BATCHED}  # on the examples
     for eqn in graph.equations:

@@ -54,7 +54,7 @@ def _loop_stages(step: StepGraph, forward_stage: Mapping[int, int], num_stages: 
     stages: dict[int, int] = {}
     last_use: dict[Value, int] = {}  # latest stage at which the forward pass has the value
     made: dict[Value, int] = {}  # values of the backward pass
-    copied: dict[Value, Equation] = {v: e for e in step.equations if e.id in step.replicable for v in e.outputs}
+    copied = step.copied
 
     def use(value: Value, stage: int) -> None:
         reached = [value]
@@ -240,7 +240,7 @@ def _programs(
     members: dict[tuple[int, int, int], list[Equation]] = defaultdict(list)
     phases = list(Phase)
     rounds: dict[Value, int] = {}
-    copied = {v: e for e in step.equations if e.id in step.replicable for v in e.outputs}
+    copied = step.copied
     outputs = {v for v in step.outputs if isinstance(v, Value)}
     carried_stage = {
         out: home[step.graph.inputs[i]] for k, i in step.graph.carried.items()
@@ -294,8 +294,6 @@ def _programs(
         wanted_copies[key_of[v]].add(v)
     position = {eqn.id: i for i, eqn in enumerate(step.equations)}
     full = {k: _updated_early(_with_copies(members[k], wanted_copies[k], copied, position)) for k in order}
-    step_values = {whole: v for v, whole in step.accumulate.items()}
-    step_values.update({piece: v for v, pieces in step.keep.items() for piece in pieces})
     needed_by: dict[Value, set[tuple[int, int, int]]] = defaultdict(set)
     inputs_of = {}
     for k in order:
@@ -305,9 +303,9 @@ def _programs(
             inputs.update(dict.fromkeys(v for v in eqn.values if v not in made))
         inputs_of[k] = tuple(inputs)
         for v in inputs:
-            needed_by[step_values.get(v, v)].add(k)
+            needed_by[step.loop_values.get(v, v)].add(k)
     for v in outputs:
-        needed_by[step_values.get(v, v)].add((-1, -1, -1))
+        needed_by[step.loop_values.get(v, v)].add((-1, -1, -1))
 
     programs, producer = [], {}
     for index, k in enumerate(order):
@@ -317,7 +315,7 @@ def _programs(
         producer.update(dict.fromkeys(results, index))
         name = _name(phase, k, num_stages) if num_stages * step.num_microbatches > 1 else "step"
         programs.append(Program(index, name, phase, k[2], full[k], inputs_of[k], results))
-    for whole, v in step_values.items():
+    for whole, v in step.loop_values.items():
         producer[whole] = producer[v]
     return PlacedStep(step, num_stages, tuple(programs), producer, home)
 

@@ -30,8 +30,7 @@ def index_within_examples(graph: Graph) -> Graph:
     plans = {eqn.id: plan for eqn in graph.equations if (plan := _plan(eqn, known)) is not None}
     if not plans:
         return graph
-    ids = [v.id for v in (*graph.inputs, *graph.constants, *made)]
-    builder = Builder(first_id=max(ids) + 1, least_sum_bytes=graph.least_sum_bytes)
+    builder = Builder(graph.next_value_id, least_sum_bytes=graph.least_sum_bytes)
     new: dict[Value, Operand] = {}
 
     def renamed(operands: Sequence[Operand]) -> list[Operand]:

@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import numpy as np
-from ortools.sat.python import cp_model
 
 from autopar.ir.graph import Block, Equation, Operand, Phase, StepGraph, Value
 from autopar.passes.layers import FlopsFn, Ints, cluster_layers, heavy_equations
@@ -35,7 +34,7 @@ _WORK_SECONDS = 1.0  # its limit; it takes milliseconds
 
 
 @dataclasses.dataclass(frozen=True)
-class _Again:
+class Rematerialization:
     """What it takes to compute a block's residuals again."""
 
     equations: tuple[int, ...]  # by number
@@ -49,7 +48,7 @@ class Forward:
     def __init__(self, step: StepGraph) -> None:
         self.step, self.equations = step, step.forward
         self.varying = varying = step.batched - step.partial
-        self.rematerialized = functools.cache(self._again)  # decorated, it would keep this for ever
+        self.rematerialization = functools.cache(self._rematerialization)  # decorated, it would keep this for ever
         self.place = {v: (i, k) for i, e in enumerate(self.equations) for k, v in enumerate(e.outputs) if v in varying}
         self.sources = varying - {step.microbatch}
         self.last_reader = {v: i for i, e in enumerate(self.equations) for v in e.values}
@@ -71,7 +70,7 @@ class Forward:
             and self.last_reader.get(v, -1) < block.stop
         )
 
-    def _again(self, block: Block) -> _Again:
+    def _rematerialization(self, block: Block) -> Rematerialization:
         """What it takes to compute a block again."""
 
         def is_lost(v: Value) -> bool:
@@ -90,29 +89,29 @@ class Forward:
                         todo.append(v)
                     elif v in self.sources:
                         sources[v] = None
-        return _Again(tuple(sorted(equations)), tuple(residuals), tuple(sorted(sources, key=lambda v: v.id)))
+        return Rematerialization(tuple(sorted(equations)), tuple(residuals), tuple(sorted(sources, key=lambda v: v.id)))
 
     def with_residuals(self, blocks: Iterable[Block]) -> list[Block]:
         """Those that have any that are not kept."""
-        return [block for block in blocks if self.rematerialized(block).residuals]
+        return [block for block in blocks if self.rematerialization(block).residuals]
 
     def kept_bytes(self, blocks: Iterable[Block]) -> int:
         """What the forward pass makes and the backward pass reads, bytes of whole values."""
         kept = dict(self.read)
         for block in blocks:
-            rematerialized = self.rematerialized(block)
-            for v in rematerialized.residuals:
+            plan = self.rematerialization(block)
+            for v in plan.residuals:
                 kept.pop(v)
-            kept.update((v, None) for v in rematerialized.sources if v in self.place)
+            kept.update((v, None) for v in plan.sources if v in self.place)
         return sum(v.nbytes for v in kept)
 
 
-def _places(forward: Forward, plans: Sequence[_Again]) -> tuple[dict[int, int], dict[int, Value]]:
+def _places(forward: Forward, plans: Sequence[Rematerialization]) -> tuple[dict[int, int], dict[int, Value]]:
     """By number of a plan: the place in the backward pass before which it runs, and a cotangent that is there by then.
 
     Without such a cotangent no other block has been through the backward pass.
     """
-    block_of = {v: number for number, rematerialized in enumerate(plans) for v in rematerialized.residuals}
+    block_of = {v: number for number, plan in enumerate(plans) for v in plan.residuals}
     backward = [e for e in forward.step.equations if e.phase is Phase.BACKWARD]
     made_at = {v: at for at, eqn in enumerate(backward) for v in eqn.outputs if v in forward.varying}
     first: dict[int, int] = {}  # the place in the backward pass before which a block is computed again
@@ -132,7 +131,7 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
     Also returns which equation each new one repeats, by id; those that repeat none are fences.
     """
     forward = Forward(step)
-    plans = [forward.rematerialized(block) for block in blocks]
+    plans = [forward.rematerialization(block) for block in blocks]
     first, tie = _places(forward, plans)
 
     next_value, next_id = step.next_value_id, 1 + max(e.id for e in step.equations)
@@ -151,18 +150,18 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
         next_value, next_id = next_value + len(outputs), next_id + 1
         return outputs
 
-    def add_again(number: int, source: str) -> None:
-        rematerialized = plans[number]
-        fenced = (*rematerialized.sources, *((tie[number],) if number in tie else ()))
+    def add_rematerialized(number: int, source: str) -> None:
+        plan = plans[number]
+        fenced = (*plan.sources, *((tie[number],) if number in tie else ()))
         fence = Equation(0, barrier(), {}, fenced, fenced, Phase.BACKWARD, source)
         now: dict[Operand, Value] = dict(zip(fenced, add(fence, [renamed.get(v, v) for v in fenced]), strict=True))
-        renamed.update((v, now[v]) for v in fenced[len(rematerialized.sources) :])
-        for at in rematerialized.equations:
+        renamed.update((v, now[v]) for v in fenced[len(plan.sources) :])
+        for at in plan.equations:
             eqn = forward.equations[at]
             outputs = add(eqn, [now.get(v, v) for v in eqn.inputs])
             repeats[equations[-1].id] = eqn.id
-            now.update((v, new) for v, new in zip(eqn.outputs, outputs, strict=True) if v not in rematerialized.sources)
-        renamed.update((v, now[v]) for v in rematerialized.residuals)
+            now.update((v, new) for v, new in zip(eqn.outputs, outputs, strict=True) if v not in plan.sources)
+        renamed.update((v, now[v]) for v in plan.residuals)
 
     # What comes from nothing has no fence, without which it is computed once.
     fenced = {n: at for n, at in first.items() if plans[n].sources or n in tie}
@@ -174,7 +173,7 @@ def recompute(step: StepGraph, blocks: Sequence[Block]) -> tuple[StepGraph, dict
             continue
         at += 1
         for number in starts.get(at, ()):
-            add_again(number, eqn.source)
+            add_rematerialized(number, eqn.source)
         if any(v in renamed for v in eqn.values):
             eqn = dataclasses.replace(eqn, inputs=tuple(renamed.get(v, v) for v in eqn.inputs))
         equations.append(eqn)
@@ -198,9 +197,9 @@ def leaner_blocks(
         """The blocks, the bytes that are kept, and those that one block has besides."""
         found = forward.with_residuals(_cut(step, np.array(layers) // together, parts, flops))
         # What the backward pass begins with need not be computed again: it is all there at that time.
-        _, tie = _places(forward, [forward.rematerialized(block) for block in found])
+        _, tie = _places(forward, [forward.rematerialization(block) for block in found])
         found = [block for number, block in enumerate(found) if number in tie]
-        inside = max((sum(v.nbytes for v in forward.rematerialized(block).residuals) for block in found), default=0)
+        inside = max((sum(v.nbytes for v in forward.rematerialization(block).residuals) for block in found), default=0)
         return found, forward.kept_bytes(found), inside
 
     num_layers = layers[-1] + 1 if layers else 0
@@ -277,23 +276,23 @@ def best_saved(
     Minimise the seconds of the equations that run again, where every residual is kept or its equation runs again, and
     so is every operand of those; at most such a share of the residuals' bytes is kept.
     """
-    rematerialized = forward.rematerialized(block)
+    from ortools.sat.python import cp_model  # slow to import
+
+    plan = forward.rematerialization(block)
     model = cp_model.CpModel()
-    runs = {at: model.new_bool_var(f"runs_{at}") for at in rematerialized.equations}
-    values = [
-        v for at in rematerialized.equations for v in forward.equations[at].outputs if forward.is_residual(v, block)
-    ]
+    runs = {at: model.new_bool_var(f"runs_{at}") for at in plan.equations}
+    values = [v for at in plan.equations for v in forward.equations[at].outputs if forward.is_residual(v, block)]
     kept = {v: model.new_bool_var(f"kept_{v.id}") for v in values}
-    for v in rematerialized.residuals:
+    for v in plan.residuals:
         model.add_bool_or(kept[v], runs[forward.place[v][0]])
-    for at in rematerialized.equations:
+    for at in plan.equations:
         for v in forward.equations[at].values:
             if v in kept:
                 model.add_bool_or(kept[v], runs[forward.place[v][0]], ~runs[at])
-    model.add(sum(v.nbytes * kept[v] for v in values) <= int(share * sum(v.nbytes for v in rematerialized.residuals)))
-    times = {at: seconds(forward.equations[at]) for at in rematerialized.equations}
+    model.add(sum(v.nbytes * kept[v] for v in values) <= int(share * sum(v.nbytes for v in plan.residuals)))
+    times = {at: seconds(forward.equations[at]) for at in plan.equations}
     unit = (sum(times.values()) or 1.0) / _RESOLUTION
-    model.minimize(sum((1 + round(times[at] / unit)) * runs[at] for at in rematerialized.equations))
+    model.minimize(sum((1 + round(times[at] / unit)) * runs[at] for at in plan.equations))
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
     solver.parameters.max_deterministic_time = _WORK_SECONDS

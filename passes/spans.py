@@ -25,7 +25,7 @@ class Spans:
 
     def __init__(self, finest: PlacedStep) -> None:
         """`finest`: the step with each layer as a stage of its own."""
-        self._layers = stage_looks(finest)
+        self._layers = stage_signatures(finest)
         self._first: dict[Hashable, Span] = {}
         self.first_alike = functools.cache(self._first_alike)  # decorated, it would keep this for ever
 
@@ -57,7 +57,7 @@ class _Wire:
 
 
 @dataclasses.dataclass(frozen=True)
-class StageLook:
+class StageSignature:
     """What there is to see of a stage: equal for stages that become the same programs."""
 
     digest: str
@@ -68,15 +68,13 @@ class StageLook:
         return self.digest, tuple(wire.within(low, high) for wire in self.wires)
 
 
-def stage_looks(placed: PlacedStep) -> list[StageLook]:
+def stage_signatures(placed: PlacedStep) -> list[StageSignature]:
     """Of each stage."""
     step = placed.step
-    step_values = {whole: v for v, whole in step.accumulate.items()}
-    step_values.update({piece: v for v, pieces in step.keep.items() for piece in pieces})
     readers: dict[Value, set[int]] = defaultdict(set)
     for program in placed.programs:
         for v in program.inputs:
-            readers[step_values.get(v, v)].add(program.stage)
+            readers[step.loop_values.get(v, v)].add(program.stage)
     sent: dict[tuple[Value, int], int] = {}  # its number among all that one stage sends to another
     count: Counter[tuple[int, int]] = Counter()
     for program in placed.programs:
@@ -86,7 +84,7 @@ def stage_looks(placed: PlacedStep) -> list[StageLook]:
                 count[program.stage, reader] += 1
 
     def wire(name: int, v: Value, stage: int) -> _Wire:
-        v = step_values.get(v, v)
+        v = step.loop_values.get(v, v)
         others = tuple(sorted(at - stage for at in readers.get(v, ())))
         if v in placed.producer:
             return _Wire(name, placed.stage_of(v) - stage, sent.get((v, stage)), others)
@@ -97,7 +95,7 @@ def stage_looks(placed: PlacedStep) -> list[StageLook]:
     for stage in range(placed.num_stages):
         digest, values = _digest(placed, stage, texts)
         wires = [wire(name, v, stage) for v, name in values.items()]
-        signatures.append(StageLook(digest, tuple(w for w in wires if {w.source, *w.readers} - {0, None})))
+        signatures.append(StageSignature(digest, tuple(w for w in wires if {w.source, *w.readers} - {0, None})))
     return signatures
 
 

@@ -11,10 +11,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-import networkx as nx
 
 from autopar.ir.graph import Equation, Graph, Literal, Operand, Phase, Value
-from autopar.ir.rule import Rule, bind
+from autopar.ir.rule import RuleOf, bind
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.nested import make_body
 from autopar.passes.rules.propagation import Body
@@ -51,10 +50,9 @@ def put_off(
     return frozenset() if found & needed else frozenset(found)
 
 
-def split_loops(graph: Graph, rule_of: Callable[[Equation], Rule]) -> Graph:
+def split_loops(graph: Graph, rule_of: RuleOf) -> Graph:
     """The graph with each loop of the backward pass in two, where it computes gradients that no round waits for."""
-    values = [*graph.inputs, *graph.constants, *(v for e in graph.equations for v in e.outputs)]
-    builder = Builder(1 + max((v.id for v in values), default=-1), least_sum_bytes=graph.least_sum_bytes)
+    builder = Builder(graph.next_value_id, least_sum_bytes=graph.least_sum_bytes)
     renamed: dict[Operand, Operand] = {}
     for eqn in graph.equations:
         inputs = [renamed.get(v, v) for v in eqn.inputs]
@@ -86,7 +84,7 @@ class _Loop:
     late: tuple[frozenset[int], ...]  # ids of the equations of each further loop
 
     @staticmethod
-    def of(eqn: Equation, rule_of: Callable[[Equation], Rule]) -> _Loop | None:
+    def of(eqn: Equation, rule_of: RuleOf) -> _Loop | None:
         chain = chain_of(eqn)
         if chain is None:
             return None
@@ -106,6 +104,8 @@ class _Loop:
                 break
             sums |= more
         varying = {v for e in body.equations for v in e.outputs} | {*body.inputs[scan_counts(eqn.params)[0] :]}
+        import networkx as nx  # slow to import
+
         shared = nx.Graph()
         for e in body.equations:
             if e.id in late:

@@ -38,7 +38,10 @@ class StageOracle(abc.ABC):
         return StageCost(0.0, 0.0, 0.0)
 
     def bound(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
-        """What the cost is not below, found with less work than that; None if it does not fit."""
+        """What no cost is below, found with less work; None if it does not fit.
+
+        A cost is that of any number in flight, None of so many and more.
+        """
         return self.least(span, mesh)
 
     def overhead(self, layer: int, mesh: Mesh) -> tuple[float, float]:

@@ -7,20 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Hashable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
-from autopar.ir.mesh import Mesh
-from autopar.ir.schedule import ScheduleName
-from autopar.passes.stage_oracle import StageCost, StageOracle, StageSpace, in_flight, pipeline_time
-from autopar.passes.submeshes import device_groups, mesh_at
-
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-
+from autopar.passes.stage_oracle import Turns, in_flight
+from autopar.passes.stage_table import Bools, Floats, Ints, KnownCosts, Places, StageRow
 
 # Criteria are arrays (3, n): the sum of seconds per microbatch, the largest of them, the largest seconds per step.
 # Placing one piece of a pipeline beside another adds the first row and takes the maximum of the others.
@@ -30,28 +21,25 @@ def _join(left: Floats, right: Floats) -> Floats:
     return np.stack([left[0] + right[0], np.maximum(left[1], right[1]), np.maximum(left[2], right[2])])
 
 
-_StageRow = tuple[int, int, int, float, float, float]  # group, layers [from, to), `StageCost`
-_Asked = tuple[int, int, int, int]  # kind of mesh, layers [from, to), microbatches in flight
-_Tail = tuple[_StageRow, "_Tail"] | None  # the stages of a suffix: the first one and the rest
+_Tail = tuple[StageRow, "_Tail"] | None  # the stages of a suffix: the first one and the rest
 
 
 @dataclasses.dataclass
 class BestPipeline:
     """The quickest plan so far."""
 
-    num_microbatches: int
-    rounds: int
+    turns: Turns
     time: float = np.inf  # seconds
     stages: _Tail = None
 
     @property
     def times_slowest(self) -> float:
         """How often the slowest stage's time counts, beside the sum of all."""
-        return self.num_microbatches - 1 / self.rounds
+        return self.turns.num_microbatches - 1 / self.turns.rounds
 
     def time_of(self, criteria: Floats) -> Floats:
         slowest = self.times_slowest * criteria[1] if self.times_slowest else 0.0  # 0 * inf would be NaN
-        return np.asarray(criteria[0] / self.rounds + slowest + criteria[2])
+        return np.asarray(criteria[0] / self.turns.rounds + slowest + criteria[2])
 
     def beaten_by(self, criteria: Floats) -> Bools:
         return np.asarray(self.time_of(criteria) < self.time)
@@ -61,57 +49,6 @@ class BestPipeline:
         index = int(time.argmin())
         if time[index] < self.time:
             self.time, self.stages = float(time[index]), plans[index]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Places:
-    """Everything a stage may be made of."""
-
-    num_layers: int
-    num_devices: int
-    starts: Ints  # per group of devices with a shape: its first device
-    stops: Ints  # the device after its last one
-    kind: Ints  # the same where a span costs the same
-    shapes: tuple[tuple[int, ...], ...]  # per kind
-
-    @staticmethod
-    def of(space: StageSpace, oracle: StageOracle) -> Places:
-        numbers: dict[tuple[Hashable, tuple[int, ...]], int] = {}
-        found: list[tuple[int, int, int]] = []
-        for start, stop in device_groups(space.cluster):
-            for shape in space.shapes(space.cluster, start, stop - start):
-                number = numbers.setdefault((oracle.alike(start, stop - start), shape), len(numbers))
-                found.append((start, stop, number))
-        starts, stops, kind = np.array(found, dtype=np.int64).reshape(-1, 3).T
-        return Places(
-            space.num_layers, space.cluster.num_devices, starts, stops, kind, tuple(shape for _, shape in numbers)
-        )
-
-    def mesh(self, index: int) -> Mesh:
-        """Of a group of devices with a shape."""
-        return mesh_at(int(self.starts[index]), self.shapes[self.kind[index]])
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """States are (first device, first layer) of what is still to be placed, numbered row by row."""
-        return self.num_devices + 1, self.num_layers + 1
-
-    @property
-    def num_states(self) -> int:
-        return self.shape[0] * self.shape[1]
-
-    def fewest_groups(self, allowed: range) -> Floats:
-        """Per device d: the least number of groups, among those allowed, that cover all devices before d; or inf."""
-        fewest = np.full(self.num_devices + 1, np.inf)
-        covered = np.zeros(self.num_devices + 1, dtype=np.bool_)
-        covered[0] = True
-        for number in range(allowed.stop):
-            if number in allowed:
-                fewest[covered & np.isinf(fewest)] = number
-            reached = self.stops[covered[self.starts]]
-            covered = np.zeros_like(covered)
-            covered[reached] = True
-        return fewest
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,7 +71,7 @@ class _Stages:
     def keep(self, mask: Bools) -> _Stages:
         return _Stages(self.mesh[mask], self.span[:, mask], self.source[mask], self.target[mask], self.cost[:, mask])
 
-    def row(self, index: int) -> _StageRow:
+    def row(self, index: int) -> StageRow:
         micro, step, memory = (float(x) for x in self.cost[:, index])
         return int(self.mesh[index]), int(self.span[0, index]), int(self.span[1, index]), micro, step, memory
 
@@ -147,111 +84,7 @@ class _Step:
     suffix: Floats  # (3, states): least value of each criterion by itself over what follows these stages
 
 
-class KnownCosts:
-    """Asks for stage costs, each once."""
-
-    def __init__(self, space: Places, oracle: StageOracle, one_stage: bool) -> None:
-        """`one_stage`: all layers are one span, of which nothing but its own cost tells more."""
-        self.space, self.oracle, self.one_stage = space, oracle, one_stage
-        self.kind = space.kind
-        _, first = np.unique(space.kind, return_index=True)
-        self.meshes = [space.mesh(index) for index in first.tolist()]  # per kind, the first of it
-        self.shape = (len(self.meshes), space.num_layers, space.num_layers + 1)
-        # (3, kinds of mesh, first layer, layer after the last). inf: does not fit. NaN: not asked for yet.
-        self.least: Floats = np.full((3, *self.shape), np.nan)
-        self.tables: dict[int, Floats] = {}  # by the number in flight: what is known, or a bound by what is
-        self.known: dict[int, Bools] = {}
-        self.bounded: set[_Asked] = set()  # what bounds were asked for
-        self.measure()
-
-    def measure(self) -> None:
-        """Ask how much above the least the costs of each layer on each kind of mesh are."""
-        layers = range(self.space.num_layers)
-        each = np.array([[self.oracle.overhead(layer, mesh) for layer in layers] for mesh in self.meshes])
-        least, times = np.moveaxis(each.reshape(*self.shape[:2], 2), 2, 0)  # reshaped where there is no mesh
-        self.factors = np.ones((3, *self.shape))
-        for first in layers:
-            total = np.cumsum(least[:, first:], axis=1)
-            costs = np.cumsum((least * times)[:, first:], axis=1)
-            self.factors[:2, :, first, first + 1 :] = np.divide(costs, total, out=np.ones_like(total), where=total > 0)
-
-    def known_of(self, mesh: Ints, first: Ints, last: Ints, in_flight: int) -> Floats:
-        """(3, n): per microbatch, per step, memory of these stages; the least where it has not been asked for."""
-        if in_flight not in self.tables:
-            fewer = max((number for number in self.tables if number < in_flight), default=0)
-            self.tables[in_flight] = self.tables[fewer].copy() if fewer else np.full((3, *self.shape), np.nan)
-            self.known[in_flight] = np.zeros(self.shape, np.bool_)
-        table, kind = self.tables[in_flight], self.kind[mesh]
-        for at in np.flatnonzero(np.isnan(self.least[0, kind, first, last])):
-            k, i, j = int(kind[at]), int(first[at]), int(last[at])
-            if np.isnan(self.least[0, k, i, j]):
-                self.least[:, k, i, j] = _row(self.oracle.least((i, j), self.meshes[k]))
-        found = table[:, kind, first, last]
-        # What is known of a stage itself is above what is known of its layers, if not in each criterion.
-        return np.where(np.isnan(found), self.least[:, kind, first, last] * self.factors[:, kind, first, last], found)
-
-    def _ask(self, kind: int, first: int, last: int, in_flight: int) -> None:
-        cost = _row(self.oracle.cost((first, last), self.meshes[kind], in_flight))
-        for number, table in self.tables.items():
-            if number == in_flight:
-                table[:, kind, first, last] = cost
-                self.known[number][kind, first, last] = True
-            elif number > in_flight and not self.known[number][kind, first, last]:
-                table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
-            if number >= in_flight and np.isinf(cost[0]):
-                table[:, kind, : first + 1, last:] = np.inf
-
-    def unknown(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> list[_Asked]:
-        """Those of these stages with so many in flight whose costs have not been asked for."""
-        found = []
-        for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
-            place = (int(self.kind[mesh]), first, last)
-            if not self.known[number][place] and not np.isinf(self.tables[number][(0, *place)]):
-                found.append((*place, number))
-        return found
-
-    def bound(self, unknown: Sequence[_Asked]) -> bool:
-        """Ask for bounds; whether there was one to ask for."""
-        asked = [stage for stage in unknown if stage not in self.bounded]
-        for kind, first, last, held in asked:
-            cost = _row(self.oracle.bound((first, last), self.meshes[kind], held))
-            for number, table in self.tables.items():
-                if number >= held and np.isinf(cost[0]):
-                    table[:, kind, : first + 1, last:] = np.inf
-                elif not np.isinf(cost[0]) and not self.known[number][kind, first, last]:
-                    table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
-        self.bounded.update(asked)
-        if asked and not self.one_stage:
-            self.measure()
-        return bool(asked)
-
-    def ask(self, unknown: Sequence[_Asked]) -> None:
-        """Ask for costs."""
-        for kind, first, last, held in unknown:
-            if not np.isinf(self.tables[held][0, kind, first, last]):
-                self._ask(kind, first, last, held)
-        if unknown and not self.one_stage:
-            self.measure()
-
-    def time(self, rows: Sequence[_StageRow], numbers: Sequence[int], best: BestPipeline) -> float:
-        """Seconds per step of these stages with so many in flight, by what is known."""
-        costs = self.of(rows, numbers)
-        fits = all(np.isfinite(cost.memory) for cost in costs)
-        return pipeline_time(costs, best.num_microbatches, best.rounds) if fits else np.inf
-
-    def of(self, rows: Sequence[_StageRow], numbers: Sequence[int]) -> list[StageCost]:
-        """The costs of these stages with so many in flight."""
-        found = []
-        for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
-            found.append(StageCost(*(float(x) for x in self.tables[number][:, self.kind[mesh], first, last])))
-        return found
-
-
-def _row(cost: StageCost | None) -> tuple[float, float, float]:
-    return (np.inf, np.inf, np.inf) if cost is None else (cost.per_microbatch, cost.per_step, cost.memory)
-
-
-def unrolled(tail: _Tail) -> list[_StageRow]:
+def unrolled(tail: _Tail) -> list[StageRow]:
     """The stages of a suffix, the first one first."""
     rows = []
     while tail is not None:
@@ -261,9 +94,8 @@ def unrolled(tail: _Tail) -> list[_StageRow]:
 
 
 def bound_suffixes(
-    space: Places,
+    places: Places,
     costs: KnownCosts,
-    schedule: ScheduleName,
     best: BestPipeline,
     most: int,
     exactly: bool,
@@ -272,42 +104,44 @@ def bound_suffixes(
 
     Plans have at most, or exactly, `most` stages.
     """
-    suffix = np.full((3, space.num_states), np.inf)
+    suffix = np.full((3, places.num_states), np.inf)
     suffix[:, -1] = 0.0  # all layers and devices are placed
     quickest = suffix  # one real suffix per state: its criteria
-    tails: dict[int, _Tail] = {space.num_states - 1: None}  # and its stages
+    tails: dict[int, _Tail] = {places.num_states - 1: None}  # and its stages
     steps: list[_Step] = []
-    first_layer = np.arange(space.num_layers + 1)
+    first_layer = np.arange(places.num_layers + 1)
     for remaining in range(1, most + 1):
         before = range(most - remaining if exactly else 0, most - remaining + 1)  # how many stages may come before
-        fewest = space.fewest_groups(before)
+        fewest = places.fewest_groups(before)
         startable = first_layer >= fewest[:, None]  # (device, layer): a layer for every stage before
         startable[0, 1:] = False
-        alive = best.beaten_by(suffix).reshape(space.shape)
+        alive = best.beaten_by(suffix).reshape(places.shape)
         possible = (
-            startable[space.starts, :-1, None] & alive[space.stops][:, None, :] & (first_layer[:-1, None] < first_layer)
+            startable[places.starts, :-1, None]
+            & alive[places.stops][:, None, :]
+            & (first_layer[:-1, None] < first_layer)
         )  # (mesh, first layer, layer after the last)
         mesh, first, last = np.nonzero(possible)
-        order = np.lexsort((last, mesh, first, space.starts[mesh]))
+        order = np.lexsort((last, mesh, first, places.starts[mesh]))
         mesh, first, last = mesh[order], first[order], last[order]
-        cost = costs.known_of(mesh, first, last, in_flight(schedule, best.num_microbatches, remaining))
-        source = space.starts[mesh] * space.shape[1] + first
-        target = space.stops[mesh] * space.shape[1] + last
+        cost = costs.known_of(mesh, first, last, in_flight(best.turns.schedule, best.turns.num_microbatches, remaining))
+        source = places.starts[mesh] * places.shape[1] + first
+        target = places.stops[mesh] * places.shape[1] + last
         stages = _Stages(mesh, np.stack([first, last]), source, target, cost)
         bound = _join(stages.criteria, suffix[:, target])
         kept = best.beaten_by(bound)
         stages, bound = stages.keep(kept), bound[:, kept]
         steps.append(_Step(stages, suffix))
-        suffix = _least(bound, stages.source, space.num_states)
+        suffix = _least(bound, stages.source, places.num_states)
         quickest, tails = _extend(stages, quickest, tails, best)
         if not np.isfinite(suffix).any():
             break
     return steps
 
 
-def bound_prefixes(space: Places, steps: list[_Step], best: BestPipeline) -> list[tuple[_Stages, Floats]]:
+def bound_prefixes(places: Places, steps: list[_Step], best: BestPipeline) -> list[tuple[_Stages, Floats]]:
     """Pass 2: per number of remaining stages, those stages that a better plan may use, and the bounds before them."""
-    prefix = np.full((3, space.num_states), np.inf)
+    prefix = np.full((3, places.num_states), np.inf)
     result = []
     for step in reversed(steps):
         prefix[:, 0] = 0.0  # a plan may begin with any number of stages for which pass 1 lets stages start at 0
@@ -316,14 +150,14 @@ def bound_prefixes(space: Places, steps: list[_Step], best: BestPipeline) -> lis
         kept = best.beaten_by(_join(before, step.suffix[:, stages.target]))
         stages, before = stages.keep(kept), before[:, kept]
         result.append((stages, prefix))
-        prefix = _least(before, stages.target, space.num_states)
+        prefix = _least(before, stages.target, places.num_states)
     return result[::-1]
 
 
-def best_of_suffixes(space: Places, steps: list[tuple[_Stages, Floats]], best: BestPipeline) -> None:
+def best_of_suffixes(places: Places, steps: list[tuple[_Stages, Floats]], best: BestPipeline) -> None:
     """Pass 3: the best plan among the stages left, from all suffixes that none dominates."""
     nothing: list[_Tail] = [None]
-    suffixes = {space.num_states - 1: (np.zeros((3, 1)), nothing)}  # per state: criteria, and the stages of each
+    suffixes = {places.num_states - 1: (np.zeros((3, 1)), nothing)}  # per state: criteria, and the stages of each
     for stages, prefix in steps:
         found: dict[int, tuple[Floats, list[_Tail]]] = {}
         starts = np.flatnonzero(np.diff(stages.source, prepend=-1))
@@ -359,7 +193,7 @@ def _undominated(criteria: Floats, best: BestPipeline) -> Ints:
         kept.append(first)
         loss = np.maximum(0.0, criteria[1:, [first]] - criteria[1:, waiting])
         lost = best.times_slowest * loss[0] + loss[1]
-        dominated = criteria[0, first] + best.rounds * lost <= criteria[0, waiting]
+        dominated = criteria[0, first] + best.turns.rounds * lost <= criteria[0, waiting]
         waiting = waiting[~dominated]
     return np.array(kept, dtype=np.int64)
 

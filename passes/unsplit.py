@@ -20,7 +20,6 @@ from autopar.ir.graph import Value
 from autopar.ir.local import Compute, LocalProgram
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.method import Method
-from autopar.ir.program import Program
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, AxisAssignment
 from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
@@ -206,7 +205,7 @@ class _Stage:
         for op in local.ops:
             if isinstance(op, Compute) and op.flops > 0:
                 for axis in self.mesh.axes:
-                    reason = self._reason(local.program, op, axis)
+                    reason = self._reason(op, axis)
                     if reason is not None:
                         line = f"{op.equation.primitive.name} at {op.equation.source or 'an unknown line'}"
                         at(axis, *reason).lines[line] += self._seconds(op, axis) * often
@@ -225,7 +224,7 @@ class _Stage:
         )
         return seconds * (1 - 1 / self.mesh.axis_size(axis))
 
-    def _reason(self, program: Program, op: Compute, axis: str) -> tuple[Cause, int] | None:
+    def _reason(self, op: Compute, axis: str) -> tuple[Cause, int] | None:
         """Why an axis does not split an equation as it should, and what the size must be a multiple of."""
         eqn, devices = op.equation, self.mesh.axis_size(axis)
         rule = self.lowered.rules[eqn.id]

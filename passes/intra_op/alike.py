@@ -7,7 +7,7 @@ equations choose together, so that a problem does not grow with the number of la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Literal, Value
 from autopar.ir.program import Program
@@ -17,7 +17,7 @@ Place = tuple[int, int]  # program, equation id
 
 def alike_equations(
     programs: Sequence[Program], signature: Callable[[Program, Equation], Hashable], kind: Callable[[Value], Hashable],
-    copied: set[Value],
+    copied: Container[Value],
 ) -> Mapping[Place, int]:  # fmt: skip
     """A number per equation, the same for alike ones.
 

@@ -58,7 +58,7 @@ def lifetimes(
 ) -> dict[Value, tuple[int, int]]:
     """Positions between which each value that the program writes to memory is live.
 
-    Partial sums are added to theirs as soon as nothing else reads them.
+    `partial_sums` are added to the running sums as soon as nothing else reads them.
     """
     dies = live_until(program.equations, rules, traffic, set(program.outputs) - set(partial_sums))
     return {

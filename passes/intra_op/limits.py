@@ -17,6 +17,7 @@ from autopar.ir.method import Method
 from autopar.ir.rule import DimMap, Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, AxisAssignment
+from autopar.passes.intra_op.strategies import pieces
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
 
@@ -111,10 +112,7 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     heeds = functools.partial(_heeds_hints, mesh) if step.graph.heeds_hints else recipe.heeds_hints
 
     def is_spatial(rule: Rule, assignment: AxisAssignment) -> bool:
-        cut = {
-            rule.factor_of(n) for a, n in zip(mesh.axes, assignment, strict=True) if n >= 0 and mesh.axis_size(a) > 1
-        }
-        return not rule.windows.isdisjoint(cut)
+        return any(number > 1 and factor in rule.windows for factor, number in pieces(rule, assignment, mesh).items())
 
     def allow_assignment(equation: Equation, rule: Rule, assignment: AxisAssignment) -> bool:
         if not method.spatial and is_spatial(rule, assignment):

@@ -27,7 +27,13 @@ from autopar.ir.program import Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import AxisAssignment
-from autopar.passes.intra_op.candidate_layouts import End, candidate_layouts, is_finer, layouts_by_round, without_copies
+from autopar.passes.intra_op.candidate_layouts import (
+    End,
+    candidate_layouts,
+    is_finer,
+    strategies_by_round,
+    without_copies,
+)
 from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.seconds import StrategySeconds
@@ -96,7 +102,7 @@ class StageProblem:
     def __init__(self, setting: StageSetting) -> None:
         self.setting = setting
         self.stage = stage = setting.stage
-        self.programs, self.copied, self.step = stage.programs, stage.copied, stage.step
+        self.programs, self.step = stage.programs, stage.step
         self.stored = set(self.step.graph.inputs) | set(self.step.constants)
         self.state = {self.step.graph.inputs[i] for i in self.step.graph.carried.values()}
         self.numbers = StageNumbers(setting.memory_limit)
@@ -181,7 +187,7 @@ class StageProblem:
         return len(self.numbers.costs) - 1
 
     def _slot(self, program: Program, value: Value) -> Slot:
-        return (program.index if value in self.copied else None, value)
+        return (program.index if value in self.step.copied else None, value)
 
     def _strategies(self, assignment: StageAssignment) -> tuple[AssignmentOptions, Any]:
         """The options of an assignment of an equation, and the seconds of each."""
@@ -211,7 +217,7 @@ class StageProblem:
                 node = self._equations[key] = self._node(seconds, in_loop)
             self.assignments[program.index, eqn.id, assignment.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
-                by_round = layouts_by_round(assignment.rule.parts[assignment.at], options)
+                by_round = strategies_by_round(assignment.rule.parts[assignment.at], options)
                 self._ends[node] = tuple(
                     [End(node, each, in_loop, is_finer(each, by_round)) for each in side]
                     for side in (options.operands, options.results)
@@ -239,7 +245,7 @@ class StageProblem:
             if maker is not None:
                 sums[None, total] = maker
                 self.readers.setdefault((None, total), [])
-        kept = {piece: value for value, pieces_ in step.keep.items() for piece in pieces_}
+        kept = step.kept
         for slot in list(dict.fromkeys([*self.readers, *self.makers])):
             value = slot[1]
             maker, readers = self.makers.get(slot), self.readers.get(slot, [])
@@ -319,7 +325,7 @@ class StageProblem:
             full = [s for s in dict.fromkeys(source.shardings.each) if not s.partial]
             candidates = listed(full or [Sharding.replicated(len(value.shape))])
             varies = value in step.batched
-            # The receiver pays for the copy; here the value must only become whole partial sums.
+            # The receiver pays for the copy; here partial sums must only become whole.
             node = self._node(np.zeros(len(candidates.each)), varies)
             self._edge(value, source, End(node, candidates, varies))
         for slot in self._sums.keys() & {(None, v) for v in step.outputs}:  # returned: reduced once, after the loop
@@ -360,21 +366,17 @@ class StageProblem:
             return End(node, shardings, False)
         if slot in self.makers:
             return self.makers[slot]
-        kept = {piece: value for value, pieces_ in self.step.keep.items() for piece in pieces_}
-        return self._source((None, kept[slot[1]]))
+        return self._source((None, self.step.kept[slot[1]]))
 
     def _sent(self) -> list[Value]:
         """Values made here that another stage reads."""
         here = {v for p in self.programs for v in p.outputs}
-        step_values = {total: v for v, total in self.step.accumulate.items()}
-        step_values.update({piece: v for v, pieces_ in self.step.keep.items() for piece in pieces_})
         found: dict[Value, None] = {}
         for program in self.stage.placed.programs:
             if program.stage != self.stage.index:
                 for v in program.inputs:
-                    if (v in here and v not in self.copied) or (
-                        step_values.get(v) in here and (None, v) in self.layouts
-                    ):
+                    is_kept = self.step.loop_values.get(v) in here and (None, v) in self.layouts
+                    if is_kept or (v in here and v not in self.step.copied):
                         found[v] = None
         return list(found)
 

@@ -51,7 +51,6 @@ class Stage:
         self.step = placed.step
         self.programs = [p for p in placed.programs if p.stage == index]
         self.traffic = {p.index: traffic.of(p, rules, xla) for p in self.programs}
-        self.copied = {v for e in self.step.equations if e.id in self.step.replicable for v in e.outputs}
         self._least: dict[str, list[tuple[float, float]]] = {}
         self._state: dict[tuple[int, ...], float] = {}
 
@@ -134,7 +133,7 @@ class Stage:
             pins = self.pinned.get(v), step.hints.get(v)
             return (v.shape, v.dtype, v in inputs, at_home, v in outputs, pins)
 
-        return alike_equations(self.programs, signature, kind, self.copied)
+        return alike_equations(self.programs, signature, kind, self.step.copied)
 
     def least_seconds(self, kind: DeviceKind, num_devices: int) -> tuple[float, float]:
         """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""

@@ -1,6 +1,6 @@
 """The solver's working graph, and the reductions that keep its optimum exactly, memory included.
 
-1. Integers with infinite cost, or without a finite partner across some edge, go (arc consistency).
+1. Strategies with infinite cost, or without a finite partner across some edge, go (arc consistency).
 2. A node whose strategy follows from a neighbour's is merged into it (followers).
 3. Nodes of degree 0, 1 or 2 that use no memory of their own become costs of their neighbours (Scholz & Eckstein,
    "Register allocation for irregular architectures", LCTES 2002).
@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterable
 import numpy as np
 
 from autopar.passes.solver.dominated import undominated
-from autopar.passes.solver.pending import Lift, Pending, UsageSpan, base_of, constant_of, gathered_sums
+from autopar.passes.solver.pending import Lift, Pending, UsageSpan, base_of, constant_of, gathered_spans
 from autopar.passes.solver.problem import Array, Integers, Mask, Problem, Usage
 
 
@@ -52,7 +52,7 @@ class Network:
 
     @staticmethod
     def of(problem: Problem, held: Collection[int] = ()) -> Network:
-        """Step 1's form of the problem; raises Contradiction."""
+        """Step 1's form of the problem; raises NoChoiceLeft."""
         count = problem.num_nodes
         network = Network(
             unary=dict(enumerate(problem.costs)),
@@ -169,7 +169,7 @@ class Network:
             self._set_spans(node, [(start, end, amount[kept]) for start, end, amount in self.usages[node]])
 
     def make_consistent(self, nodes: Iterable[int]) -> None:
-        """Step 1, starting from some nodes and following the consequences; raises Contradiction."""
+        """Step 1, starting from some nodes and following the consequences; raises NoChoiceLeft."""
         waiting = Pending(nodes)
         while waiting:
             turn = waiting.pop_all()
@@ -231,7 +231,7 @@ class Network:
         self.usages = {node: usages[node] for node in self.unary}
         for leader in followers:
             if leader in self.unary:
-                self._set_spans(leader, gathered_sums(leader, usages, followers))
+                self._set_spans(leader, gathered_spans(leader, usages, followers))
 
     def eliminate_free(self, nodes: Iterable[int]) -> None:
         """Step 3, for those of the nodes that use no memory beyond their least."""
@@ -258,9 +258,9 @@ class Network:
             self.keep(node, undominated(cost, links, borders, used))
 
     def reduce(self, *, dominated: bool, continued: bool = False) -> None:
-        """All reductions until none finds anything more, each only where something changed; raises Contradiction.
+        """All reductions until none finds anything more, each only where something changed; raises NoChoiceLeft.
 
-        again: it was reduced before, so that only what was changed since is looked at.
+        continued: it was reduced before, so that only what was changed since is looked at.
         """
         changed, inconsistent = self.touched if continued else dict.fromkeys(self.unary), self.touched
         while changed:

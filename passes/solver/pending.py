@@ -1,4 +1,4 @@
-"""What a network is reduced with: nodes that wait for another look, sums over their choices."""
+"""What reductions of a network share: nodes that wait, usages of followers, lifts."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def base_of(matrix: Array) -> Array:
     return matrix.base if isinstance(matrix.base, np.ndarray) else matrix
 
 
-def gathered_sums(
+def gathered_spans(
     leader: int, usages: dict[int, list[UsageSpan]], followers: dict[int, list[tuple[int, Integers]]]
 ) -> list[UsageSpan]:
     """What a leader and all that follow it use, per strategy of the leader."""

@@ -20,22 +20,22 @@ from autopar.passes.solver.residual import Outcome, Residual
 _RESOLUTION = 2.0**40  # steps into which CP-SAT divides the distance from the bound to the best
 
 
-def solve_program(task: Residual) -> Outcome:
-    """`IntegerProgram` by CP-SAT, in whole numbers rounded down: its bound holds for the task's costs too."""
-    program = _Program(task)
-    if task.hint is not None:
-        program.hint(task.network, task.hint)
+def solve_program(residual: Residual) -> Outcome:
+    """`IntegerProgram` by CP-SAT, in whole numbers rounded down: its bound holds for the residual's costs too."""
+    program = _Program(residual)
+    if residual.hint is not None:
+        program.hint(residual.network, residual.hint)
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1  # several are deterministic only in lockstep, which is slower on few cores
-    solver.parameters.random_seed = task.seed
-    solver.parameters.max_deterministic_time = task.work_seconds
-    solver.parameters.max_time_in_seconds = task.wall_seconds
+    solver.parameters.random_seed = residual.seed
+    solver.parameters.max_deterministic_time = residual.work_seconds
+    solver.parameters.max_time_in_seconds = residual.wall_seconds
     status = solver.solve(program.model)
     seconds = float(solver.response_proto.deterministic_time)
     if status == cp_model.INFEASIBLE:
         return Outcome(None, math.inf, seconds)
     found = program.choice(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return Outcome(found, max(solver.best_objective_bound, 0.0) * task.room / _RESOLUTION, seconds)
+    return Outcome(found, max(solver.best_objective_bound, 0.0) * residual.room / _RESOLUTION, seconds)
 
 
 class _Program:
@@ -46,8 +46,8 @@ class _Program:
     Everything that costs at least `room`, seconds, is forbidden.
     """
 
-    def __init__(self, task: Residual) -> None:
-        network, nodes, edges, room = task.network, task.nodes, task.edges, task.room
+    def __init__(self, residual: Residual) -> None:
+        network, nodes, edges, room = residual.network, residual.nodes, residual.edges, residual.room
         self.model = cp_model.CpModel()
         self._variables: list[cp_model.IntVar] = []
         self._coefficients: list[int] = []
@@ -59,8 +59,8 @@ class _Program:
                 self._add_cost(variable, amount)
         for (u, v), pair in edges.items():
             self._add_edge(u, v, self._whole(pair))
-        for point in task.points.tolist():
-            self._add_limit(network, point, int(network.slack[point]), float(task.prices[point]))
+        for point in residual.points.tolist():
+            self._add_limit(network, point, int(network.slack[point]), float(residual.prices[point]))
         objective = cp_model.LinearExpr.weighted_sum(self._variables, self._coefficients)
         self.model.minimize(objective)
 

@@ -144,7 +144,7 @@ class Search(SearchState):
                 self._lightest(full)
 
     def _close(self, network: Network, *, relaxed: bool) -> None:
-        """Steps 2 to 5; raises Contradiction if nothing better than the best is left.
+        """Steps 2 to 5; raises NoChoiceLeft if nothing better than the best is left.
 
         relaxed: the network is without the memory, so that finding a choice that fits is not its business.
         """
@@ -213,7 +213,7 @@ class Search(SearchState):
         return relaxation
 
     def _ascend(self, relaxation: Relaxation) -> None:
-        """Climb, and offer choices on the way; raises Contradiction if none fits."""
+        """Climb, and offer choices on the way; raises NoChoiceLeft if none fits."""
         network, until = relaxation.network, self.work * (1 - _SHARE)
         most = network.most() if self.best is None else math.inf  # no choice costs more
         most += TOLERANCE * abs(most)
@@ -290,7 +290,7 @@ class Search(SearchState):
         return Moves(network).improve(cut.choice)
 
     def _around(self, network: Network, solution: Solution, block: Collection[int]) -> Network:
-        """What is left where all nodes but a block choose as the solution; raises Contradiction if nothing is."""
+        """What is left where all nodes but a block choose as the solution; raises NoChoiceLeft if nothing is."""
         part = network.copy()
         self.work -= STEP * len(network.unary)
         for node in network.unary:
@@ -359,7 +359,7 @@ class Search(SearchState):
     def _tighten(self, network: Network, prices: Array, climbs: Sequence[int]) -> tuple[float, list[CuttingPlane]]:
         """Steps 3 and 4: a lower bound on what is worth finding in the network, and the last climb, best cut first.
 
-        Shrinks the network; raises Contradiction if nothing is left in it that is better than the best.
+        Shrinks the network; raises NoChoiceLeft if nothing is left in it that is better than the best.
         """
         bound = -math.inf
         for index, evaluations in enumerate(climbs):
@@ -463,7 +463,7 @@ class Search(SearchState):
     def _lightest(self, network: Network) -> None:
         """Look for a choice with a small peak, whatever it costs, by weights on the points in time that grow with load.
 
-        Raises Contradiction if a weighted sum of loads proves that none fits.
+        Raises NoChoiceLeft if a weighted sum of loads proves that none fits.
         """
         pattern, moves = network.copy(), Moves(network)
         pattern.offset = 0.0

@@ -1,4 +1,4 @@
-"""The books of a search: the best choice, the best bound, what is left of the work and of the time."""
+"""The state of a search: the best choice, the best bound, what is left of the work and of the time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-10  # relative: choices that are not better by this much are not 
 class SolverPart(Protocol):
     """Counts its work."""
 
-    work: float  # units that are not booked yet
+    work: float  # units that are not subtracted yet
 
 
 class SearchState:
@@ -34,9 +34,9 @@ class SearchState:
         self.smallest_peak = math.inf
         self.cheapest: tuple[int, ...] = ()  # choice without regard to memory
 
-    def _spend(self, worker: SolverPart) -> None:
-        self.work -= worker.work
-        worker.work = 0.0
+    def _spend(self, part: SolverPart) -> None:
+        self.work -= part.work
+        part.work = 0.0
 
     def _spent(self) -> bool:
         return self.work <= 0 or now() > self.deadline

@@ -46,7 +46,7 @@ def test_residuals_are_read_from_the_second_computation_behind_a_fence() -> None
     block = Block(size, 2 * size)
     found, repeats = recompute(step, [block])
     forward = Forward(step)
-    again = forward.rematerialized(block)
+    again = forward.rematerialization(block)
     assert again.residuals and set(repeats.values()) == {step.forward[i].id for i in again.equations}
     backward = [e for e in found.equations if e.phase is Phase.BACKWARD]
     read = {v for e in backward for v in e.values}
@@ -83,10 +83,10 @@ def test_what_other_blocks_read_and_what_is_saved_is_kept() -> None:
     size = len(step.forward) // LAYERS
     whole = Block(size, 2 * size)
     forward = Forward(step)
-    residuals = forward.rematerialized(whole).residuals
+    residuals = forward.rematerialization(whole).residuals
     for v in residuals:
         saved = dataclasses.replace(whole, saved=(forward.place[v],))
-        again = forward.rematerialized(saved)
+        again = forward.rematerialization(saved)
         assert v not in again.residuals
         assert forward.place[v][0] not in again.equations
         assert forward.kept_bytes([saved]) == forward.kept_bytes([whole]) + v.nbytes
@@ -114,12 +114,12 @@ def test_what_is_saved_is_the_best_there_is(share: float) -> None:
     def cost(eqn: Equation) -> float:
         return float(seconds[eqn.id])
 
-    whole = forward.rematerialized(block)
+    whole = forward.rematerialization(block)
     budget = int(share * sum(v.nbytes for v in whole.residuals))
     values = [v for i in whole.equations for v in step.forward[i].outputs if forward.is_residual(v, block)]
 
     def time(saved: Any) -> float:
-        again = forward.rematerialized(dataclasses.replace(block, saved=tuple(saved)))
+        again = forward.rematerialization(dataclasses.replace(block, saved=tuple(saved)))
         return sum(cost(step.forward[i]) for i in again.equations)
 
     fitting = [

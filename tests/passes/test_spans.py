@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.ir.method import AUTO
-from autopar.passes.spans import StageLook, stage_looks
+from autopar.passes.spans import StageSignature, stage_signatures
 from autopar.passes.stage_oracle import Span
 from autopar.planning.layering import Layered, Layering
 from tests.equivalence.compare import either
@@ -25,10 +25,10 @@ def layered(step: Any, *args: Any, m: int = 2) -> Layered:
     return Layering(analysis, cluster_of(1, 8), AUTO, None).layered(m, True)
 
 
-def look(found: Layered, span: Span) -> StageLook:
+def signature(found: Layered, span: Span) -> StageSignature:
     """Of the programs that a span becomes."""
     placed = found.placed(sorted({*span} - {0, found.num_layers}))
-    return stage_looks(placed)[1 if span[0] else 0]
+    return stage_signatures(placed)[1 if span[0] else 0]
 
 
 def spans(found: Layered) -> list[Span]:
@@ -45,7 +45,7 @@ def test_alike_spans_become_the_same_programs(model: str) -> None:
     batch = subject.model.abstract_batch(config, 8 * subject.unit)
     m = 2 if subject.max_microbatches > 1 else 1
     found = layered(subject.model.make_train_step(config, either()), state, batch, m=m)
-    looks = {span: look(found, span) for span in spans(found)}
+    looks = {span: signature(found, span) for span in spans(found)}
     for span, expected in looks.items():
         assert looks[found.spans.first_alike(span)] == expected, span
 
