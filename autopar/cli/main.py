@@ -64,7 +64,6 @@ def _wake_cpus_only(cluster: Cluster | None) -> None:
 
 
 def _planned(target: str, source: PlanSource, verify: bool | str = False) -> Planned:
-    source.check()
     cluster = source.known
     step, call = _load(target, cluster)
     with _waiting(f"planning {target}") if not verify else contextlib.nullcontext():  # which has a bar of its own
@@ -126,9 +125,8 @@ class _EveryRow:
 @click.option("-o", "--output", type=OUTPUT, help="Save the plan in this file.")
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the table of the state.")
 def plan(
-    target: str, source: PlanSource, verified: bool, chip: str | None,
-    output: pathlib.Path | None, every_row: bool,
-) -> tuple[Answer, bool]:  # fmt: skip
+    target: str, source: PlanSource, verified: bool, chip: str | None, output: pathlib.Path | None, every_row: bool
+) -> tuple[Answer, bool]:
     """Plan a step, for a cluster that need not be there.
 
     Prints for each stage its devices, mesh, layers, predicted times and memory, and the sharding of each argument.
@@ -167,7 +165,7 @@ def plan(
 @click.option("--all", "every_row", is_flag=True, help="Print all rows of the tables.")
 def report(
     target: str, source: PlanSource, page: pathlib.Path | None, trace: pathlib.Path | None, against: Plan | None,
-    every_row: bool, verify: bool, **shown: Any,
+    every_row: bool, verify: bool, compare: bool, explain: int,
 ) -> tuple[Answer, bool]:  # fmt: skip
     """Say all that is known and predicted of a plan: where time and memory go, and why.
 
@@ -186,7 +184,9 @@ def report(
     planned = _planned(target, source)
     with_bar = sys.stderr.isatty()
     verdict = planned.verify_with_xla(show_progress=with_bar) if verify else None
-    found = planned.report(verification=verdict, against=against, show_progress=with_bar, **shown)
+    found = planned.report(
+        verification=verdict, against=against, show_progress=with_bar, compare=compare, explain=explain
+    )
     if page is not None:
         found.save(page)
         click.echo(f"autopar: the report is in {page}", err=True)
@@ -205,9 +205,8 @@ def report(
 )  # fmt: skip
 @click.option("-o", "--output", type=OUTPUT, help="Save the verdict in this file, as JSON.")
 def verify(
-    target: str, source: PlanSource, chip: str | None,
-    most_operations: int, output: pathlib.Path | None,
-) -> tuple[Answer, bool]:  # fmt: skip
+    target: str, source: PlanSource, chip: str | None, most_operations: int, output: pathlib.Path | None
+) -> tuple[Answer, bool]:
     """Hold a plan against XLA; exit code 1 if it does not fit.
 
     Every program of the plan is compiled for the chips of its cluster, none of which has to be there, and XLA's
@@ -330,13 +329,9 @@ def run(
     return give_answer(functools.partial(_timed, target, joined=joined, **options), as_json)
 
 
-def _timed(
-    target: str, source: PlanSource, steps: int, devices: int | None,
-    joined: bool,
-) -> tuple[Answer, bool]:  # fmt: skip
+def _timed(target: str, source: PlanSource, steps: int, devices: int | None, joined: bool) -> tuple[Answer, bool]:
     if joined and devices is not None:
         raise ArgumentError(f"--devices {devices}: the processes of a job take all; say --devices-per-process.")
-    source.check()
     if devices is not None:
         _virtual_devices(devices)
     step, call = _load(target, None)

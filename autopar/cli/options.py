@@ -70,17 +70,17 @@ cluster_option = click.option(
     help=f"What to plan for: a preset ({', '.join(preset_names())}), with the number of hosts, dgx-h100:8, and of "
     "devices on each, dgx-h100:8x4; or a cluster file. Default: the step's own, or the devices at hand.",
 )  # fmt: skip
-_METHOD_HELP = (
-    "auto, or a recipe with its arguments as in Python: 'zero(2)', 'megatron(2,4,1,8)', 'auto(num_stages=2)'. "
-    "Default: the step's own, or auto."
-)
-method_option = click.option("--method", type=METHOD, help=_METHOD_HELP)
+_method_option = click.option(
+    "--method", type=METHOD,
+    help="auto, or a recipe with its arguments as in Python: 'zero(2)', 'megatron(2,4,1,8)', 'auto(num_stages=2)'. "
+    "Default: the step's own, or auto.",
+)  # fmt: skip
 chip_option = click.option(
     "--target", "chip", type=CHIP,
     help=f"What to compile for: {', '.join(target_names())}, cpu, or a file with XLA's description of a chip. Default: "
     "the chips of the cluster.",
 )  # fmt: skip
-plan_option = click.option(
+_plan_option = click.option(
     "--plan", "made", type=PLAN, help="Take the plan in this file, which names its cluster, instead of searching."
 )
 
@@ -93,7 +93,7 @@ class PlanSource:
     method: Method | None
     made: Plan | None
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """Raises click.UsageError where one of these says what another does."""
         if self.made is not None and (self.cluster is not None or self.method is not None):
             name = "--cluster" if self.cluster is not None else "--method"
@@ -109,8 +109,8 @@ def plan_source(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds --cluster, --method and --plan to a command, which gets them as its `source`."""
 
     @cluster_option
-    @method_option
-    @plan_option
+    @_method_option
+    @_plan_option
     @functools.wraps(command)
     def run(*args: Any, cluster: Cluster | None, method: Method | None, made: Plan | None, **options: Any) -> Any:
         return command(*args, source=PlanSource(cluster, method, made), **options)

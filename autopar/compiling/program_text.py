@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from autopar.cost_model.reshard import step_axes, step_payload, step_result
@@ -25,29 +26,31 @@ def programs_as_text(lowered: LoweredStep) -> dict[str, str]:
     arguments = dict(zip(step.graph.inputs, step.graph.input_paths, strict=True))
     names = arguments | {v: f"a microbatch of {arguments[source]}" for v, (source, _) in step.feeds.items()}
     names |= dict.fromkeys(step.accumulate.values(), "the sum so far")
+    arriving: dict[tuple[int, Port], list[str]] = defaultdict(list)
+    leaving: dict[tuple[int, Port], list[str]] = defaultdict(list)
+    for crossing in lowered.crossings:
+        value, plan = crossing.value, crossing.plan
+        arriving[crossing.target, Port(value, plan.received)].append(
+            f"        from stage {crossing.source}, where it is {plan.sent}"
+        )
+        leaving[crossing.source, Port(value, plan.sent)].append(
+            f"        to stage {crossing.target} as {plan.received}, {bytes_text(value.nbytes)} in all"
+        )
     found: dict[str, list[str]] = {}
     for local in lowered.programs:
         mesh, program = local.mesh, local.program
-        lines = found[program.name] = [f"{program.name}: stage {program.stage}, {_mesh(mesh)}"]
+        lines = found[program.name] = [
+            f"{program.name}: stage {program.stage}, mesh {mesh.text or 'of one'}, devices {ranges_text(mesh.devices)}"
+        ]
         for port in local.inputs:
             name = names.get(port.value)
             lines.append(f"  in  {_port(port, mesh)}" + (f"  # {name}" if name else ""))
-            lines += [
-                f"        from stage {crossing.source}, where it is {crossing.plan.sent}"
-                for crossing in lowered.crossings
-                if (crossing.target, crossing.value, crossing.plan.received)
-                == (program.stage, port.value, port.sharding)
-            ]
+            lines += arriving[program.stage, port]
         for op in local.ops:
             lines += [f"  {line}" for line in _op(op, mesh)]
         for port in local.outputs:
             lines.append(f"  out {_port(port, mesh)}")
-            lines += [
-                f"        to stage {crossing.target} as {crossing.plan.received}, "
-                f"{bytes_text(crossing.value.nbytes)} in all"
-                for crossing in lowered.crossings
-                if (crossing.source, crossing.value, crossing.plan.sent) == (program.stage, port.value, port.sharding)
-            ]
+            lines += leaving[program.stage, port]
     return {name: "\n".join(lines) for name, lines in found.items()}
 
 
@@ -74,11 +77,6 @@ def _op(op: LocalOp, mesh: Mesh) -> Iterator[str]:
         yield f"{_value(op.copy, op.sharding, mesh)} = {_operand(op.value, op.sharding)}"
 
 
-def _mesh(mesh: Mesh) -> str:
-    axes = ", ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
-    return f"mesh {axes or 'of one'}, devices {ranges_text(mesh.devices)}"
-
-
 def _axes(axes: tuple[str, ...]) -> str:
     return "·".join(axes)
 
@@ -93,6 +91,4 @@ def _value(value: Value, sharding: Sharding, mesh: Mesh) -> str:
 
 
 def _operand(operand: Operand, sharding: Sharding | None) -> str:
-    if isinstance(operand, Value) and sharding is not None:
-        return f"%{operand.id}{sharding}"
-    return str(getattr(operand, "value", operand))
+    return f"%{operand.id}{sharding}" if isinstance(operand, Value) else str(operand.value)

@@ -223,6 +223,12 @@ class Graph:
         """Of an element while partial sums are added up, see `accumulator_dtype`."""
         return least_sum_bytes(self.inputs, self.equations)
 
+    @property
+    def next_value_id(self) -> int:
+        """Above those of all values."""
+        made = (v.id for eqn in self.equations for v in eqn.outputs)
+        return 1 + max(itertools.chain(made, (v.id for v in (*self.inputs, *self.constants))), default=-1)
+
     @functools.cached_property
     def inputs_of(self) -> tuple[range, ...]:
         """The inputs of each argument leaf."""
@@ -319,6 +325,21 @@ class StepGraph:
     batched: frozenset[Value]  # loop values that differ between microbatches
     partial: frozenset[Value]  # those of them that are partial sums of full size, in the type in which they are summed
     recomputed: tuple[Block, ...] = ()  # what the backward pass computes again, by its own equations
+
+    @functools.cached_property
+    def kept(self) -> Mapping[Value, Value]:
+        """By step value of `keep`: the loop value that it is of a microbatch."""
+        return {piece: value for value, pieces in self.keep.items() for piece in pieces}
+
+    @functools.cached_property
+    def loop_values(self) -> Mapping[Value, Value]:
+        """By step value: the loop value that it is the sum of, or of one microbatch."""
+        return {**{total: value for value, total in self.accumulate.items()}, **self.kept}
+
+    @functools.cached_property
+    def copied(self) -> Mapping[Value, Equation]:
+        """What `replicable` equations make, by which."""
+        return {v: eqn for eqn in self.equations if eqn.id in self.replicable for v in eqn.outputs}
 
     @property
     def next_value_id(self) -> int:

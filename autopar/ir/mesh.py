@@ -263,6 +263,11 @@ class Mesh:
     def size(self) -> int:
         return len(self.devices)
 
+    @property
+    def text(self) -> str:
+        """ "x=2 y=4"."""
+        return " ".join(f"{axis}={size}" for axis, size in zip(self.axes, self.shape, strict=True))
+
     @functools.cached_property
     def is_consecutive(self) -> bool:
         """Whether its devices are numbered in one run, in order."""

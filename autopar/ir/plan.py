@@ -31,7 +31,7 @@ class Plan(PlanRecord):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Plan):
             return NotImplemented
-        return all(getattr(self, f.name) == getattr(other, f.name) for f in dataclasses.fields(PlanRecord))
+        return self.fields() == other.fields()
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -56,7 +56,7 @@ def plan_to_json(plan: PlanRecord) -> str:
     data = {
         "format": FORMAT,
         "version": VERSION,
-        **{field.name: getattr(plan, field.name) for field in dataclasses.fields(PlanRecord)},
+        **plan.fields(),
         "cluster": cluster_data(plan.cluster),
         "stages": [_stage_data(stage) for stage in plan.stages],
         "leaves": [

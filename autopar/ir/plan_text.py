@@ -62,7 +62,7 @@ def _stages(plan: PlanRecord) -> Table:
         table.add_row(
             str(index),
             ranges_text(stage.mesh.devices),
-            Text(_mesh(stage)),
+            Text(stage.mesh.text),
             ranges_text(range(start, stop)) or "-",
             *(f"{getattr(stage, name) * 1e3:.3f}" for name in times),
             *(bytes_text(getattr(memory, kind)) for kind in kinds),
@@ -78,10 +78,6 @@ def _recomputed(stage: StagePlan) -> str:
         return "-"
     kind = "part of " if any(block.saved for block in stage.recomputed) else ""
     return f"{kind}{count_text(len(stage.recomputed), 'block')}"
-
-
-def _mesh(stage: StagePlan) -> str:
-    return " ".join(f"{axis}={size}" for axis, size in zip(stage.mesh.axes, stage.mesh.shape, strict=True))
 
 
 # Leaves

@@ -71,7 +71,7 @@ class Solved:
         self._stages: dict[int, _Stage] = {}
 
     def why(self, stage: int, program: int, eqn: Equation, most: int | None = None) -> list[Why]:
-        """One for each assignment of an operator, with at most so many alternatives: those that could be best."""
+        """One for each part of an operator, with at most so many alternatives: those that could be best."""
         if stage not in self._stages:
             self._stages[stage] = _Stage(*self._of, stage, self._tied)
         return self._stages[stage].why(program, eqn, most)
@@ -97,7 +97,7 @@ class _Stage:
         self._asked: Forced | None = None
 
     def why(self, program: int, eqn: Equation, most: int | None) -> list[Why]:
-        """One for each assignment of an operator."""
+        """One for each part of an operator."""
         found = []
         for (at, eqn_id, _), (node, options) in self.problem.assignments.items():
             if (at, eqn_id) != (program, eqn.id) or len(options.assignments) < 2:
@@ -166,8 +166,8 @@ def _choice(problem: StageProblem, plan: Plan, stage: int) -> list[int]:
     """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be."""
     numbers, kept = problem.numbers, plan.stages[stage]
     found: dict[int, int] = {}
-    for (program, eqn_id, assignment), (node, options) in problem.assignments.items():
-        chosen: AxisAssignment = kept.strategies[program, eqn_id][assignment]
+    for (program, eqn_id, part), (node, options) in problem.assignments.items():
+        chosen: AxisAssignment = kept.strategies[program, eqn_id][part]
         found[node] = options.assignments.index(chosen)
     for (program_or_none, value), (node, shardings) in problem.layouts.items():
         found[node] = shardings.each.index(kept.layouts[program_or_none, value.id])

@@ -62,7 +62,7 @@ def gather_details(
         programs.append(PricedProgram(local, runs, costs, cost.start))
     groups = ReportRecord(plan, None).groups
     parameters = _parameters(layered.analysis.graph, plan)
-    layers, layer_of = _layers(layered, lowered, plan)
+    layers, layer_of = _layers(layered, lowered)
     rows = rows_of_operators(lowered, programs, layer_of)
     solved = Solved(finisher, plan, layered, lowered, tied=True)
     listed = rows[:_MOST_OPERATORS]
@@ -238,7 +238,7 @@ def _curve(
 # Layers
 
 
-def _layers(layered: Layered, lowered: LoweredStep, plan: Plan) -> tuple[tuple[Layer, ...], Mapping[int, int]]:
+def _layers(layered: Layered, lowered: LoweredStep) -> tuple[tuple[Layer, ...], Mapping[int, int]]:
     """The layers of the forward pass, equal ones in a row as one, and the layer of each equation of a step by id.
 
     Layers are found as for the search, but as many as the model has blocks, and cut where stages end.

@@ -20,10 +20,7 @@ from autopar.passes.lower import LoweredStep
 from autopar.planning.alternatives import Solved
 from autopar.planning.finisher import Finisher
 from autopar.planning.pricing import crossing_phase
-from autopar.reporting.record import (
-    LinkUse,
-    Operator,
-)
+from autopar.reporting.record import LinkUse, Operator
 
 _MOST_ALTERNATIVES = 8  # that are asked for, of each operator
 _TITLES = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter", "all_gather": "all-gather",
@@ -59,7 +56,7 @@ class PricedProgram:
 
 
 @dataclasses.dataclass(eq=False)
-class _Row:
+class OperatorRow:
     """Equal operators."""
 
     name: str
@@ -85,7 +82,7 @@ class _Row:
         busiest = max(self.compute, key=lambda stage: self.compute[stage] + self.communication[stage])
         return Operator(
             self.name, self.source, self.phase.value, tuple(sorted(self.compute)), tuple(sorted(self.layers)),
-            mesh_text(self.mesh), self.count, self.runs, self.operands, self.results, self.compute[busiest],
+            self.mesh.text, self.count, self.runs, self.operands, self.results, self.compute[busiest],
             self.communication[busiest], self.collectives, tuple(whys),
         )  # fmt: skip
 
@@ -97,12 +94,12 @@ class _Row:
 
 def rows_of_operators(
     lowered: LoweredStep, programs: Sequence[PricedProgram], layer_of: Mapping[int, int]
-) -> list[_Row]:
+) -> list[OperatorRow]:
     """All operators, equal ones as one, those that take longest first."""
     step = lowered.placed.step
     maker = {v: e for e in step.equations for v in e.outputs}
     paths = dict(zip(step.graph.inputs, step.graph.input_paths, strict=True))
-    found: dict[Hashable, _Row] = {}
+    found: dict[Hashable, OperatorRow] = {}
     for program in programs:
         mesh, where = program.local.mesh, (program.stage, program.local.program.index)
         names = {op.copy: op.value for op in program.local.ops if isinstance(op, Reread)}
@@ -145,7 +142,7 @@ def _value(op: LocalOp) -> Value:
 def _row(
     op: LocalOp, cost: OpCost, source: str, phase: Phase, program: PricedProgram, where: tuple[int, int],
     eqn: Equation | None,
-) -> _Row:  # fmt: skip
+) -> OperatorRow:  # fmt: skip
     sent = Counter((c.kind, c.axes, c.payload) for c in cost.collectives)
     collectives = tuple(
         f"{f'{number} × ' if number > 1 else ''}{_TITLES.get(kind, kind)} over {'·'.join(axes)}, {bytes_text(payload)}"
@@ -165,7 +162,7 @@ def _row(
         operands, results = [_array(op.partial_sum, op.sharding)], [_array(op.total, op.sharding)]
         name, example = f"add to the sum{f' of {eqn.primitive.name}' if eqn is not None else ''}", None
     is_heavy = isinstance(op, Compute) and (op.product is not None or bool(op.kernels))
-    return _Row(
+    return OperatorRow(
         name, source, phase, program.local.mesh, tuple(operands), tuple(results), collectives, program.runs, example,
         is_heavy,
     )  # fmt: skip
@@ -173,11 +170,6 @@ def _row(
 
 def _array(value: Value, sharding: Sharding) -> str:
     return f"{value.dtype}[{','.join(map(str, value.shape))}] {sharding}"
-
-
-def mesh_text(mesh: Mesh) -> str:
-    """ "x=2 y=4"."""
-    return " ".join(f"{axis}={size}" for axis, size in zip(mesh.axes, mesh.shape, strict=True))
 
 
 def links_used(

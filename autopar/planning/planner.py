@@ -1,6 +1,6 @@
 """The search for a plan: from the batch analysis of a traced step to stages, meshes and shardings.
 
-    split_batch -> cluster_layers -> plan_stages(stage_cost) -> place -> solve -> assemble -> price = Plan
+    split_batch -> cluster_layers -> plan_stages(oracle) -> place -> solve -> assemble -> price = Plan
 
 The stage search asks what a span of layers would cost on a submesh; the answer is the intra-op problem of the
 programs of that span, solved, and remembered for all spans that look alike.
@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Hashable, Iterator, Sequence
 
 from autopar.cost_model.timeline import StageTimes, simulate
-from autopar.errors import MicrobatchError, PlanError, UnsplitWarning, UserError
+from autopar.errors import MicrobatchError, PlanError, UnsplitWarning, UserError, warn
 from autopar.ir.graph import Phase
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method, StageMethod
@@ -176,12 +176,11 @@ class Planner:
             best = finer
             yield finer
         if best is not None:
-            plan = best[0]
+            plan = equal = best[0]
             if self._of_equal_groups is not None and not _has_equal_groups(plan):
                 # Others were quicker without: its stages, interleaved, may be quicker than those.
-                other = dataclasses.replace(self._of_equal_groups, num_microbatches=plan.num_microbatches)
-                yield from self._interleaved(other, fixed)
-            yield from self._interleaved(plan, fixed)
+                equal = dataclasses.replace(self._of_equal_groups, num_microbatches=plan.num_microbatches)
+            yield from self._interleaved(equal, fixed)
             yield from self._without_bubble(plan, fixed)
 
     def _likely(self, fixed: int | None) -> Iterator[_Found]:
@@ -403,8 +402,7 @@ class Planner:
     def _better_dealt_out(self, m: int, plan: Plan) -> _Found | None:
         """The stages of a plan divided into all rounds, if that is better than any plan before."""
         self._check_time()
-        groups = list(dict.fromkeys(stage.mesh for stage in plan.stages))
-        found = self._dealt_out(m, groups)
+        found = self._dealt_out(m, [stage.mesh for stage in plan.stages])
         return found if found is not None and self._is_better(found) else None
 
     def _dealt_out(self, m: int, meshes: Sequence[Mesh]) -> _Found | None:
@@ -552,7 +550,7 @@ class Planner:
         )
         for cause in found:
             if cause.is_dear:
-                warnings.warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning, stacklevel=2)
+                warn(f"{self.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning)
         return tuple(map(str, found))
 
     def _plan_for(self, m: int, num_stages: int | None, groups: Groups | None) -> _Found | None:
@@ -604,7 +602,7 @@ class Planner:
         return [
             self.stages.level(
                 layered, self._schedule, stage.span, stage.mesh,
-                in_flight(self._schedule, found.num_microbatches, num_stages - i),
+                in_flight(self._schedule, layered.step.num_microbatches, num_stages - i),
             )
             for i, stage in enumerate(found.stages)
         ]  # fmt: skip
