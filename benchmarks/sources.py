@@ -1,7 +1,7 @@
 """What a benchmark's figures depend on: the modules that it imports, and the data that these read, as one hash.
 
 1. The modules are found without running any: from the benchmark's own along all import statements, as far as they name
-   modules of this repository, along strings that are the name of a file beside it, which it runs as a script, and
+   modules of this repository (those that only checkers of types read, under `if TYPE_CHECKING`, are none), along strings that are the name of a file beside it, which it runs as a script, and
    along those that follow "-m" in a command. A package on the way counts only where something is imported from the
    package itself, since importing has no effects here (`tests/test_house.py`).
 2. Of a module the syntax tree counts, without docstrings, comments and layout.
@@ -126,11 +126,13 @@ def _read(path: pathlib.Path) -> _Module:
 
 
 def _executed(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a syntax tree, without what only checkers of types read."""
+    """The nodes of a syntax tree, without what only checkers of types read: the body of `if TYPE_CHECKING`."""
     yield node
     for child in ast.iter_child_nodes(node):
-        for_types = isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
-        if not for_types:
+        if isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for statement in child.orelse:
+                yield from _executed(statement)
+        else:
             yield from _executed(child)
 
 

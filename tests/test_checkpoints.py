@@ -6,6 +6,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import zipfile
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +86,20 @@ def test_training_goes_on_under_another_plan(tmp_path: pathlib.Path) -> None:
             lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5),
             autopar.gather(found.params), autopar.gather(expected.params),
         )  # fmt: skip
+
+
+def test_a_checkpoint_of_version_0_1_is_restored(tmp_path: pathlib.Path) -> None:
+    """Which names a handler of Orbax that is not there any more."""
+    with zipfile.ZipFile(pathlib.Path(__file__).parent / "data" / "checkpoint_0.1.zip") as file:
+        file.extractall(tmp_path)
+    assert "autopar.checkpoints._StateHandler" in (tmp_path / "3" / "_CHECKPOINT_METADATA").read_text()
+    expected = {
+        "weights": np.arange(8, dtype=np.float32).reshape(2, 4), "pieces": np.arange(4, dtype=np.float32),
+        "bfloat16": jnp.arange(3, dtype=jnp.bfloat16), "key": jax.random.key(2), "count": 7, "rate": jnp.asarray(0.5),
+        "text": "run 7",
+    }  # fmt: skip
+    assert autopar.latest_step(tmp_path) == 3
+    equal(autopar.restore(tmp_path, like=expected), expected)
 
 
 def test_kinds_of_leaves(tmp_path: pathlib.Path) -> None:

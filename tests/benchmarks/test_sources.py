@@ -62,6 +62,18 @@ def test_modules_are_those_that_are_imported(checkout: pathlib.Path) -> None:
     assert found.data("benchmarks.solver") == []
 
 
+@pytest.mark.parametrize("condition", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
+def test_what_only_checkers_of_types_import_does_not_count(checkout: pathlib.Path, condition: str) -> None:
+    """But what is imported instead of it does, and what is imported where no checker reads."""
+    (checkout / "benchmarks/command.py").write_text(
+        f"if {condition}:\n    from autopar.passes import cut\nelse:\n    from autopar.passes import numbers\n"
+        f"if not {condition}:\n    from autopar.cost_model import hardware\n"
+    )
+    assert set(Sources(checkout).modules("benchmarks.command")) == {
+        "benchmarks.command", "autopar.passes.numbers", "autopar.cost_model.hardware",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [

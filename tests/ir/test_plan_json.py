@@ -36,7 +36,7 @@ def test_every_field_of_every_noun_is_in_the_file() -> None:
     def names(noun: Any) -> set[str]:
         return {field.name for field in dataclasses.fields(noun)}
 
-    assert data.keys() == (names(Plan) - {"origin"}) | {"format", "version"}
+    assert data.keys() == names(Plan) | {"format", "version"}
     assert data["stages"][0].keys() == names(StagePlan)
     assert data["stages"][0]["mesh"].keys() == names(Mesh)
     assert data["stages"][0]["memory"].keys() == names(StageMemory)
