@@ -1,9 +1,9 @@
 """What a benchmark's figures depend on: the modules that it imports, and the data that these read, as one hash.
 
-1. The modules are found without running any: from the benchmark's own along all import statements, as far as they name
-   modules of this repository (those that only checkers of types read, under `if TYPE_CHECKING`, are none), along strings that are the name of a file beside it, which it runs as a script, and
-   along those that follow "-m" in a command. A package on the way counts only where something is imported from the
-   package itself, since importing has no effects here (`tests/test_house.py`).
+1. The modules are found without running any: from the benchmark's own along all import statements but those under
+   `if TYPE_CHECKING`, as far as they name modules of this repository, along strings that are the name of a file beside
+   it, which it runs as a script, and along those that follow "-m" in a command. A package on the way counts only where
+   something is imported from the package itself, since importing has no effects here (`tests/test_house.py`).
 2. Of a module the syntax tree counts, without docstrings, comments and layout.
 3. Of the data, the files beside the modules of a package (`_DATA`): a file or folder that modules name in a string
    counts for the benchmarks that import one of these; one that none names (presets are found by listing) for all.

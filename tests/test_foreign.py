@@ -75,6 +75,14 @@ def test_what_has_no_rule_runs_whole(name: str) -> None:
     assert all(close(a, b) for a, b in zip(outputs, jax.jit(step)(w, x), strict=True))
 
 
+def test_the_warning_names_the_users_line() -> None:
+    function, _ = FOREIGN["callback"]
+    step = autopar.parallelize(step_with(function), batch_axes=(None, 0))
+    with pytest.warns(MissingRuleWarning) as caught:
+        step.trace(numbers(8, 8), numbers(8, 8))
+    assert [w.filename for w in caught] == [__file__]
+
+
 @pytest.mark.parametrize("name", ["twice_as_the_user_does", "pallas_call"])
 def test_with_a_users_rule_it_splits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "_REGISTERED", {})

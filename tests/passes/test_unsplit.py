@@ -59,6 +59,13 @@ def test_a_vocabulary_is_padded(size: int) -> None:
     assert note.endswith(" Pad it from 57 to 64")
 
 
+def test_the_warning_names_the_users_line() -> None:
+    step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=EIGHT, method=recipes.megatron(1, 8, 1, 1))
+    with pytest.warns(UnsplitWarning) as caught:
+        step.plan(models.mlp_params([64, 255, 64]), models.mlp_batch(64, [64, 255, 64]))
+    assert {w.filename for w in caught} == {__file__}
+
+
 class Mlp(nn.Module):
     """Flax's MLP of 4h in layers, unrolled or scanned."""
 
