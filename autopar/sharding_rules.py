@@ -1,4 +1,4 @@
-"""What a sharding rule for a primitive of one's own is made of.
+"""What a sharding rule for a primitive of one's own is made of::
 
     from autopar import sharding_rules as rules
 

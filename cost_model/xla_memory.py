@@ -16,7 +16,7 @@ from autopar.ir.mesh import DeviceKind
 
 
 def temporaries_factor(local: LocalProgram, kind: DeviceKind) -> float:
-    """How many times as large as `program.temporaries` says the buffer is."""
+    """How many times as large as `program_cost.temporaries` says the buffer is."""
     if kind.xla.hides_latency:  # XLA for GPUs
         return memory_factors().get(program_kind(local), 1.0)
     return kind.measured.temporaries.get("convolutions" if _convolves(local) else "others", 1.0)

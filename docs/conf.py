@@ -8,8 +8,6 @@ import re
 import textwrap
 from typing import Any
 
-from pygments.lexers.special import TextLexer
-
 import autopar
 
 project = "autopar"
@@ -35,8 +33,8 @@ html_theme = "furo"
 html_title = "autopar"
 html_copy_source = False
 
-# Classes that users make themselves: of others the constructor is left out.
-_MADE_BY_USERS = {"Cluster", "DeviceKind", "Host", "Link", "Report", "XlaBackend"}
+# Dataclasses that users make themselves: of others the constructor is left out.
+_MADE_BY_USERS = {"Cluster", "DeviceKind", "Host", "Link", "Measured", "Report", "Rule", "XlaBackend"}
 # Classes most of whose fields are for autopar itself, and the others.
 _SOME_FIELDS = {"Executable": ("plan", "graph"), "Planned": ("memory_limit", "seconds"), "Traced": ()}
 
@@ -100,18 +98,26 @@ def describe_fields(app: Any, what: str, name: str, obj: Any, options: Any, line
             lines.append(f":vartype {field.name}: {field.type}")
 
 
-def without_constructor(
+def short_constructor(
     app: Any, what: str, name: str, obj: Any, options: Any, signature: str, annotation: str
 ) -> tuple[str, None] | None:
-    """Leave out the parameters of classes that autopar makes by itself."""
-    is_hidden = what == "class" and obj.__name__ not in _MADE_BY_USERS
-    return ("", None) if is_hidden else None
+    """The parameters of a dataclass without their types, which its fields have; none where autopar alone makes it."""
+    if what != "class":
+        return None
+    if obj.__name__ not in _MADE_BY_USERS:
+        return "", None
+    missing = dataclasses.MISSING
+    parameters = [
+        field.name if field.default is missing and field.default_factory is missing else f"{field.name}=..."
+        for field in dataclasses.fields(obj)
+        if field.init
+    ]
+    return f"({', '.join(parameters)})", None
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.add_lexer("mermaid", TextLexer)  # GitHub draws these diagrams; what draws them in a page needs a network
     app.connect("autodoc-process-docstring", describe_fields, priority=400)  # both before napoleon
     app.connect("autodoc-process-docstring", adapt_text, priority=400)
     app.connect("autodoc-process-docstring", restore_colons, priority=600)
-    app.connect("autodoc-process-signature", without_constructor)
+    app.connect("autodoc-process-signature", short_constructor)
