@@ -27,7 +27,6 @@ from autopar.ir.rule import Rule, product_sizes
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, AxisAssignment
 from autopar.passes.emit import combination
-from autopar.passes.fuse_programs import merge_equal_ops
 from autopar.passes.intra_op.strategies import (
     combined_axes,
     exchanges,
@@ -37,6 +36,7 @@ from autopar.passes.intra_op.strategies import (
     result_shardings,
     temporaries,
 )
+from autopar.passes.merge_ops import merge_equal_ops
 
 # Steps of a resharding that send each element as it is.
 _SENDING = frozenset({"all_gather", "all_to_all", "permute"})

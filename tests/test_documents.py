@@ -136,7 +136,7 @@ def test_the_walk_says_what_the_nouns_hold() -> None:
     layered = finisher.layered(plan)
     problem = finisher.stages.problem(layered, lowered.placed, 0, plan.stages[0].mesh, rows=rows)
     (product,) = lowered.placed.programs[0].equations
-    _, options = problem.assignments[0, product.id, 0]
+    _, options = problem.parts[0, product.id, 0]
     says(f"For the product in `forward_0` there are {number[len(options.assignments)]}:")
     assert {leaf.path: str(leaf.sharding) for leaf in plan.leaves[:2]} == {
         "params['w1']": "[-,x]", "params['w2']": "[x,-]",

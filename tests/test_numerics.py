@@ -182,7 +182,7 @@ def test_partial_sums_are_rounded_after_the_sum(step: Any, method: Method, micro
     [(recipes.zero(3, None), 2), (recipes.megatron(2, 4, 1, 2), 2), (Method("free", 1, None, (2, 4)), 1)],
     ids=["zero_3", "megatron", "free"],
 )
-def test_loops_over_layers_keep_addends_in_float32(method: Method, microbatches: int) -> None:
+def test_loops_over_layers_keep_partial_sums_in_float32(method: Method, microbatches: int) -> None:
     """Gradients scattered round by round, sums in the loop, partial sums in its carry: as priced, no less exact."""
 
     def step(params: Any, batch: Any) -> tuple[Any, Any]:

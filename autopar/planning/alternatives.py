@@ -91,7 +91,7 @@ class _Stage:
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
         self.in_flight = rows.in_flight(stage)
         self.choice = _choice(self.problem, plan, stage)
-        self.operators = {node for node, _ in self.problem.assignments.values()}
+        self.operators = {node for node, _ in self.problem.parts.values()}
         self.tied = tied
         self._problem = self.problem.numbers.problem(self.in_flight)
         self._asked: Forced | None = None
@@ -99,7 +99,7 @@ class _Stage:
     def why(self, program: int, eqn: Equation, most: int | None) -> list[Why]:
         """One for each part of an operator."""
         found = []
-        for (at, eqn_id, _), (node, options) in self.problem.assignments.items():
+        for (at, eqn_id, _), (node, options) in self.problem.parts.items():
             if (at, eqn_id) != (program, eqn.id) or len(options.assignments) < 2:
                 continue
             mine = self.choice[node]
@@ -166,7 +166,7 @@ def _choice(problem: StageProblem, plan: Plan, stage: int) -> list[int]:
     """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be."""
     numbers, kept = problem.numbers, plan.stages[stage]
     found: dict[int, int] = {}
-    for (program, eqn_id, part), (node, options) in problem.assignments.items():
+    for (program, eqn_id, part), (node, options) in problem.parts.items():
         chosen: AxisAssignment = kept.strategies[program, eqn_id][part]
         found[node] = options.assignments.index(chosen)
     for (program_or_none, value), (node, shardings) in problem.layouts.items():

@@ -13,7 +13,7 @@ from autopar.ir.graph import Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
-from autopar.passes.intra_op.strategies import AssignmentOptions, Shardings
+from autopar.passes.intra_op.strategies import PartOptions, Shardings
 
 _MAX_LAYOUTS = 48
 
@@ -42,7 +42,7 @@ def without_copies(matrix: Any, source: End, target: End, fits: Any) -> Any:
     return np.where(fits, matrix, np.inf)
 
 
-def strategies_by_round(rule: Rule, options: AssignmentOptions) -> list[list[int]]:
+def strategies_by_round(rule: Rule, options: PartOptions) -> list[list[int]]:
     """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
     way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
     if not way:

@@ -22,11 +22,11 @@ from autopar.ir.mesh import DeviceKind, Mesh, Pooling
 from autopar.ir.rule import Rule, Sides, product_sizes
 from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.intra_op.strategies import (
-    AssignmentOptions,
-    assignment_operands,
+    PartOptions,
     combined_axes,
     exchanges,
     inner_collectives,
+    part_operands,
     pieces,
 )
 
@@ -38,22 +38,22 @@ class StrategySeconds:
         self.mesh, self.kind, self.price = mesh, kind, price
         self._peaks: dict[tuple[str, bool, Pooling | None], float] = {}
 
-    def of(self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic) -> Any:
-        """One run of an assignment of an equation."""
-        part = rule.parts[assignment_index]
-        outputs = [eqn.outputs[assignment_index]] if rule.separable else eqn.outputs
+    def of(self, eqn: Equation, rule: Rule, part_index: int, options: PartOptions, traffic: Traffic) -> Any:
+        """One run of a part of an equation."""
+        part = rule.parts[part_index]
+        outputs = [eqn.outputs[part_index]] if rule.separable else eqn.outputs
         cut = [] if rule.separable else [pieces(rule, assignment, self.mesh) for assignment in options.assignments]
         if rule.kernels:
             seconds = self._body(rule, cut)
         else:
-            moved = self._moved(eqn, rule, assignment_index, options, traffic)
+            moved = self._moved(eqn, rule, part_index, options, traffic)
             matmul = rule.unit == "matmul"
             work = rule.work({}) * options.share
             dtype = eqn.kernel_dtype(matmul)
             share, partial = self._product(rule.sides, cut, dtype)
             seconds = self._kernel(matmul, work / share, moved, partial, dtype, traffic.launches, rule.pooling)
             if any(traffic.strided) or any(traffic.copied):
-                seconds += self._reordered(eqn, rule, assignment_index, options, traffic)
+                seconds += self._reordered(eqn, rule, part_index, options, traffic)
         if part.reduced:
             for i, assignment in enumerate(options.assignments):
                 for axes in combined_axes(part, assignment, self.mesh).values():
@@ -70,15 +70,13 @@ class StrategySeconds:
                     seconds[i] += times * self.price(c.kind, c.axes, c.payload)
         return seconds
 
-    def _moved(
-        self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic
-    ) -> Any:
+    def _moved(self, eqn: Equation, rule: Rule, part_index: int, options: PartOptions, traffic: Traffic) -> Any:
         """Bytes through one device's memory."""
         moved = np.zeros(len(options.assignments))
         if rule.separable:  # hands on the buffers that it takes
             return moved
         made = [math.prod(v.shape) * options.results[k].share for k, v in enumerate(eqn.outputs)]
-        for place, position in enumerate(assignment_operands(eqn, rule, assignment_index)):
+        for place, position in enumerate(part_operands(eqn, rule, part_index)):
             v = eqn.inputs[position]
             if traffic.reads[position] and isinstance(v, Value):
                 moved += traffic.read_bytes(position, v, options.operands[place].nbytes(v), np.max(made, axis=0))
@@ -87,12 +85,10 @@ class StrategySeconds:
                 moved += options.results[k].nbytes(v)
         return moved
 
-    def _reordered(
-        self, eqn: Equation, rule: Rule, assignment_index: int, options: AssignmentOptions, traffic: Traffic
-    ) -> Any:
+    def _reordered(self, eqn: Equation, rule: Rule, part_index: int, options: PartOptions, traffic: Traffic) -> Any:
         """Seconds for operands that lie in another order."""
         seconds: Any = 0.0
-        for place, position in enumerate(assignment_operands(eqn, rule, assignment_index)):
+        for place, position in enumerate(part_operands(eqn, rule, part_index)):
             v = eqn.inputs[position]
             if isinstance(v, Value):
                 nbytes = options.operands[place].nbytes(v)

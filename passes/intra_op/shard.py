@@ -1,6 +1,6 @@
 """One stage's programs as a problem for the solver, and its solution as shardings.
 
-Nodes are of two kinds. An *equation* (an assignment of it) chooses a strategy: its seconds are the local compute's.
+Nodes are of two kinds. An *equation* (a part of it) chooses a strategy: its seconds are the local compute's.
 A *layout* stands for a value that has several readers, crosses programs or is stored: it chooses the sharding in
 which the value is kept. Edges price the resharding from maker to layout to reader, times how often it happens
 (once per microbatch or once per step). State leaves are layouts that the renewed leaf must return to; where one phase
@@ -37,17 +37,17 @@ from autopar.passes.intra_op.candidate_layouts import (
 from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.seconds import StrategySeconds
-from autopar.passes.intra_op.stage import Stage, StageAssignment
+from autopar.passes.intra_op.stage import EquationPart, Stage
 from autopar.passes.intra_op.strategies import (
-    AssignmentOptions,
     OptionsCache,
+    PartOptions,
     Shardings,
     temporaries,
 )
 from autopar.passes.solver.problem import Solution
 
 Slot = tuple[int | None, Value]
-Part = tuple[int, Phase]  # of the programs: the index of one, and a phase of it
+ProgramPhase = tuple[int, Phase]  # the index of a program, and a phase of it
 _ROOMY = 0.5  # of the memory: where the leanest choices need less, whole copies of stacks are offered
 _LARGE_COPY = 0.01  # of a device's memory
 
@@ -68,7 +68,7 @@ class Remembered:
 
     def __init__(self, options: OptionsCache) -> None:
         self.options = options  # of all meshes of this shape
-        self.equations: dict[Any, tuple[AssignmentOptions, Any]] = {}  # with the seconds of each strategy
+        self.equations: dict[Any, tuple[PartOptions, Any]] = {}  # with the seconds of each strategy
         self.matrices: dict[Any, Any] = {}  # edges' seconds per step; None: all free
         self.candidates: dict[Any, list[Sharding]] = {}  # in which values may be kept
 
@@ -111,14 +111,14 @@ class StageProblem:
         self._equations: dict[Any, int] = {}  # the nodes of tied ones
         self._layouts: dict[Any, tuple[int, Shardings]] = {}  # tied ones
         self._ends: dict[int, tuple[list[End], ...]] = {}  # by node of equations: of operands, of results
-        # By program, id of the equation, and number of the assignment.
-        self.assignments: dict[tuple[int, int, int], tuple[int, AssignmentOptions]] = {}
+        # By program, id of the equation, and number of the part.
+        self.parts: dict[tuple[int, int, int], tuple[int, PartOptions]] = {}
         self.layouts: dict[Slot, tuple[int, Shardings]] = {}
         self.makers: dict[Slot, End] = {}
         self.readers: dict[Slot, list[End]] = defaultdict(list)
-        self._readers_in: dict[tuple[Slot, Part], list[End]] = defaultdict(list)  # .. in one part
+        self._readers_in: dict[tuple[Slot, ProgramPhase], list[End]] = defaultdict(list)  # .. in one phase
         self._copies: dict[Any, End] = {}  # tied ones
-        self.copies: dict[tuple[Slot, Part], int] = {}  # the nodes of layouts from which a part reads a leaf
+        self.copies: dict[tuple[Slot, ProgramPhase], int] = {}  # the nodes of layouts in which a phase reads a leaf
         self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
         self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
         alike = stage.alike if setting.tied else {}
@@ -156,20 +156,20 @@ class StageProblem:
     def untied(self, tied: StageProblem, choice: Sequence[int]) -> list[int]:
         """A choice of the same stage's problem with ties, in this one, which has none."""
         found: dict[int, int] = {}
-        for key, (node, _) in self.assignments.items():
-            found[node] = choice[tied.assignments[key][0]]
+        for key, (node, _) in self.parts.items():
+            found[node] = choice[tied.parts[key][0]]
         for slot, (node, _) in self.layouts.items():
             found[node] = choice[tied.layouts[slot][0]]
         for place, node in self.copies.items():
             found[node] = choice[tied.copies[place]]
-        taken = {*(node for node, _ in (*tied.assignments.values(), *tied.layouts.values())), *tied.copies.values()}
+        taken = {*(node for node, _ in (*tied.parts.values(), *tied.layouts.values())), *tied.copies.values()}
         rest = [n for n in range(len(self.numbers.costs)) if n not in found]  # what is sent or returned is not tied
         found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
         return [found[n] for n in range(len(self.numbers.costs))]
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[AxisAssignment]] = defaultdict(list)
-        for (program, eqn_id, _), (node, options) in self.assignments.items():
+        for (program, eqn_id, _), (node, options) in self.parts.items():
             strategies[program, eqn_id].append(options.assignments[solution.choice[node]])
         layouts: dict[Slot, Sharding] = {(None, v): lies for v, lies in self.stage.pinned.items()}  # read or not
         layouts.update({slot: found.each[solution.choice[node]] for slot, (node, found) in self.layouts.items()})
@@ -189,45 +189,45 @@ class StageProblem:
     def _slot(self, program: Program, value: Value) -> Slot:
         return (program.index if value in self.step.copied else None, value)
 
-    def _strategies(self, assignment: StageAssignment) -> tuple[AssignmentOptions, Any]:
-        """The options of an assignment of an equation, and the seconds of each."""
+    def _strategies(self, part: EquationPart) -> tuple[PartOptions, Any]:
+        """The options of a part of an equation, and the seconds of each."""
         known, limits = self.setting.remembered.equations, self.setting.limits
-        eqn, rule, index = assignment.equation, assignment.rule, assignment.at
-        key = (assignment.signature, limits.kind(eqn))
+        eqn, rule, index = part.equation, part.rule, part.at
+        key = (part.signature, limits.kind(eqn))
         if key not in known:
             options = self.setting.remembered.options.of(
-                rule.parts[index], assignment.partial_sums, functools.partial(limits.allow_assignment, eqn, rule)
+                rule.parts[index], part.partial_sums, functools.partial(limits.allow_assignment, eqn, rule)
             )
             if not limits.heeds_hints(rule, options.assignments[0]):
                 raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
-            known[key] = (options, self._seconds.of(eqn, rule, index, options, assignment.traffic))
+            known[key] = (options, self._seconds.of(eqn, rule, index, options, part.traffic))
         return known[key]
 
     def _add_equations(self, program: Program, alike: Mapping[tuple[int, int], int]) -> None:
         in_loop, often = program.in_loop, self.setting.often(program.in_loop)
-        for assignment in self.stage.assignments[program.index]:
-            eqn = assignment.equation
-            options, seconds = self._strategies(assignment)
+        for part in self.stage.parts[program.index]:
+            eqn = part.equation
+            options, seconds = self._strategies(part)
             number = alike.get((program.index, eqn.id))
-            key = (number, assignment.role, id(options))
+            key = (number, part.role, id(options))
             if number is not None and key in self._equations:
                 node = self._equations[key]
                 self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
             else:
                 node = self._equations[key] = self._node(seconds, in_loop)
-            self.assignments[program.index, eqn.id, assignment.at] = (node, options)
+            self.parts[program.index, eqn.id, part.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
-                by_round = strategies_by_round(assignment.rule.parts[assignment.at], options)
+                by_round = strategies_by_round(part.rule.parts[part.at], options)
                 self._ends[node] = tuple(
                     [End(node, each, in_loop, is_finer(each, by_round)) for each in side]
                     for side in (options.operands, options.results)
                 )
             operands, results = self._ends[node]
-            for place, v in assignment.inputs:
+            for place, v in part.inputs:
                 slot = self._slot(program, v)
                 self.readers[slot].append(operands[place])
                 self._readers_in[slot, (program.index, eqn.phase)].append(operands[place])
-            for place, v in enumerate(assignment.outputs):
+            for place, v in enumerate(part.outputs):
                 self.makers[self._slot(program, v)] = results[place]
 
     def _add_layouts(self) -> None:
@@ -314,10 +314,10 @@ class StageProblem:
             if maker is not None:
                 self._edge(slot[1], maker, End(node, shardings, maker.in_loop))
         sent = self._sent()
-        for (slot, part), readers in self._readers_in.items():
+        for (slot, phase), readers in self._readers_in.items():
             source = self._source(slot)
             if slot[1] in self.state and len(readers) > 1 and all(end.stacked is None for end in readers):
-                source = self._copy(slot, part, source, readers)
+                source = self._copy(slot, phase, source, readers)
             for reader in readers:
                 self._edge(slot[1], source, reader)
         for value in sent:
@@ -343,8 +343,8 @@ class StageProblem:
                     node, shardings = self.layouts[None, leaf]
                     self._edge(out, self._source(self._slot(program, out)), End(node, shardings, False))
 
-    def _copy(self, slot: Slot, part: Part, source: End, readers: Sequence[End]) -> End:
-        """A layout in which a part of the programs takes a leaf of the state, for all that read it there."""
+    def _copy(self, slot: Slot, phase: ProgramPhase, source: End, readers: Sequence[End]) -> End:
+        """A layout in which a phase of a program takes a leaf of the state, for all that read it there."""
         key = (source.node, id(source.shardings), *sorted((end.node, id(end.shardings)) for end in readers))
         found = self._copies.get(key) if self.setting.tied else None
         if found is None:
@@ -356,7 +356,7 @@ class StageProblem:
             in_loop = any(end.in_loop for end in readers)
             found = self._copies[key] = End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
         self._edge(slot[1], source, found)
-        self.copies[slot, part] = found.node
+        self.copies[slot, phase] = found.node
         return found
 
     def _source(self, slot: Slot) -> End:
@@ -465,7 +465,7 @@ class StageProblem:
                 eqn = program.equations[positions[t]]
                 rule = stage.rules[eqn.id]
                 if rule.live_sets:
-                    node, options = self.assignments[program.index, eqn.id, 0]
+                    node, options = self.parts[program.index, eqn.id, 0]
                     held = np.array([temporaries(rule, assignment, setting.mesh) for assignment in options.assignments])
                     self._hold(node, Held(t, t + 1, False), held)
             for value, (born, dies) in stage.lives[program.index].items():

@@ -18,21 +18,21 @@ from autopar.ir.same import signature_of
 from autopar.ir.sharding import Sharding
 from autopar.passes.intra_op.alike import alike_equations
 from autopar.passes.intra_op.lifetimes import least_seconds, lifetimes, peak_positions
-from autopar.passes.intra_op.strategies import assignment_operands, can_sum
+from autopar.passes.intra_op.strategies import can_sum, part_operands
 from autopar.passes.intra_op.traffic import KnownTraffic
 
 
-class StageAssignment(NamedTuple):
-    """An assignment of an equation of a stage."""
+class EquationPart(NamedTuple):
+    """What of an equation of a stage gets one axis assignment: all of it, or one result, see `Rule.parts`."""
 
     equation: Equation
     rule: Rule  # the equation's
     at: int  # among those of the equation
-    partial_sums: frozenset[int]  # operands of the assignment that can be partial sums
+    partial_sums: frozenset[int]  # operands of the part that can be partial sums
     traffic: Traffic  # the equation's
-    role: Hashable  # equal where `at`, `partial_sum` and `traffic` are
-    signature: Hashable  # equal for assignments that have the same strategies, but for limits, at the same costs
-    inputs: Sequence[tuple[int, Value]]  # with their places among the operands of the assignment
+    role: Hashable  # equal where `at`, `partial_sums` and `traffic` are
+    signature: Hashable  # equal for parts that have the same strategies, but for limits, at the same costs
+    inputs: Sequence[tuple[int, Value]]  # with their places among the operands of the part
     outputs: Sequence[Value]
 
 
@@ -88,7 +88,7 @@ class Stage:
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
                 for index, part in enumerate(rule.parts):
-                    positions = assignment_operands(eqn, rule, index)
+                    positions = part_operands(eqn, rule, index)
                     partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
                     if can_sum(part) or any(partial & operands for operands in part.linear):
                         found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
@@ -97,24 +97,22 @@ class Stage:
         return frozenset(found)
 
     @functools.cached_property
-    def assignments(self) -> Mapping[int, list[StageAssignment]]:
+    def parts(self) -> Mapping[int, list[EquationPart]]:
         """Those of all equations in order, by program."""
-        found: dict[int, list[StageAssignment]] = {}
+        found: dict[int, list[EquationPart]] = {}
         for program in self.programs:
-            traffic, assignments = self.traffic[program.index], found.setdefault(program.index, [])
+            traffic, parts = self.traffic[program.index], found.setdefault(program.index, [])
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
                 for index in range(len(rule.parts)):
-                    operands = [eqn.inputs[p] for p in assignment_operands(eqn, rule, index)]
+                    operands = [eqn.inputs[p] for p in part_operands(eqn, rule, index)]
                     inputs = [(place, v) for place, v in enumerate(operands) if isinstance(v, Value)]
                     partial_sums = frozenset([place for place, v in inputs if v in self.partial_sums])
                     role = signature_of(None, (index, partial_sums, traffic[eqn.id]))
                     signature = signature_of(None, (eqn.signature, role))
                     outputs = [eqn.outputs[index]] if rule.separable else eqn.outputs
-                    assignments.append(
-                        StageAssignment(
-                            eqn, rule, index, partial_sums, traffic[eqn.id], role, signature, inputs, outputs
-                        )
+                    parts.append(
+                        EquationPart(eqn, rule, index, partial_sums, traffic[eqn.id], role, signature, inputs, outputs)
                     )
         return found
 

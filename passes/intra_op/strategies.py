@@ -43,13 +43,13 @@ class Shardings:
 
 
 @dataclasses.dataclass
-class AssignmentOptions:
-    """Strategies of one assignment with what they imply, by index."""
+class PartOptions:
+    """The axis assignments of one part of an equation with what they imply, by index."""
 
     assignments: tuple[AxisAssignment, ...]
-    operands: list[Shardings]  # [operand of the assignment]
-    results: list[Shardings]  # [result of the assignment]
-    share: np.ndarray[Any, Any]  # [strategy] share of the iteration space that one device computes
+    operands: list[Shardings]  # [operand of the part]
+    results: list[Shardings]  # [result of the part]
+    share: np.ndarray[Any, Any]  # [assignment] share of the iteration space that one device computes
 
 
 class OptionsCache:
@@ -58,7 +58,7 @@ class OptionsCache:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._lists: dict[tuple[Sharding, ...], Shardings] = {}
-        self._options: dict[Any, AssignmentOptions] = {}
+        self._options: dict[Any, PartOptions] = {}
 
     def shardings(self, each: Iterable[Sharding]) -> Shardings:
         key = tuple(each)
@@ -67,10 +67,8 @@ class OptionsCache:
             found = self._lists[key] = Shardings.of(key, self._mesh)
         return found
 
-    def of(
-        self, rule: Rule, partial_sums: frozenset[int], allow: Callable[[AxisAssignment], bool]
-    ) -> AssignmentOptions:
-        """The strategies of one assignment that are allowed; the first, replicated, is always possible."""
+    def of(self, rule: Rule, partial_sums: frozenset[int], allow: Callable[[AxisAssignment], bool]) -> PartOptions:
+        """The axis assignments of one part that are allowed; the first, replicated, is always possible."""
         key = (rule.factors, rule.inputs, rule.outputs, tuple(sorted(rule.reduced.items())), rule.whole,
                rule.linear, tuple(sorted(rule.unaffected.items())), rule.gatherings, partial_sums)  # fmt: skip
         every = self._options.get(key)
@@ -86,15 +84,15 @@ class OptionsCache:
             found = self._options[*key, allowed] = self._of_assignments(rule, allowed)
         return found
 
-    def _of_assignments(self, rule: Rule, assignments: tuple[AxisAssignment, ...]) -> AssignmentOptions:
+    def _of_assignments(self, rule: Rule, assignments: tuple[AxisAssignment, ...]) -> PartOptions:
         operands = zip(*(operand_shardings(rule, assignment, self._mesh) for assignment in assignments), strict=True)
         results = zip(*(result_shardings(rule, assignment, self._mesh) for assignment in assignments), strict=True)
         share = np.array([1 / math.prod(pieces(rule, assignment, self._mesh).values()) for assignment in assignments])
-        return AssignmentOptions(assignments, [*map(self.shardings, operands)], [*map(self.shardings, results)], share)
+        return PartOptions(assignments, [*map(self.shardings, operands)], [*map(self.shardings, results)], share)
 
 
 def enumerate_assignments(rule: Rule, mesh: Mesh, partial_sums: frozenset[int]) -> tuple[AxisAssignment, ...]:
-    """All strategies of one assignment, the fully replicated one first; `partial_sums`: operands that can be these."""
+    """All axis assignments of one part, the fully replicated one first; `partial_sums`: operands that can be these."""
     factors = rule.splittable
     options: list[AxisChoice] = [WHOLE, *factors]
     options += [len(rule.factors) + k for k, way in enumerate(rule.gatherings) if way.factor in factors]
@@ -297,6 +295,6 @@ def splitting_axes(rule: Rule, factor: int, assignment: AxisAssignment, mesh: Me
     )
 
 
-def assignment_operands(equation: Equation, rule: Rule, assignment_index: int) -> Sequence[int]:
-    """Positions of the operands that belong to an assignment."""
-    return (assignment_index,) if rule.separable else range(len(equation.inputs))
+def part_operands(equation: Equation, rule: Rule, part_index: int) -> Sequence[int]:
+    """Positions of the operands that belong to a part of an equation."""
+    return (part_index,) if rule.separable else range(len(equation.inputs))

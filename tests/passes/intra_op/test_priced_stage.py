@@ -57,8 +57,8 @@ def test_a_tied_choice_costs_and_holds_what_it_does_equation_by_equation(
 ) -> None:
     tied, free = stage_problems(planner_of_gpt(dataclasses.replace(CONFIG, scan=scan)), m, shape)
     random = np.random.default_rng(0)
-    for key, (_, options) in free.assignments.items():
-        assert options.assignments == tied.assignments[key][1].assignments
+    for key, (_, options) in free.parts.items():
+        assert options.assignments == tied.parts[key][1].assignments
     for slot, (_, shardings) in free.layouts.items():
         assert shardings.each == tied.layouts[slot][1].each
     # Random choices seldom have a finite cost; the solved one does.

@@ -49,7 +49,7 @@ def test_pieces_give_the_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["scatter-add", "scatter-sub", "convolution", "gather"])
-def test_addends_in_16_bits_are_in_32(name: str) -> None:
+def test_partial_sums_of_16_bits_are_in_32(name: str) -> None:
     fun, args = {**EXACT, **CLOSE}[name]
     assert check_narrow_partial_sums(fun, args) > 0
 
@@ -66,7 +66,7 @@ def test_sums_and_products_in_16_bits_are_not_rounded() -> None:
 
 
 @pytest.mark.slow
-def test_no_addends_in_16_bits_are_rounded() -> None:
+def test_no_partial_sums_of_16_bits_are_rounded() -> None:
     count = 0
     for fun, args in {**EXACT, **CLOSE}.values():
         if any(x.dtype == jnp.float32 for x in args):
