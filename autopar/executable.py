@@ -48,7 +48,7 @@ class Executable(HasExecutable):
     plan: Planned
     _worker: Worker
     graph: Graph  # as traced
-    _planned: Graph  # with an input for each piece of a leaf that is cut between stages
+    _cut_graph: Graph  # .. with an input and a result for each piece of a leaf that is cut between stages
     _devices: tuple[jax.Device, ...]
     _is_static: IsStatic
 
@@ -202,7 +202,7 @@ class Executable(HasExecutable):
             feeds.setdefault(at, {})[array.sharding] = None
         leaves = [
             tuple(feeds[pieces[0]]) if pieces[0] in feeds else self.home_of(i).shardings
-            for i, pieces in enumerate(self._planned.inputs_of)
+            for i, pieces in enumerate(self._cut_graph.inputs_of)
         ]
         found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self.graph.in_tree, leaves)
         return found
@@ -211,18 +211,18 @@ class Executable(HasExecutable):
     def batch_axes(self) -> dict[int, int]:
         """Of the leaves of the arguments that hold examples and are read, by number."""
         axes = {at: batch.dim for at, batch, _, _ in self._worker.wiring.feeds.values()}
-        return {i: axes[at[0]] for i, at in enumerate(self._planned.inputs_of) if at[0] in axes}
+        return {i: axes[at[0]] for i, at in enumerate(self._cut_graph.inputs_of) if at[0] in axes}
 
     def place_examples(self, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
         """Leaves of examples, whole or this process's part of them, where the step wants them; by number."""
-        numbers = {i: self._planned.inputs_of[i][0] for i in leaves}
+        numbers = {i: self._cut_graph.inputs_of[i][0] for i in leaves}
         found = self._worker.place_examples(self.graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
         return {i: found[at] for i, at in numbers.items()}
 
     def home_of(self, leaf: int) -> Home:
         """Where a leaf of the arguments, by its number, lies."""
-        value, cut = self.graph.inputs[leaf], self._planned.input_cuts.get(leaf)
-        pieces = [self._planned.inputs[at] for at in self._planned.inputs_of[leaf]]
+        value, cut = self.graph.inputs[leaf], self._cut_graph.input_cuts.get(leaf)
+        pieces = [self._cut_graph.inputs[at] for at in self._cut_graph.inputs_of[leaf]]
         homes = [self._worker.wiring.homes.get(piece) for piece in pieces]
         shardings = tuple(None if home is None else home.sharding for home in homes)
         return Home(value.shape, value.dtype, value.weak_type, shardings, cut)
@@ -233,11 +233,11 @@ class Executable(HasExecutable):
             results = self._run_checked(leaves, config.jax_debug_nans, config.jax_debug_infs)
         else:
             results = self._worker(self._inputs(leaves))
-        cuts = self._planned.output_cuts
+        cuts = self._cut_graph.output_cuts
         if cuts:
             results = [
                 Pieces(tuple(results[k] for k in at), cuts[o]) if o in cuts else results[at[0]]
-                for o, at in enumerate(self._planned.outputs_of)
+                for o, at in enumerate(self._cut_graph.outputs_of)
             ]
         tree = self.graph.out_tree
         if self.graph.callbacks:
@@ -253,7 +253,7 @@ class Executable(HasExecutable):
         """
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             results = self._worker(self._inputs(leaves))
-            for path, x in zip(self._planned.output_paths, results, strict=True):
+            for path, x in zip(self._cut_graph.output_paths, results, strict=True):
                 found = jnp.issubdtype(x.dtype, jnp.inexact) and (
                     (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
                 )
@@ -287,7 +287,7 @@ class Executable(HasExecutable):
 
     def _inputs(self, leaves: Sequence[Any]) -> Sequence[Any]:
         """The arguments' leaves, in the pieces that the plan cuts them into."""
-        cuts = self._planned.input_cuts
+        cuts = self._cut_graph.input_cuts
         if not cuts and not any(isinstance(leaf, Pieces) for leaf in leaves):
             return leaves
         found: list[Any] = []
@@ -374,7 +374,7 @@ def steady_calls(
     others = [_kind(flat[at]) for at in worker.others]
 
     def calls(result: Any) -> Steady | None:
-        count = len(executable._planned.outputs)
+        count = len(executable._cut_graph.outputs)
         returned: Any = jax.tree.structure(result)
         if isinstance(result, Renewed) or returned.num_leaves != count:
             return None

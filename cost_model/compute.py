@@ -60,7 +60,7 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> f
     if sizes is None:
         return 1.0
     if kind.measured.products:
-        measured = _measured(kind)
+        measured = _product_speeds(kind)
         if found := measured.flops(sizes, dtype):
             return found / (peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency)
     share = kind.convolution_share if sizes.patches else kind.batched_share if sizes.batch > 1 else 1.0
@@ -102,7 +102,7 @@ def partial_sum_bytes(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) 
         return 0.0
     if not dtype.startswith(("float", "bfloat", "complex")):
         return 0.0
-    if kind.measured.products and _measured(kind).flops(sizes, dtype):
+    if kind.measured.products and _product_speeds(kind).flops(sizes, dtype):
         return 0.0  # in what was measured
     itemsize = _itemsize(dtype)
     parts = _parts(kind.multiprocessors, sizes)
@@ -123,7 +123,7 @@ def _parts(multiprocessors: int, sizes: ProductSizes) -> int:
     return min(_PARTS, key=cost)
 
 
-class _Measured:
+class _ProductSpeeds:
     """Speeds of products between those that were measured.
 
     A product takes the seconds of its arithmetic at the best speed that was measured, and those of its operands' and
@@ -195,8 +195,8 @@ _SAME = 0.01  # squares of distances, below which sizes are the same: 7 % of one
 
 
 @functools.lru_cache(maxsize=64)
-def _measured(kind: DeviceKind) -> _Measured:
-    return _Measured(kind)
+def _product_speeds(kind: DeviceKind) -> _ProductSpeeds:
+    return _ProductSpeeds(kind)
 
 
 def memory_seconds(kind: DeviceKind, nbytes: Any) -> Any:

@@ -40,6 +40,8 @@ _Place = tuple[int, int]  # an equation and the position of its operand
 
 @dataclasses.dataclass(eq=False)
 class _Fusion:
+    """One kernel, while equations are added to it."""
+
     first: int  # the equation with which it begins
     number: int  # among `Dependencies`
     loop: tuple[int, ...]  # what it goes through; equal for kernels that may become one
@@ -67,6 +69,8 @@ def _is_view(eqn: Equation, rule: Rule) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Memory:
+    """What XLA keeps in memory, and where."""
+
     stored: set[Value]  # what goes through memory, views included
     aliases: Mapping[int, tuple[tuple[int, int | None], ...]]  # by equation: see `Traffic`
     filled: Collection[int]  # equations that write to an array of one number, which a kernel makes before
@@ -184,9 +188,8 @@ class _Count:
         self.launches: dict[int, int] = {}
         self.writes: dict[int, tuple[bool, ...]] = {}
         self.begins: dict[int, int] = {}  # by equation: the first one of its kernel
-        self.shared: dict[
-            int, Sequence[bool]
-        ] = {}  # by equation, operand: whether it is needed element by element alone
+        # By equation, for each operand: whether it is needed element by element alone.
+        self.shared: dict[int, Sequence[bool]] = {}
         self.sources: dict[Value, dict[Value, _Place]] = {}  # of what is not in memory: what it is computed from
         self.around: dict[Value, set[Value]] = {}  # .. and what it needs otherwise than element by element
         self.maker: dict[Value, _Fusion] = {}
@@ -277,28 +280,28 @@ class _Count:
             self._reduce(eqn, kernel, loop, reduced)
         return kernel
 
-    # What compilers do differently: what follows does nothing.
+    # What compilers do differently. Here these methods do nothing; a compiler that does the thing overrides them.
 
     def _note_order(self, eqn: Equation, rule: Rule) -> None:
-        """Whether results are in the order of a convolution."""
+        """Note which results are in the order of a convolution."""
 
     def _fuse(self, eqn: Equation, rule: Rule) -> None:
-        """An equation that is computed inside other kernels."""
+        """Note an equation that is computed inside other kernels."""
 
     def _share(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
-        """Which operands a result may lie in the place of."""
+        """Note which operands a result may lie in the place of."""
 
     def _partner(
         self, loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place]
     ) -> _Fusion | None:
-        """A kernel that takes it."""
+        """A kernel that is there already and that an equation may become a part of; None: it has one of its own."""
         return None
 
     def _reduce(self, eqn: Equation, kernel: _Fusion, loop: Sequence[int], reduced: Sequence[int]) -> None:
-        """A reduction in a kernel."""
+        """Note a reduction in a kernel."""
 
     def _read_in_order(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
-        """What is copied into another order for it, or read in one."""
+        """Note what is copied into another order for an equation, or read against its order."""
 
 
 class _CountOnCpus(_Count):
@@ -348,7 +351,21 @@ class _CountOnGpus(_Count):
     def _partner(
         self, loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place]
     ) -> _Fusion | None:
-        return _partner(loop, reduced, needs, self.maker, self.readers, self.dependencies)
+        """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
+        candidates = [k for v in needs if (k := self.maker.get(v)) is not None]
+        candidates += [k for v in needs if v in self.readers and math.prod(v.shape) > 1
+                       for k in reversed(self.readers[v].get(loop, ())[-_FEW:])]  # fmt: skip
+        made = [(v, self.maker[v]) for v in needs if v in self.maker]
+        for kernel in candidates:
+            if not kernel.takes(loop, reduced):
+                continue
+            if kernel.at_end and reduced and reduced[-1] < len(loop) - 1 and kernel.reads != needs.keys():
+                continue  # columns are reduced together only where they are of the same
+            if any(v in k.at_end for v, k in made if k is kernel) or len(kernel.reads.union(needs)) > MOST_OPERANDS:
+                continue
+            if self.dependencies.can_extend(kernel.number, [k.number for _, k in made]):
+                return kernel
+        return None
 
     def _reduce(self, eqn: Equation, kernel: _Fusion, loop: Sequence[int], reduced: Sequence[int]) -> None:
         if _in_two_steps(loop, reduced):
@@ -451,28 +468,6 @@ def _in_two_steps(loop: Sequence[int], reduced: Sequence[int]) -> bool:
 
 def _long(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in shape if size > 1)
-
-
-def _partner(
-    loop: tuple[int, ...], reduced: tuple[int, ...] | None, needs: Mapping[Value, _Place],
-    maker: Mapping[Value, _Fusion], readers: Mapping[Value, Mapping[tuple[int, ...], Sequence[_Fusion]]],
-    dependencies: Dependencies,
-) -> _Fusion | None:  # fmt: skip
-    """A kernel that reads or makes what is needed here and that can wait for the rest of it."""
-    candidates = [k for v in needs if (k := maker.get(v)) is not None]
-    candidates += [k for v in needs if v in readers and math.prod(v.shape) > 1
-                   for k in reversed(readers[v].get(loop, ())[-_FEW:])]  # fmt: skip
-    made = [(v, maker[v]) for v in needs if v in maker]
-    for kernel in candidates:
-        if not kernel.takes(loop, reduced):
-            continue
-        if kernel.at_end and reduced and reduced[-1] < len(loop) - 1 and kernel.reads != needs.keys():
-            continue  # columns are reduced together only where they are of the same
-        if any(v in k.at_end for v, k in made if k is kernel) or len(kernel.reads.union(needs)) > MOST_OPERANDS:
-            continue
-        if dependencies.can_extend(kernel.number, [k.number for _, k in made]):
-            return kernel
-    return None
 
 
 def live_until(

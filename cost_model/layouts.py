@@ -24,7 +24,7 @@ class Reading(NamedTuple):
     """How a kernel reads what is in memory."""
 
     value: Value
-    strided: bool  # its order in memory
+    strided: bool  # against its order in memory
     copied: bool  # before, into the order that is wanted
 
 

@@ -117,31 +117,31 @@ def _set_aside(local: LocalProgram, kind: DeviceKind, needed: int) -> float:
     """Seconds for the buffer of all temporaries, and for each result that does not take an operand's place."""
     if not kind.measured.allocations:
         return 0.0
-    taken = Counter(_looks(port) for port in local.inputs) if local.program.phase is Phase.UPDATE else Counter()
+    taken = Counter(_signature(port) for port in local.inputs) if local.program.phase is Phase.UPDATE else Counter()
     fresh = [needed]
     for port in local.outputs:
-        if taken[_looks(port)]:
-            taken[_looks(port)] -= 1
+        if taken[_signature(port)]:
+            taken[_signature(port)] -= 1
         elif port not in local.inputs:
             fresh.append(port_bytes(port, local.mesh))
     return sum(allocation_seconds(kind, nbytes) for nbytes in fresh)
 
 
-def _looks(port: Port) -> Hashable:
+def _signature(port: Port) -> Hashable:
     """The same for arrays of which one can take the place of the other."""
     return port.value.shape, port.value.dtype, port.sharding
 
 
 def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
     """The price of each operation of a program, in order."""
-    sent, strided_reads = _sent(local), _Reorderings(local, kind)
+    sent, strided_reads = _sent(local), _StridedReads(local, kind)
     return tuple(_op_cost(op, local.mesh, kind, price, sent, strided_reads.seconds(op)) for op in local.ops)
 
 
 def _op_cost(
-    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], reordering: float
+    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], strided_reads: float
 ) -> OpCost:
-    """`reordering`: seconds for what lies in another order than it is wanted in."""
+    """`strided_reads`: seconds for what lies in another order than it is wanted in."""
     compute = communication = flops = launches = moved = 0.0
     collectives: list[Collective] = []
     if isinstance(op, Compute):
@@ -169,7 +169,7 @@ def _op_cost(
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
             at = step_result(step, at)
-    return OpCost(compute + reordering, communication, flops, tuple(collectives), launches, moved)
+    return OpCost(compute + strided_reads, communication, flops, tuple(collectives), launches, moved)
 
 
 def _kernel_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
@@ -193,7 +193,7 @@ def _sent(local: LocalProgram) -> set[_Held]:
     }
 
 
-class _Reorderings:
+class _StridedReads:
     """What collectives leave in another order, as a program goes on, and the seconds that it and transposes take.
 
     XLA cuts and joins the outermost dimension in memory: what is cut or joined along another one is copied before, and
@@ -392,12 +392,12 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
     Until a result is made, other values lie in its place.
     """
     told = _kernels(local, kind, price)
-    given = Counter(_looks(port) for port in local.inputs)
+    given = Counter(_signature(port) for port in local.inputs)
     renewed: set[int] = set()  # results that lie where an argument does
     if local.program.phase is Phase.UPDATE:
         for port in local.outputs:
-            if given[_looks(port)]:
-                given[_looks(port)] -= 1
+            if given[_signature(port)]:
+                given[_signature(port)] -= 1
                 renewed.update(told.buffers([port]))
         told.lie_elsewhere(renewed)
     xla = kind.xla

@@ -11,7 +11,7 @@ import jax
 
 from autopar.ir.graph import Callback, Equation, Literal, Rounds
 
-CallBack = Callable[[Sequence[Any]], None]  # calls back with some values
+CompiledCallback = Callable[[Sequence[Any]], None]  # of the values of its operands, literals left out
 
 
 class Callbacks:
@@ -31,8 +31,8 @@ class Callbacks:
             jax.effects_barrier()
 
 
-def _compiled(callback: Callback) -> tuple[CallBack, int]:
-    """What calls back with some values, and how many these are."""
+def _compiled(callback: Callback) -> tuple[CompiledCallback, int]:
+    """A callback as a program, and how many values it takes."""
     if isinstance(callback, Equation):
         program = jax.jit(functools.partial(_call, callback))
         return lambda values: program(*values), len(callback.values)
@@ -40,7 +40,7 @@ def _compiled(callback: Callback) -> tuple[CallBack, int]:
     return functools.partial(_call_in_rounds, callback, calls), len(callback.values)
 
 
-def _call_in_rounds(rounds: Rounds, calls: Sequence[tuple[CallBack, int]], values: Sequence[Any]) -> None:
+def _call_in_rounds(rounds: Rounds, calls: Sequence[tuple[CompiledCallback, int]], values: Sequence[Any]) -> None:
     for number in reversed(range(rounds.length)) if rounds.reverse else range(rounds.length):
         supply = iter(values)
         for call, count in calls:

@@ -55,7 +55,7 @@ class Worker:
 
     def __init__(self, sources: Sequence[Source], wiring: Wiring, job: Processes | None = None) -> None:
         self.wiring = wiring
-        self.buffers = Buffers()  # one for all executables that hand one another state, where they are told so
+        self.buffers = Buffers()  # its own, until another is set: executables that hand one another state share one
         here = [i for i, source in enumerate(sources) if is_here(source.mesh)]
         self.sources = tuple(sources[i] for i in here)  # of this process
         keep_memory(device for source in self.sources for device in source.mesh.local_devices)
@@ -227,7 +227,8 @@ class Worker:
     def __call__(self, leaves: Sequence[Any], known: bool = False) -> Sequence[Any]:
         """One step on the arguments' leaves; returns the outputs' leaves.
 
-        `known`: the executable `knows` the leaves, and what else there is has the shapes that it was compiled for.
+        `known`: the state among the leaves is what the last call left (see `knows`), and all other leaves have the
+        shapes that the step was compiled for.
 
         Raises:
           StateError: a leaf was donated to an earlier step, or lies on other devices than planned.
@@ -278,7 +279,7 @@ class Worker:
         for register, nothing in self._absent.items():
             registers[register] = nothing
         if self._mail is not None:
-            self._mail.make_known(registers)
+            self._mail.share_results(registers)
         returned = list(self._results(registers))
         for k, argument in passed:
             returned[k] = argument

@@ -20,6 +20,7 @@ from autopar.errors import StateError
 from autopar.executable import HasExecutable
 from autopar.ir.pieces import Pieces
 from autopar.runtime.placement import Home
+from autopar.runtime.preparing import is_deleted
 from autopar.runtime.processes import plain_struct, this_job
 from autopar.tracing.static_leaf import unflatten_arrays
 
@@ -122,7 +123,7 @@ def is_pieces(x: Any) -> bool:
 def check_present(state: Any) -> None:
     """Raises StateError where a leaf of a state was donated."""
     for path, leaf in jax.tree.leaves_with_path(state):
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        if is_deleted(leaf):
             raise StateError(
                 f"save: state{jax.tree_util.keystr(path)} was donated to a step and is gone. Save the state that that "
                 "step returned."

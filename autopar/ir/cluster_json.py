@@ -262,27 +262,27 @@ _read_xla = record(
 )  # fmt: skip
 _read_link = record(_LINK, {"pair_bandwidth": None, "lone_bandwidth": None})
 # What a kind that was never measured is taken to reach: what the preset of this kind has.
-_MEASURED_KIND = "A100-SXM4-80GB"
-_MEASURED = {
+_REFERENCE_KIND = "A100-SXM4-80GB"
+_EFFICIENCIES = {
     "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
 }  # fmt: skip
 _UNSAID = {
     "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0, "measured": Measured(),
 }  # fmt: skip
-_read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_MEASURED)})
+_read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_EFFICIENCIES)})
 
 
 def _read_device(value: Any, path: str) -> dict[str, Any]:
     """With a warning where efficiencies are left out."""
     fields: dict[str, Any] = _read_device_record(value, path)
-    missing = [name for name in _MEASURED if fields[name] is None]
+    missing = [name for name in _EFFICIENCIES if fields[name] is None]
     if missing:
-        taken = ", ".join(f"{name}={_MEASURED[name]}" for name in missing)
+        taken = ", ".join(f"{name}={_EFFICIENCIES[name]}" for name in missing)
         warn(
             f"{path}: device kind {fields['name']!r} has no {', '.join(missing)}: costs fall back on those of "
-            f"{_MEASURED_KIND} ({taken}). Measure them for better plans.",
+            f"{_REFERENCE_KIND} ({taken}). Measure them for better plans.",
         )
-        fields.update({name: _MEASURED[name] for name in missing})
+        fields.update({name: _EFFICIENCIES[name] for name in missing})
     return fields
 
 

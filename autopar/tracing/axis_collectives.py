@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.tracing.interpret import Interpreter, Rule, at_its_line, bind_again
+from autopar.tracing.interpret import EquationRule, Interpreter, at_its_line, bind_again
 
 # Beside a computation, these say along which axes devices may differ.
 _MARKS = frozenset({"pvary", "pbroadcast", "reduced_vary_cast", "reduced_vary_cast_p"})
@@ -90,7 +90,7 @@ def _interpreter(calls: Mapping[str, str]) -> Interpreter:
         p = eqn.params
         return [jax.lax.all_gather(x, p["axis_name"], axis=p["all_gather_dimension"], tiled=p["tiled"]) for x in xs]
 
-    rules: dict[str, Rule] = {
+    rules: dict[str, EquationRule] = {
         **dict.fromkeys(_MARKS, lambda eqn, xs: xs),
         **dict.fromkeys(_SUMS, lambda eqn, xs: [jax.lax.psum(x, eqn.params["axes"]) for x in xs]),
         **dict.fromkeys(_GATHERS, gather),
@@ -100,7 +100,7 @@ def _interpreter(calls: Mapping[str, str]) -> Interpreter:
         **{name: lambda eqn, xs: inside(eqn, calls[eqn.primitive.name])(*xs) for name in calls},
         "shard_map": lambda eqn, xs: unmapped(eqn.params, calls)(*xs),
     }
-    # The literal itself remembers the mesh.
+    # A literal's own value may name the mesh that is taken away; an array of NumPy names none.
     interpreter = Interpreter(
         {name: at_its_line(rule) for name, rule in rules.items()}, at_its_line(bind_again),
         lambda atom: np.asarray(atom.val, atom.aval.dtype),

@@ -11,13 +11,13 @@ from typing import Any
 from jax.extend import core, source_info_util
 
 # (equation, operands) -> results. Of an equation of a jaxpr; operands are what the interpreter's values are.
-Rule = Callable[[Any, Sequence[Any]], Sequence[Any]]
+EquationRule = Callable[[Any, Sequence[Any]], Sequence[Any]]
 
 
 class Interpreter:
     """Applies jaxprs to values, by `rules` for some primitives, and `default` for all others."""
 
-    def __init__(self, rules: Mapping[str, Rule], default: Rule, literal: Callable[[Any], Any]) -> None:
+    def __init__(self, rules: Mapping[str, EquationRule], default: EquationRule, literal: Callable[[Any], Any]) -> None:
         """`literal`: the value of a `core.Literal`."""
         self.rules, self.default, self.literal = rules, default, literal
 
@@ -50,7 +50,7 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return results if eqn.primitive.multiple_results else [results]
 
 
-def at_its_line(rule: Rule) -> Rule:
+def at_its_line(rule: EquationRule) -> EquationRule:
     """A rule that traces: what it makes is of the equation's line and name stack."""
 
     def run(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:

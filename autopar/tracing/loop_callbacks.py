@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from autopar.tracing.axis_collectives import scan_counts
-from autopar.tracing.interpret import Interpreter, Rule, at_its_line, bind_again
+from autopar.tracing.interpret import EquationRule, Interpreter, at_its_line, bind_again
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 CALLBACKS = frozenset({"debug_callback", "debug_print"})
@@ -80,7 +80,7 @@ class _Silencer:
         self._calls = calls
         self.seen: list[LoopCallback | Loop] = []
         self.shown: list[Any] = []
-        rules: dict[str, Rule] = {
+        rules: dict[str, EquationRule] = {
             **dict.fromkeys(CALLBACKS, self._call_back), **dict.fromkeys(calls, self._call), "scan": self._scan,
         }  # fmt: skip
         self.interpreter = Interpreter(

@@ -78,7 +78,7 @@ def is_inexact(operand: Operand) -> bool:
 def is_number(operand: Operand) -> bool:
     """Whether partial sums of this dtype can be summed: floating, complex or integer, but neither bool nor key.
 
-    Nor floats of 8 bits and less: one sum would overflow, or lose most of its partial sums.
+    Nor floats of 8 bits and less: their sum would overflow, or lose most of what is added.
     """
     if is_inexact(operand):
         return bool(operand.dtype.itemsize >= 2)
@@ -109,8 +109,8 @@ def linear_sets(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ..
 def linear_if_wide(eqn: Equation, *sets: Iterable[int]) -> tuple[frozenset[int], ...]:
     """`linear_sets`, but none of results in fewer than 32 bits.
 
-    Such partial sums are held in more bits, if they are not reduced in their own type: a product of matrices takes
-    several times as long then, and what windows borrow from their neighbours is twice as much.
+    Such partial sums are held in 32 bits, unless the step's `reduce_dtype` is None: a product of matrices takes several
+    times as long then, and windows exchange twice as many bytes with their neighbours.
     """
     return linear_sets(eqn, *sets) if eqn.outputs[0].dtype.itemsize >= 4 else ()
 

@@ -105,7 +105,7 @@ def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
     if not any(widens(e) and e.id in cut.passing for e in body.equations):
         return cut
     seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
-    other = Propagation(body, sum_narrow=True).run(seeds)
+    other = Propagation(body, before_widening=True).run(seeds)
     if other is None or not cut.splits.keys() <= other.splits.keys():
         return cut
 
@@ -116,7 +116,7 @@ def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
 
 
 def _with_partial_sums_carried(cut: BodyCut, body: Body) -> BodyCut:
-    """The cut with those carries as running sums of partial sums that save sums in the loop."""
+    """The cut in which carries are partial sums, added up after the loop, where that saves sums in every round."""
     entering = (v for i in body.carried.values() if is_number(v := body.inputs[i]))
     return _carrying(cut, body, [v for v in entering if _meets(cut.sums, v, body)])
 

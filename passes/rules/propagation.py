@@ -133,9 +133,9 @@ class _Failed(Exception):
 class Propagation:
     """Finds the cut that follows from splitting some inputs of a body."""
 
-    def __init__(self, body: Body, sum_narrow: bool = False) -> None:
+    def __init__(self, body: Body, before_widening: bool = False) -> None:
         self.body = body
-        self.sum_narrow = sum_narrow  # partial sums are summed before they become wider
+        self.before_widening = before_widening  # whether partial sums are added up before they become wider
         self.given: dict[Value, State] = {}  # inputs
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
         self.ends: set[int] = set()  # outputs whose partial sums are summed before they leave
@@ -176,7 +176,7 @@ class Propagation:
         states = [_state(self.states, v) for v in eqn.inputs]
         partial = frozenset(i for i, s in enumerate(states) if s is PARTIAL)
         batches = {i: s for i, s in enumerate(states) if isinstance(s, BatchDim)}
-        passes = partial in rule.linear and not (self.sum_narrow and widens(eqn))
+        passes = partial in rule.linear and not (self.before_widening and widens(eqn))
         if partial and not batches and eqn.id not in self.chosen and passes:
             self.passing.add(eqn.id)
             self.states.update(dict.fromkeys(eqn.outputs, PARTIAL))
