@@ -91,11 +91,6 @@ def make_collective_pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
     return price
 
 
-def mesh_collective_time(cluster: Cluster, mesh: Mesh, kind: StepKind, axes: tuple[str, ...], payload: int) -> float:
-    """Seconds of one collective over mesh axes, all its groups at once; see `collective_time`."""
-    return make_collective_pricer(cluster, mesh)(kind, axes, payload)
-
-
 Copy = tuple[int, int]  # source and target device
 
 

@@ -41,9 +41,8 @@ class ProgramKernel:
     held: int = 0  # bytes, besides, while it runs
     # Results and, for each, operands in whose place it may lie: the first of them that nothing else reads after it.
     aliases: tuple[tuple[int, int], ...] = ()
-    combining: Combining | None = None
+    collective: Combining | None = None  # None: it is none
     last: bool = False  # after all others
-    is_collective: bool = False
     seconds: float = 0.0
 
 
@@ -111,10 +110,7 @@ class ProgramKernels:
             )  # fmt: skip
         else:
             whole = self._dependencies.add(self._makers(taken))
-            combining = collective if collective is not None and collective.key is not None else None
-            self.kernels.append(
-                ProgramKernel(taken, tuple(made), held, tuple(lie), combining, False, collective is not None, seconds)
-            )
+            self.kernels.append(ProgramKernel(taken, tuple(made), held, tuple(lie), collective, False, seconds))
             if part_of is not None:
                 self._parts[part_of] = whole
         self._maker.update(dict.fromkeys(made, whole))
@@ -192,7 +188,7 @@ def live(told: ProgramKernels, *, combined: int = 0, contiguous: bool = False, h
     graph = _KernelGraph(kernels, told.sizes, told.leaving)
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
     order = min(orders, key=lambda order: _most([kernels[i] for i in order], told))
-    if hides_latency and any(kernel.is_collective for kernel in kernels):
+    if hides_latency and any(kernel.collective is not None for kernel in kernels):
         found = _beside_collectives(graph, order)
     else:
         found = [kernels[i] for i in order]
@@ -254,9 +250,10 @@ def _combine(
         kernel, needed = kernels[i], 0
         for k in graph.before[i]:
             needed |= needs[k]
-        if kernel.combining is not None:
+        key = None if kernel.collective is None else kernel.collective.key
+        if key is not None:
             nbytes = sum(told.sizes[b] for b in kernel.makes)
-            group, size = joined.get(kernel.combining.key, (-1, most))
+            group, size = joined.get(key, (-1, most))
             if nbytes > most:  # never one with others
                 group, size = -1, -1
             elif group >= 0:
@@ -272,26 +269,26 @@ def _combine(
             groups[group].append(i)
             before[group] |= needed
             if size >= 0:
-                joined[kernel.combining.key] = group, size + nbytes
+                joined[key] = group, size + nbytes
             needed = 1 << group
         needs[i] = needed
     made_one: dict[int, ProgramKernel | None] = {}
     for together in groups:
         if len(together) > 1:
             members = [kernels[i] for i in together]
-            first = members[0].combining  # as all of them
+            first = members[0].collective  # as all of them
             copied = contiguous and first is not None and first.sums
             reads = dict.fromkeys(b for each in members for b in each.reads)
             makes = [b for each in members for b in each.makes]
             made_one.update(dict.fromkeys(together, None))
             aliases = () if copied else tuple(place for each in members for place in each.aliases)
-            latency = max(how.latency for each in members if (how := each.combining))
+            latency = max(how.latency for each in members if (how := each.collective))
             made_one[together[-1]] = dataclasses.replace(
                 members[0],
                 reads=tuple(reads),
                 makes=tuple(makes),
                 aliases=aliases,
-                seconds=sum(each.seconds - how.latency for each in members if (how := each.combining)) + latency,
+                seconds=sum(each.seconds - how.latency for each in members if (how := each.collective)) + latency,
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 
@@ -361,7 +358,7 @@ def _beside_collectives(graph: _KernelGraph, order: Sequence[int]) -> list[Progr
     """The kernels in the order in which collectives are hidden; each of these twice, as its start and as its end."""
     kernels = graph.kernels
     steps = hide_latency(
-        order, graph.before, [k.seconds for k in kernels], [k.is_collective for k in kernels],
+        order, graph.before, [k.seconds for k in kernels], [k.collective is not None for k in kernels],
         [k.last for k in kernels],
     )  # fmt: skip
     return [kernels[step.kernel] if step.starts else _end_of(kernels[step.kernel]) for step in steps]

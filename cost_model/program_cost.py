@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any
 
 from autopar.cost_model.compute import (
@@ -20,7 +20,7 @@ from autopar.cost_model.compute import (
     strided_read_seconds,
 )
 from autopar.cost_model.order import Combining, ProgramKernels, held_by, live
-from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, StepPrice, step_axes, step_payload, step_result
+from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, AppliedStep, StepPrice, applied_steps, step_axes
 from autopar.cost_model.xla_memory import temporaries_factor
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
@@ -160,16 +160,17 @@ def _op_cost(
         nbytes = local_bytes(op.total, op.sharding, mesh)
         compute, launches, moved = accumulate_seconds(kind, nbytes), 1.0, 3.0 * nbytes
     elif isinstance(op, Reshard):
-        at = op.source
-        for step in op.steps:
-            axes = step_axes(step, mesh)
+        for step, axes, payload, _ in _applied(op, mesh):
             if axes:
-                payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.sum_itemsize)
                 communication += price(step.kind, axes, payload)
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
-            at = step_result(step, at)
     return OpCost(compute + strided_reads, communication, flops, tuple(collectives), launches, moved)
+
+
+def _applied(op: Reshard, mesh: Mesh) -> Iterator[AppliedStep]:
+    value = op.value
+    return applied_steps(op.steps, value.shape, value.itemsize, op.source, mesh, value.sum_itemsize)
 
 
 def _kernel_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
@@ -364,10 +365,9 @@ def _estimated_seconds(op: Compute, nbytes: float, kind: DeviceKind) -> float:
 
 def _reshard(op: Reshard, mesh: Mesh, found: ProgramKernels, price: StepPrice) -> None:
     """Step by step. What is summed is held in the type of the sum until it is read."""
-    value, at = op.value, op.source
-    here: Any = (value, at)
-    for number, step in enumerate(op.steps):
-        axes, after = step_axes(step, mesh), step_result(step, at)
+    value = op.value
+    here: Any = (value, op.source)
+    for number, (step, axes, payload, after) in enumerate(_applied(op, mesh)):
         there: Any = (op, number)
         if not axes or step.kind in LOCAL_KINDS:
             found.fuse(there, found.buffers([here]))
@@ -377,12 +377,11 @@ def _reshard(op: Reshard, mesh: Mesh, found: ProgramKernels, price: StepPrice) -
             nbytes = (value.sum_nbytes if wide else value.nbytes) // math.prod(after.tiles(mesh))
             dtype = value.held_dtype(wide)
             combines = sums or step.kind == "all_gather"
-            payload = step_payload(step, value.shape, value.itemsize, at, mesh, value.sum_itemsize)
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
             collective = Combining((step.kind, axes, dtype) if combines else None, sums, latency)
             aliases = {there: here} if step.kind == "all_reduce" else {}
             found.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds)
-        here, at = there, after
+        here = there
     found.fuse((value, op.target), found.buffers([here]))
 
 

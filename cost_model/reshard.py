@@ -22,13 +22,14 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
-from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind, sum_itemsize
+from autopar.ir.sharding import ReshardStep, Sharding, StepKind, sum_itemsize
 
 # (kind, axes in mesh order, payload in bytes as in `Collective`) -> seconds. Local steps cost memory traffic.
 StepPrice = Callable[[StepKind, tuple[str, ...], int], float]
@@ -129,22 +130,29 @@ def step_axes(step: ReshardStep, mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axes if axis in step.axes and mesh.axis_size(axis) > 1)
 
 
-def step_collectives(
+class AppliedStep(NamedTuple):
+    """A step of a resharding where it stands."""
+
+    step: ReshardStep
+    axes: tuple[str, ...]  # see `step_axes`
+    payload: int  # bytes, see `step_payload`; 0 without axes
+    after: Sharding
+
+
+def applied_steps(
     steps: Sequence[ReshardStep],
     shape: tuple[int, ...],
     itemsize: int,
     before: Sharding,
     mesh: Mesh,
     summed: int | None = None,
-) -> tuple[Collective, ...]:
-    """The collectives among the steps, in order; steps over axes of size 1 are none."""
-    found = []
+) -> Iterator[AppliedStep]:
+    """Each step of a resharding of an array, with what it takes; `summed`: see `step_payload`."""
     for step in steps:
-        axes = step_axes(step, mesh)
-        if axes and step.kind not in LOCAL_KINDS:
-            found.append(Collective(step.kind, axes, step_payload(step, shape, itemsize, before, mesh, summed)))
-        before = step_result(step, before)
-    return tuple(found)
+        axes, after = step_axes(step, mesh), step_result(step, before)
+        payload = step_payload(step, shape, itemsize, before, mesh, summed) if axes else 0
+        yield AppliedStep(step, axes, payload, after)
+        before = after
 
 
 def shardings(rank: int, mesh: Mesh) -> tuple[Sharding, ...]:
@@ -294,7 +302,7 @@ class _StepPrices:
     """What depends on the array: the edges' seconds, and the shortest paths asked for so far."""
 
     def __init__(
-        self, network: _Network, mesh: Mesh, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int, price: StepPrice
+        self, network: _Network, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int, price: StepPrice
     ) -> None:
         self.network = network
         self.divides = np.all(np.array(gcds, np.int64) % network.tiles == 0, axis=1)  # [state]
@@ -333,7 +341,7 @@ class Resharder:
         self._prices = functools.lru_cache(maxsize=1024)(self._make_prices)
 
     def _make_prices(self, gcds: tuple[int, ...], nbytes: int, sum_nbytes: int) -> _StepPrices:
-        return _StepPrices(_network(len(gcds), self._logical), self._logical, gcds, nbytes, sum_nbytes, self._price)
+        return _StepPrices(_network(len(gcds), self._logical), gcds, nbytes, sum_nbytes, self._price)
 
     def _prices_of(self, shape: tuple[int, ...], itemsize: int) -> _StepPrices:
         gcds, size = tuple(math.gcd(n, self.mesh.size) for n in shape), math.prod(shape)
@@ -366,14 +374,6 @@ class Resharder:
         """Seconds in which each device cuts its tile of so many bytes, or joins it, in a program of its own."""
         return self._price("slice", (), nbytes) + self._dispatch
 
-    def collectives(
-        self, shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding
-    ) -> tuple[Collective, ...]:
-        """The collectives of the cheapest steps, in order."""
-        steps = self.plan(shape, itemsize, source, target)
-        summed = sum_itemsize(itemsize, self._least_sum_bytes)
-        return step_collectives(steps, shape, itemsize, source, self.mesh, summed)
-
     def matrix(
         self, shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding]
     ) -> npt.NDArray[np.float64]:
@@ -382,10 +382,3 @@ class Resharder:
             return np.zeros((len(sources), len(targets)))
         prices = self._prices_of(shape, itemsize)
         return prices.seconds(self._states(prices, shape, sources), self._states(prices, shape, targets))
-
-
-def plan_reshard(
-    shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, mesh: Mesh, price: StepPrice
-) -> tuple[ReshardStep, ...]:
-    """The cheapest steps from `source` to `target`. For more than one question, keep a `Resharder`."""
-    return Resharder(mesh, price).plan(shape, itemsize, source, target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 
-from autopar.cost_model.reshard import step_axes, step_payload, step_result
+from autopar.cost_model.reshard import applied_steps
 from autopar.ir.graph import Operand, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, Port, Reshard
 from autopar.ir.mesh import Mesh
@@ -64,13 +64,12 @@ def _op(op: LocalOp, mesh: Mesh) -> Iterator[str]:
             yield f"      {collective.kind} over {_axes(collective.axes)}, {bytes_text(collective.payload)}"
     elif isinstance(op, Reshard):
         yield f"{_value(op.value, op.target, mesh)} = reshard {_operand(op.value, op.source)}"
-        at = op.source
-        for step in op.steps:
-            axes = step_axes(step, mesh)
+        value = op.value
+        for step, axes, payload, _ in applied_steps(
+            op.steps, value.shape, value.itemsize, op.source, mesh, value.sum_itemsize
+        ):
             if axes:
-                payload = step_payload(step, op.value.shape, op.value.itemsize, at, mesh, op.value.sum_itemsize)
                 yield f"      {step.kind} over {_axes(axes)}, {bytes_text(payload)}"
-            at = step_result(step, at)
     elif isinstance(op, Accumulate):
         yield f"{_value(op.total, op.sharding, mesh)} += {_operand(op.partial_sum, op.sharding)}"
     else:

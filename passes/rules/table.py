@@ -50,11 +50,6 @@ def has_rule(name: str) -> bool:
     return name in _REGISTERED or name in _BUILT_IN
 
 
-def rule_names() -> tuple[str, ...]:
-    """The primitives that have a rule, sorted."""
-    return tuple(sorted({*_REGISTERED, *_BUILT_IN}))
-
-
 def rule_of(equation: Equation) -> Rule:
     """The rule of an equation; one that replicates where its primitive has none.
 

@@ -8,7 +8,6 @@ import pytest
 from autopar.cost_model.collective import (
     collective_time,
     make_collective_pricer,
-    mesh_collective_time,
     mesh_groups,
     transfer_time,
 )
@@ -159,12 +158,12 @@ def test_the_worst_group_counts() -> None:
     cluster = make_cluster("three hosts of four", 3, 4, KIND, INSIDE, NETWORK)
     # Devices 2..5: the groups of y are (2, 3) and (4, 5), inside; those of x (2, 4) and (3, 5), across.
     mesh = Mesh((2, 3, 4, 5), (2, 2), ("x", "y"))
-    assert mesh_collective_time(cluster, mesh, "all_gather", ("y",), BIG) == pytest.approx(0.02 + 1e-6)
-    assert mesh_collective_time(cluster, mesh, "all_gather", ("x",), BIG) == pytest.approx(2.0 + 10e-6)
+    assert make_collective_pricer(cluster, mesh)("all_gather", ("y",), BIG) == pytest.approx(0.02 + 1e-6)
+    assert make_collective_pricer(cluster, mesh)("all_gather", ("x",), BIG) == pytest.approx(2.0 + 10e-6)
     # Devices 1..4: (1, 2) lies inside a host, (3, 4) across two.
     shifted = Mesh((1, 2, 3, 4), (2, 2), ("x", "y"))
     assert shifted.group(("y",)) == (1, 2)
-    assert mesh_collective_time(cluster, shifted, "all_gather", ("y",), BIG) == pytest.approx(2.0 + 10e-6)
+    assert make_collective_pricer(cluster, shifted)("all_gather", ("y",), BIG) == pytest.approx(2.0 + 10e-6)
 
 
 def test_the_pricer_agrees_with_single_groups() -> None:
@@ -178,12 +177,11 @@ def test_the_pricer_agrees_with_single_groups() -> None:
                     worst = max(collective_time(cluster, group, kind, payload) for group in mesh_groups(mesh, over))
                     for _ in range(2):  # the second answer comes from what the first has stored
                         assert price(kind, over, payload) == worst
-                    assert mesh_collective_time(cluster, mesh, kind, over, payload) == worst
 
 
 def test_an_axis_of_one_device_is_free() -> None:
     mesh = Mesh(ALL, (8, 1), ("x", "y"))
-    assert mesh_collective_time(TWO, mesh, "all_reduce", ("y",), BIG) == 0.0
+    assert make_collective_pricer(TWO, mesh)("all_reduce", ("y",), BIG) == 0.0
 
 
 # Point to point

@@ -197,8 +197,8 @@ def test_an_elementwise_result_takes_the_place_of_an_operand_that_nothing_needs_
 
 def test_sums_of_more_than_the_threshold_are_several() -> None:
     told = gradients(4)
-    assert sum(kernel.combining is not None for kernel in live(told, combined=800).order) == 2
-    assert sum(kernel.combining is not None for kernel in live(told, combined=300).order) == 4
+    assert sum(kernel.collective is not None for kernel in live(told, combined=800).order) == 2
+    assert sum(kernel.collective is not None for kernel in live(told, combined=300).order) == 4
 
 
 def test_contiguous_sums_lie_beside_their_operands() -> None:

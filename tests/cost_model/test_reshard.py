@@ -14,17 +14,15 @@ from autopar.cost_model.mesh_transfer import plan_transfer, tile_copies
 from autopar.cost_model.reshard import (
     Resharder,
     StepPrice,
-    moves,
-    plan_reshard,
     shardings,
     step_axes,
-    step_collectives,
     step_payload,
     step_result,
 )
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
+from tests.resharding import plan_reshard, step_collectives
 
 LINE = Mesh(tuple(range(8)), (8,), ("x",))
 WIDE = Mesh(tuple(range(8)), (2, 4), ("x", "y"))
@@ -199,7 +197,8 @@ def test_known_routes() -> None:
     shape = (8, 16)  # float32: 512 bytes
 
     def route(source: str, target: str, mesh: Mesh = WIDE, price: StepPrice = by_bytes) -> tuple[Collective, ...]:
-        return Resharder(mesh, price).collectives(shape, 4, parse(source), parse(target))
+        before = parse(source)
+        return step_collectives(plan_reshard(shape, 4, before, parse(target), mesh, price), shape, 4, before, mesh)
 
     assert route("[x,-]", "[x,-]") == ()
     assert route("[-,-]+x", "[-,-]", price=by_steps) == (Collective("all_reduce", ("x",), 512),)
@@ -223,7 +222,8 @@ def test_axes_of_size_one_cost_nothing() -> None:
     mesh = Mesh((0, 1), (1, 2), ("x", "y"))
     resharder = Resharder(mesh, by_bytes)
     source, target = parse("[x,-]+y"), parse("[y,-]+x")
-    assert resharder.collectives((4, 4), 4, source, target) == (Collective("reduce_scatter", ("y",), 64),)
+    steps = resharder.plan((4, 4), 4, source, target)
+    assert step_collectives(steps, (4, 4), 4, source, mesh) == (Collective("reduce_scatter", ("y",), 64),)
     assert resharder.time((4, 4), 4, source, target) == by_bytes("reduce_scatter", ("y",), 64)
 
 
@@ -400,11 +400,3 @@ def test_transfers_between_meshes_of_different_sizes_are_optimal() -> None:
             local += at_small.local_time(arrived) if math.prod(tiles.joins) > 1 else 0.0
             least = min(least, sum(resharded) + local + max(busy.values()))
         assert plan.seconds == pytest.approx(least, rel=1e-12)
-
-
-def test_collectives_of_a_plan_are_those_of_its_steps() -> None:
-    source, target = parse("[-,-]+x·y"), parse("[y,x]")
-    resharder = Resharder(WIDE, by_bytes)
-    steps = resharder.plan((8, 16), 4, source, target)
-    assert resharder.collectives((8, 16), 4, source, target) == step_collectives(steps, (8, 16), 4, source, WIDE)
-    assert all(step in set(moves(source, WIDE)) for step in steps[:1])

@@ -10,21 +10,14 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from autopar.cost_model.reshard import (
-    Resharder,
-    moves,
-    permutation,
-    plan_reshard,
-    shardings,
-    step_collectives,
-    step_result,
-)
+from autopar.cost_model.reshard import Resharder, moves, permutation, shardings, step_result
 from autopar.errors import InternalError
 from autopar.ir.graph import accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
 from autopar.passes.collectives import apply_steps, count_collectives
 from autopar.runtime.hlo import collectives_in_hlo
+from tests.resharding import plan_reshard, step_collectives
 
 LINE = Mesh(tuple(range(8)), (8,), ("x",))
 WIDE = Mesh(tuple(range(8)), (2, 4), ("x", "y"))
