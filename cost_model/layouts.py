@@ -150,25 +150,16 @@ def comes_turned(eqn: Equation, rule: Rule, turned: Collection[Value]) -> bool:
 
     `turned`: the values before that do.
     """
-    if rule.patches is not None:
-        return not _is_channels_last(eqn.params["dimension_numbers"].out_spec)
+    if rule.channels_last is not None:
+        return not rule.channels_last[2]
     return is_fusible(rule) and any(v in turned and v.shape == eqn.outputs[0].shape for v in eqn.values)
 
 
 def filters_to_turn(eqn: Equation, rule: Rule, turned: Collection[Value]) -> list[int]:
     """The operands that a convolution needs in another order than they lie in; of a filter's gradient none."""
-    if rule.patches is None:
+    if rule.channels_last is None or not rule.channels_last[2]:
         return []
-    dims = eqn.params["dimension_numbers"]
-    if not _is_channels_last(dims.out_spec):
-        return []
-    specs = enumerate((dims.lhs_spec, dims.rhs_spec))
-    return [i for i, spec in specs if not _is_channels_last(spec) and eqn.inputs[i] not in turned]
-
-
-def _is_channels_last(spec: Sequence[int]) -> bool:
-    """Examples, or what a filter makes, first; then space; then channels."""
-    return spec[0] == 0 and spec[1] == len(spec) - 1
+    return [i for i, is_last in enumerate(rule.channels_last[:2]) if not is_last and eqn.inputs[i] not in turned]
 
 
 def is_apart(rule: Rule, position: int, order: Order) -> bool:

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value, operand_signature
-from autopar.ir.rule import Local, Rule, RuleOf
+from autopar.ir.rule import Local, Rule
 from autopar.passes.rules.loops import Chain, chain_of
 from autopar.passes.rules.split import (
     Split,
@@ -38,9 +38,9 @@ class LoopCut:
 class Spread:
     """How a cut of some loops or leaves spreads."""
 
-    def __init__(self, graph: Graph, rule_of: RuleOf, whole: frozenset[Value]) -> None:
-        self.graph, self.whole = graph, whole  # `whole`: inputs that are never cut
-        self.rules = {e.id: rule_of(e) for e in graph.equations}
+    def __init__(self, graph: Graph, rules: Mapping[int, Rule], whole: frozenset[Value]) -> None:
+        """`rules` by equation id; `whole`: inputs that are never cut."""
+        self.graph, self.rules, self.whole = graph, rules, whole
         self.chains = {e.id: chain for e in graph.equations if (chain := chain_of(e)) is not None}
         self.producer = {v: e for e in graph.equations for v in e.outputs}
         self.given: dict[Value, LoopCut] = {}  # inputs

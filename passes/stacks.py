@@ -84,7 +84,7 @@ class Stacks:
 def find_stacks(analysis: BatchAnalysis, num_hosts: int = 1, num_layers: int | None = None) -> Stacks:
     """The loops over layers of a step, and the leaves of its arguments that must be cut with them; see `finest`."""
     loops = layer_loops(analysis, num_hosts, num_layers)
-    spread = Spread(analysis.graph, lambda e: analysis.rules[e.id], _never_cut(analysis))
+    spread = Spread(analysis.graph, analysis.rules, _never_cut(analysis))
     for i, bounds in loops.items():
         length = bounds[-1]
         spread.loops[i] = LoopCut(BatchDim(0, 1, length, 1), bounds, i)
@@ -111,7 +111,7 @@ def cut_leaves(analysis: BatchAnalysis, cuts: Mapping[int, LeafCut], whole: froz
     """The graph with these argument leaves in pieces, and everything else cut as follows from that; but for `whole`."""
     graph = analysis.graph
     kept = _never_cut(analysis) | {graph.inputs[i] for i in whole}
-    spread = Spread(graph, lambda e: analysis.rules[e.id], kept)
+    spread = Spread(graph, analysis.rules, kept)
     for i, cut in cuts.items():
         value = graph.inputs[i]
         spread.given[value] = LoopCut(BatchDim(cut.axis, 1, value.shape[cut.axis], 1), cut.bounds, -1)

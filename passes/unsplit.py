@@ -22,6 +22,7 @@ from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.method import Method
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import WHOLE, AxisAssignment
+from autopar.ir.units import array_text
 from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
 from autopar.passes.intra_op.strategies import pieces
 from autopar.passes.lower import LoweredStep
@@ -189,7 +190,7 @@ class _Stage:
             asked |= fixed and axis in self.method.model_axes
             usual = asked or 2 * split >= sum(v.nbytes for v in stored)
             for v, sharding in stored.items():
-                name = f"{paths[v]} {v.dtype}[{','.join(map(str, v.shape))}]"
+                name = f"{paths[v]} {array_text(v.dtype, v.shape)}"
                 size, could = self._undivided(v, sharding, axis)
                 if usual and size is not None:
                     at(axis, Cause(size[0], False), size[1]).leaves[name] = held[v]

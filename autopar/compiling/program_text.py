@@ -10,7 +10,7 @@ from autopar.ir.graph import Operand, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, Port, Reshard
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding
-from autopar.ir.units import bytes_text, ranges_text
+from autopar.ir.units import array_text, bytes_text, ranges_text
 from autopar.passes.lower import LoweredStep
 
 
@@ -85,8 +85,8 @@ def _port(port: Port, mesh: Mesh) -> str:
 
 
 def _value(value: Value, sharding: Sharding, mesh: Mesh) -> str:
-    shape = ",".join(map(str, sharding.local_shape(value.shape, mesh)))
-    return f"%{value.id}:{value.held_dtype(bool(sharding.partial))}[{shape}] {sharding}"
+    piece = array_text(value.held_dtype(bool(sharding.partial)), sharding.local_shape(value.shape, mesh))
+    return f"%{value.id}:{piece} {sharding}"
 
 
 def _operand(operand: Operand, sharding: Sharding | None) -> str:

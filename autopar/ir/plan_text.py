@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.ir.plan_record import LeafPlan, PlanRecord, StagePlan
-from autopar.ir.units import bytes_text, count_text, ranges_text, seconds_text
+from autopar.ir.units import array_text, bytes_text, count_text, ranges_text, seconds_text
 
 
 def render(parts: Sequence[RenderableType]) -> str:
@@ -109,7 +109,7 @@ def _leaves(plan: PlanRecord, max_rows: int | None) -> list[RenderableType]:
 
 
 def _shape(leaf: LeafPlan) -> Text:
-    return Text(f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]")
+    return Text(array_text(leaf.dtype, leaf.shape))
 
 
 def _is_replicated(leaf: LeafPlan, plan: PlanRecord) -> bool:

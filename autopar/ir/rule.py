@@ -248,6 +248,8 @@ class Rule:
     unit: Unit = "vector"  # "none": moves or renames data at most
     is_bitcast: bool = False  # a reshape: elements keep their order, even where the factors do not show it
     patches: Patches | None = None  # of a product of windows
+    # Of a convolution, for its operands and its result: whether examples come first and channels last.
+    channels_last: tuple[bool, bool, bool] | None = None
     separable: bool = False  # result i depends on operand i alone: each may be split in its own way
     replicates: bool = False  # the fallback: nothing can be split
     # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).

@@ -1,8 +1,9 @@
-"""Quantities as people read them."""
+"""Quantities and arrays as people read them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 def count_text(number: int, noun: str, plural: str = "s") -> str:
@@ -35,6 +36,11 @@ def seconds_text(seconds: float) -> str:
         if seconds >= scale:
             return f"{seconds / scale:.4g} {unit}"
     return f"{seconds / 1e-6:.4g} us"
+
+
+def array_text(dtype: Any, shape: Iterable[int]) -> str:
+    """ "float32[2048,4096]"."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
 
 
 def ranges_text(numbers: Iterable[int], dash: str = "-") -> str:

@@ -14,7 +14,7 @@ from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Reread,
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
-from autopar.ir.units import bytes_text
+from autopar.ir.units import array_text, bytes_text
 from autopar.ir.why import Why
 from autopar.passes.lower import LoweredStep
 from autopar.planning.alternatives import Solved
@@ -169,7 +169,7 @@ def _row(
 
 
 def _array(value: Value, sharding: Sharding) -> str:
-    return f"{value.dtype}[{','.join(map(str, value.shape))}] {sharding}"
+    return f"{array_text(value.dtype, value.shape)} {sharding}"
 
 
 def links_used(

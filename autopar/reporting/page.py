@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from autopar.errors import ReportError
 from autopar.ir.plan_record import LeafPlan
 from autopar.ir.plan_text import fold
-from autopar.ir.units import bytes_text, count_text, metric_text, ranges_text, seconds_text
+from autopar.ir.units import array_text, bytes_text, count_text, metric_text, ranges_text, seconds_text
 from autopar.ir.verification import LEFT_OUT
 from autopar.reporting.figures import (
     BLUE,
@@ -216,7 +216,7 @@ def _mesh(axes: Sequence[str], shape: Sequence[int]) -> str:
 def _leaf(leaf: LeafPlan, path: str, count: int) -> dict[str, Any]:
     window = "" if leaf.window is None else f" {leaf.window[1]}:{leaf.window[2]}"
     return {
-        "path": path + window, "type": f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", "stage": leaf.stage,
+        "path": path + window, "type": array_text(leaf.dtype, leaf.shape), "stage": leaf.stage,
         "sharding": str(leaf.sharding), "count": count, "kind": _leaf_kind(leaf),
     }  # fmt: skip
 
@@ -411,7 +411,7 @@ def _data(report: ReportRecord) -> dict[str, Any]:
     plan, details = report.plan, report.details
     leaves = [
         [leaf.path + ("" if leaf.window is None else f" {leaf.window[1]}:{leaf.window[2]}"),
-         f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]", leaf.stage, str(leaf.sharding), _leaf_kind(leaf)]
+         array_text(leaf.dtype, leaf.shape), leaf.stage, str(leaf.sharding), _leaf_kind(leaf)]
         for leaf in plan.leaves[:_MOST_LEAVES]
     ]  # fmt: skip
     return {

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.tracing.interpret import EquationRule, Interpreter, at_its_line, bind_again
+from autopar.tracing.interpret import EquationRule, Interpreter, tracing_interpreter
 
 # Beside a computation, these say along which axes devices may differ.
 _MARKS = frozenset({"pvary", "pbroadcast", "reduced_vary_cast", "reduced_vary_cast_p"})
@@ -101,10 +101,7 @@ def _interpreter(calls: Mapping[str, str]) -> Interpreter:
         "shard_map": lambda eqn, xs: unmapped(eqn.params, calls)(*xs),
     }
     # A literal's own value may name the mesh that is taken away; an array of NumPy names none.
-    interpreter = Interpreter(
-        {name: at_its_line(rule) for name, rule in rules.items()}, at_its_line(bind_again),
-        lambda atom: np.asarray(atom.val, atom.aval.dtype),
-    )  # fmt: skip
+    interpreter = tracing_interpreter(rules, lambda atom: np.asarray(atom.val, atom.aval.dtype))
     return interpreter
 
 

@@ -50,8 +50,17 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return results if eqn.primitive.multiple_results else [results]
 
 
-def at_its_line(rule: EquationRule) -> EquationRule:
-    """A rule that traces: what it makes is of the equation's line and name stack."""
+def tracing_interpreter(rules: Mapping[str, EquationRule], literal: Callable[[Any], Any]) -> Interpreter:
+    """An interpreter of traced arrays, which binds primitives without a rule again.
+
+    What it makes is of the line and name stack of the equation that it is made for. `literal`: see `Interpreter`.
+    """
+    at_their_lines = {name: _at_its_line(rule) for name, rule in rules.items()}
+    return Interpreter(at_their_lines, _at_its_line(bind_again), literal)
+
+
+def _at_its_line(rule: EquationRule) -> EquationRule:
+    """A rule whose results are of the equation's line and name stack."""
 
     def run(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         with source_info_util.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from autopar.tracing.axis_collectives import scan_counts
-from autopar.tracing.interpret import EquationRule, Interpreter, at_its_line, bind_again
+from autopar.tracing.interpret import EquationRule, bind_again, tracing_interpreter
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 CALLBACKS = frozenset({"debug_callback", "debug_print"})
@@ -83,9 +83,7 @@ class _Silencer:
         rules: dict[str, EquationRule] = {
             **dict.fromkeys(CALLBACKS, self._call_back), **dict.fromkeys(calls, self._call), "scan": self._scan,
         }  # fmt: skip
-        self.interpreter = Interpreter(
-            {name: at_its_line(rule) for name, rule in rules.items()}, at_its_line(bind_again), lambda atom: atom.val
-        )
+        self.interpreter = tracing_interpreter(rules, lambda atom: atom.val)
 
     def _call_back(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         literals = tuple(atom if isinstance(atom, core.Literal) else None for atom in eqn.invars)

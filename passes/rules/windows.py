@@ -190,9 +190,15 @@ def _conv_general_dilated(eqn: Equation) -> Rule:
         flops=work_per_point(2.0 * points * math.prod(reads), factors),
         unit="matmul",
         patches=Patches(math.prod(w.taps for w in each), reuse, math.prod(w.base for w in each)),
+        channels_last=tuple(map(_is_channels_last, (numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec))),
         halos=_halos(eqn, 0, reaches, None),
         windows=frozenset(reach.factor for reach in reaches.values()),
     )
+
+
+def _is_channels_last(spec: Sequence[int]) -> bool:
+    """Examples, or what a filter makes, first; then space; then channels."""
+    return spec[0] == 0 and spec[1] == len(spec) - 1
 
 
 def _in_order(dims: Mapping[int, DimFactors]) -> DimMap:

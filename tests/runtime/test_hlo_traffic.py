@@ -1,4 +1,4 @@
-"""Kernels and their bytes, of texts with the arithmetic beside them. XLA's own: tests/passes/rules/test_fusion.py."""
+"""Kernels and their bytes, of texts with the arithmetic beside them. XLA's own: tests/cost_model/test_fusion.py."""
 
 from __future__ import annotations
 
