@@ -59,7 +59,12 @@ class _Where(NamedTuple):
 
     stack: str
     source: str
-    phase: Phase | None
+    given_phase: Phase | None
+
+    @property
+    def phase(self) -> Phase:
+        """What is given, or else what the name stack says."""
+        return self.given_phase or _phase(self.stack)
 
 
 class Builder:
@@ -129,42 +134,27 @@ class Builder:
 
     def _applied(self, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
         """The results of an equation of a jaxpr, whose calls are inlined."""
-        name, params, phase = eqn.primitive.name, eqn.params, at.phase or _phase(at.stack)
-        body = params.get(CALLS[name]) if name in CALLS else None
-        if name == COND and (index := self._known_number(inputs[0])) is not None:
-            branches, inputs = params["branches"], inputs[1:]
-            body = branches[min(max(index, 0), len(branches) - 1)]
-        elif name == LINEAR_SOLVE:
-            body, inputs = _solve_of(params, inputs)
-        elif name == SHARD_MAP:
-            body = _unmapped(eqn, at.source)
-        if name in loop_callbacks.CALLBACKS:
-            self.callbacks.append(self._callback(eqn.primitive, params, inputs, at.source))
-            return ()
-        if name == "scan" and loop_callbacks.calls_back(eqn):
-            silenced = loop_callbacks.Silenced(params, CALLS)
-            traced, values = trace_emission(silenced.run, inputs)
-            found = self.inline(traced.jaxpr, traced.consts, values, at.stack, at.source, phase)
-            self.callbacks.append(self._rounds(silenced.rounds, iter(found[len(eqn.outvars) :]), at.source))
-            return found[: len(eqn.outvars)]
-        if body is not None:
-            if name in _REMAT and params.get("differentiated") and params.get("prevent_cse", True):
-                inputs = self._fence(inputs, phase, at.source)
-            return self.inline(*opened(body), inputs, at.stack, at.source, at.phase)
-        if name == "rev" and all(inputs[0].shape[d] == 1 for d in params["dimensions"]):
-            return inputs  # as in gradients of 1 x 1 convolutions: XLA sees it too, and then that it is shared
-        if (plainer := _plainer(name, params, self._counts(inputs))) is not None:
-            traced, values = trace_emission(plainer, inputs)
-            return self.inline(traced.jaxpr, traced.consts, values, at.stack, at.source, phase)
-        if name == "while":
-            params, inputs = _without_unread(params, inputs)
+        rule = _TAKEN_APART.get(eqn.primitive.name)
+        found = None if rule is None else rule(self, eqn, inputs, at)
+        return self.as_it_stands(eqn, eqn.params, inputs, at) if found is None else found
+
+    def as_it_stands(
+        self, eqn: Any, params: Mapping[str, Any], inputs: Sequence[Operand], at: _Where
+    ) -> Sequence[Operand]:
+        """The results of one equation, perhaps with other parameters."""
         avals = [var.aval for var in eqn.outvars]
-        return self.add(eqn.primitive, params, inputs, avals, phase, at.source, _AGAIN in at.stack)
+        return self.add(eqn.primitive, params, inputs, avals, at.phase, at.source, _AGAIN in at.stack)
 
-    def _counts(self, inputs: Sequence[Operand]) -> bool:
-        return self.counting and bool(inputs) and inputs[0].dtype == np.bool_
+    def inlined(self, body: Any, inputs: Sequence[Operand], at: _Where) -> Sequence[Operand]:
+        """The results of a body, closed or not, that an equation calls."""
+        return self.inline(*opened(body), inputs, at.stack, at.source, at.given_phase)
 
-    def _known_number(self, operand: Operand) -> int | None:
+    def traced(self, function: Callable[..., Sequence[Any]], inputs: Sequence[Operand], at: _Where) -> list[Operand]:
+        """The results of a function of arrays that does what an equation does."""
+        closed, values = trace_emission(function, inputs)
+        return self.inline(closed.jaxpr, closed.consts, values, at.stack, at.source, at.phase)
+
+    def known_number(self, operand: Operand) -> int | None:
         """The integer that an operand is whatever the inputs are: a literal, or computed from such alone."""
         makers: dict[Operand, Equation] = {}
 
@@ -185,28 +175,12 @@ class Builder:
         found = known(operand)
         return None if found is None else int(found)
 
-    def _callback(self, primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], source: str) -> Equation:
-        return Equation(-1, primitive, params, tuple(inputs), (), Phase.UPDATE, source)
-
-    def _rounds(self, rounds: loop_callbacks.Loop, given: Iterator[Operand], source: str) -> Rounds:
-        found: list[Callback] = []
-        for call in rounds.calls:
-            if isinstance(call, loop_callbacks.Loop):
-                found.append(self._rounds(call, given, source))
-                continue
-            inputs = [
-                next(given) if literal is None else Literal(literal.val, literal.aval.dtype)
-                for literal in call.operands
-            ]
-            found.append(self._callback(call.primitive, call.params, inputs, source))
-        return Rounds(rounds.length, rounds.reverse, tuple(found))
-
     def constant(self, const: Any, aval: Any) -> Value:
         value = self.value(aval)
         self.constants[value] = const
         return value
 
-    def _fence(self, inputs: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
+    def fence(self, inputs: Sequence[Operand], phase: Phase, source: str) -> list[Operand]:
         values = [v for v in inputs if isinstance(v, Value)]
         avals = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
         fenced = iter(self.add(barrier(), {}, values, avals, phase, source))
@@ -219,28 +193,133 @@ def barrier() -> Any:
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[0].primitive
 
 
-def _plainer(name: str, params: Mapping[str, Any], counting: bool) -> Callable[..., Sequence[Any]] | None:
-    """The same equation in primitives that need not be run as a whole, where there are such."""
-    if name == COND and not any(branch.jaxpr.eqns for branch in params["branches"]):
-        branches = [jex_core.jaxpr_as_fun(branch) for branch in params["branches"]]
-        return lambda index, *xs: [
-            jax.lax.select_n(index, *cases) for cases in zip(*(branch(*xs) for branch in branches), strict=True)
+# How equations of a primitive are taken apart. Where the result is None, the equation is taken as it stands.
+
+
+def _call(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    params, name = eqn.params, eqn.primitive.name
+    body = params.get(CALLS[name])
+    if body is None:
+        return None
+    if name in _REMAT and params.get("differentiated") and params.get("prevent_cse", True):
+        inputs = builder.fence(inputs, at.phase, at.source)
+    return builder.inlined(body, inputs, at)
+
+
+def _branch(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    """The branch that is known to be taken, or a selection where none computes anything."""
+    branches = eqn.params["branches"]
+    index = builder.known_number(inputs[0])
+    if index is not None:
+        return builder.inlined(branches[min(max(index, 0), len(branches) - 1)], inputs[1:], at)
+    if any(branch.jaxpr.eqns for branch in branches):
+        return None
+    functions = [jex_core.jaxpr_as_fun(branch) for branch in branches]
+
+    def select(index: Any, *xs: Any) -> list[Any]:
+        each = zip(*(function(*xs) for function in functions), strict=True)
+        return [jax.lax.select_n(index, *cases) for cases in each]
+
+    return builder.traced(select, inputs, at)
+
+
+def _linear_solve(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
+    body, operands = _solve_of(eqn.params, inputs)
+    return builder.inlined(body, operands, at)
+
+
+def _shard_map(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
+    return builder.inlined(_unmapped(eqn, at.source), inputs, at)
+
+
+def _call_back(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
+    builder.callbacks.append(_callback(eqn.primitive, eqn.params, inputs, at.source))
+    return ()
+
+
+def _scan(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    """Without its callbacks, which are called once it is over."""
+    if not loop_callbacks.calls_back(eqn):
+        return None
+    silenced = loop_callbacks.Silenced(eqn.params, CALLS)
+    found = builder.traced(silenced.run, inputs, at)
+    builder.callbacks.append(_rounds(silenced.rounds, iter(found[len(eqn.outvars) :]), at.source))
+    return found[: len(eqn.outvars)]
+
+
+def _while(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
+    params, inputs = _without_unread(eqn.params, inputs)
+    return builder.as_it_stands(eqn, params, inputs, at)
+
+
+def _rev(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    """Nothing to do along dimensions of 1, as in gradients of 1 x 1 convolutions.
+
+    XLA sees that, too, and then that operand and result are the same.
+    """
+    return inputs if all(inputs[0].shape[d] == 1 for d in eqn.params["dimensions"]) else None
+
+
+def _reshape(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    """That of other dimensions' order, in the gradient of a grouped convolution, as two equations."""
+    order, sizes = eqn.params["dimensions"], eqn.params["new_sizes"]
+    if order is None:
+        return None
+    return builder.traced(lambda x: [jax.lax.reshape(jax.lax.transpose(x, order), sizes)], inputs, at)
+
+
+def _reduce_axes(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    """A collective over axes of which `vmap` has made dimensions, which have numbers instead of names."""
+    axes, reduce = eqn.params["axes"], _REDUCTIONS[eqn.primitive.name]
+    if eqn.params.get("axis_index_groups") is not None or not all(isinstance(axis, int) for axis in axes):
+        return None
+    return builder.traced(lambda *xs: [reduce(x, axes) for x in xs], inputs, at)
+
+
+def _count(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    """ "All" and "any" as a count, where the builder wants these."""
+    if not builder.counting or inputs[0].dtype != np.bool_:
+        return None
+    every = eqn.primitive.name == "reduce_and"
+
+    def count(x: Any) -> list[Any]:
+        number = jax.lax.reduce_sum((~x if every else x).astype(jnp.int32), eqn.params["axes"])
+        return [number == 0 if every else number > 0]
+
+    return builder.traced(count, inputs, at)
+
+
+_TAKEN_APART: dict[str, Callable[[Builder, Any, list[Operand], _Where], Sequence[Operand] | None]] = {
+    **dict.fromkeys(CALLS, _call),
+    **dict.fromkeys(loop_callbacks.CALLBACKS, _call_back),
+    **dict.fromkeys(_REDUCTIONS, _reduce_axes),
+    COND: _branch,
+    LINEAR_SOLVE: _linear_solve,
+    SHARD_MAP: _shard_map,
+    "scan": _scan,
+    "while": _while,
+    "rev": _rev,
+    "reshape": _reshape,
+    "reduce_and": _count,
+    "reduce_or": _count,
+}
+
+
+def _callback(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operand], source: str) -> Equation:
+    return Equation(-1, primitive, params, tuple(inputs), (), Phase.UPDATE, source)
+
+
+def _rounds(rounds: loop_callbacks.Loop, given: Iterator[Operand], source: str) -> Rounds:
+    found: list[Callback] = []
+    for call in rounds.calls:
+        if isinstance(call, loop_callbacks.Loop):
+            found.append(_rounds(call, given, source))
+            continue
+        inputs = [
+            next(given) if literal is None else Literal(literal.val, literal.aval.dtype) for literal in call.operands
         ]
-    if name == "reshape" and params["dimensions"] is not None:  # in the gradient of a grouped convolution
-        return lambda x: [jax.lax.reshape(jax.lax.transpose(x, params["dimensions"]), params["new_sizes"])]
-    if name in _REDUCTIONS and params.get("axis_index_groups") is None:
-        axes = params["axes"]  # numbers once `vmap` has taken away the names
-        if all(isinstance(axis, int) for axis in axes):
-            return lambda *xs: [_REDUCTIONS[name](x, axes) for x in xs]
-    if counting and name in ("reduce_and", "reduce_or"):
-        every = name == "reduce_and"
-
-        def count(x: Any) -> list[Any]:
-            number = jax.lax.reduce_sum((~x if every else x).astype(jnp.int32), params["axes"])
-            return [number == 0 if every else number > 0]
-
-        return count
-    return None
+        found.append(_callback(call.primitive, call.params, inputs, source))
+    return Rounds(rounds.length, rounds.reverse, tuple(found))
 
 
 def _without_unread(params: Mapping[str, Any], inputs: list[Operand]) -> tuple[Mapping[str, Any], list[Operand]]:
