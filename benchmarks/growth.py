@@ -21,6 +21,7 @@ import optax
 
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.method import AUTO
+from autopar.planning.traced import TracedStep
 from benchmarks import common
 from benchmarks.models import gpt
 from benchmarks.traced import trace
@@ -75,19 +76,24 @@ def measure(point: Point) -> Measured:
     return _planned(point)
 
 
-def _planned(point: Point) -> Measured:
+def traced(point: Point) -> TracedStep:
+    """Its train step."""
     optimizer = optax.adamw(1e-3)
     state = jax.eval_shape(gpt.make_init(point.config, optimizer), jax.random.key(0))
     batch = gpt.abstract_batch(point.config, point.batch_size)
+    return trace(gpt.make_train_step(point.config, optimizer), state, batch)
+
+
+def _planned(point: Point) -> Measured:
     cluster = load_preset("dgx-a100", num_hosts=point.hosts)
     started = time.process_time()
-    step = trace(gpt.make_train_step(point.config, optimizer), state, batch)
-    traced = time.process_time()
+    step = traced(point)
+    then = time.process_time()
     plan, _ = step.search(cluster, AUTO)
     planned = time.process_time()
     stages = " + ".join("x".join(map(str, stage.mesh.shape)) for stage in plan.stages)
     return Measured(
-        point.series, point.number, len(step.graph.equations), traced - started, planned - traced,
+        point.series, point.number, len(step.graph.equations), then - started, planned - then,
         float(plan.step_time), f"{plan.num_microbatches} microbatches, {stages}",
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -18,9 +18,10 @@ from autopar import recipes
 from autopar.errors import ClusterError, InfeasiblePlanError, PlanError, PlanMismatchError, TimeLimitWarning
 from autopar.ir.hint import FREE, Hint, hint_p
 from autopar.ir.mesh import Mesh
+from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
-from autopar.planning.planner import Planner
+from autopar.planning.neighbours import PHASES, Neighbour, stage_per_host
 from tests.models import chain_loss, sgd
 
 LAYERS, WIDTH, BATCH = 4, 64, 32
@@ -346,39 +347,29 @@ def test_recipes_stand_beside_the_plan() -> None:
         assert seconds == pytest.approx(step_time, rel=0.1) or (least and plan.step_time < seconds < step_time)
 
 
+def without_all_but(*kept: Neighbour, **options: Any) -> Method:
+    names = {neighbour.__name__ for phase in PHASES for neighbour in phase} - {one.__name__ for one in kept}
+    return dataclasses.replace(recipes.auto(**options), without=frozenset(names))
+
+
 def test_a_recipe_wins_where_the_search_is_worse() -> None:
-    """A search that finds nothing but four stages in one microbatch, since nothing else is offered to it."""
-
-    def likely(planner: Planner, fixed: int | None) -> Iterator[Any]:
-        found = planner._better(1, 4 if planner.method.num_stages is None else 1)
-        yield from () if found is None else (found,)
-
-    def fewest_that_fit(planner: Planner, fewest: int = 2) -> Iterator[Any]:
-        yield from () if planner.method.num_stages is None else of_a_recipe(planner, fewest)
-
-    of_a_recipe = Planner._fewest_that_fit
-    nothing = mock.patch.multiple(
-        Planner, _other_numbers=mock.Mock(return_value=()), _fewest_that_fit=fewest_that_fit, _likely=likely
-    )
-    with nothing:
-        alone, beside = plan_of(CLUSTER, baselines=False), plan_of(CLUSTER)
-    assert len(alone.stages) == 4
+    """A search that tries a stage per host and nothing else: in one microbatch, one waits for the other."""
+    plans = []
+    for baselines in (False, True):
+        method = without_all_but(stage_per_host, num_microbatches=1, baselines=baselines)
+        plans.append(autopar.parallelize(make_step()).plan(*shapes(), cluster=TWO_HOSTS, method=method))
+    alone, beside = plans
+    assert len(alone.stages) == 2
     assert beside.method in ("data_parallel", "zero_1", "zero_2", "zero_3")
     assert beside.step_time < alone.step_time
 
 
 def test_a_recipe_is_the_plan_where_the_search_finds_none() -> None:
-    def none(planner: Planner, fixed: int | None) -> Iterator[Any]:
-        if planner.method.name.startswith("auto"):
-            return
-        yield from improving(planner, fixed)
-
-    improving = Planner._improving
-    with mock.patch.object(Planner, "_improving", none):
-        plan = plan_of(CLUSTER)
-        with pytest.raises(InfeasiblePlanError):
-            plan_of(CLUSTER, baselines=False)
+    step = autopar.parallelize(make_step(), cluster=CLUSTER)
+    plan = step.plan(*shapes(), method=without_all_but())
     assert plan.notes[-1] == f"The search found no plan that fits; {plan.method} is the best recipe that does."
+    with pytest.raises(InfeasiblePlanError):
+        step.plan(*shapes(), method=without_all_but(baselines=False))
 
 
 def test_why_tells_each_operators_alternatives() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import jax
@@ -15,8 +16,10 @@ import autopar
 from autopar import recipes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan, StagePlan
-from autopar.planning.candidates import has_room
-from autopar.planning.planner import Planner
+from autopar.planning.candidate import Candidate
+from autopar.planning.neighbours import State, interleaved
+from autopar.planning.planner import Planner, better_plans
+from autopar.planning.search_space import has_room
 from tests.models import chain_loss, sgd
 from tests.planned import analyse, cluster_of
 
@@ -151,15 +154,13 @@ def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
     """So that a number of stages is found that is good only then."""
     state = jax.eval_shape(lambda key: init(True, key), jax.random.key(0))
     cluster, method = cluster_of(4, 1, memory=2**30, flops=1e10), recipes.auto()
-    equal = dataclasses.replace(method, num_stages=2, mesh_shape=(2,))
     found, estimates = {}, {}
     for rounds in (1, 2):
         planner = Planner(analyse(train_step, state, examples()), cluster, method)
-        uniform = planner.beside(equal)
-        uniform.rounds = rounds
-        better = uniform._better(4, 2)
+        equal = Candidate(4, 2, mesh_shape=(2,), own_layers=True, rounds=rounds)
+        better = planner.evaluator.outcome(equal).better
         assert better is not None
-        found[rounds], estimates[rounds] = better[0], planner._best.estimate
+        found[rounds], estimates[rounds] = better[0], planner.evaluator.best.estimate
     assert (found[1].schedule, len(found[1].stages)) == ("1f1b", 2)
     assert (found[2].schedule, len(found[2].stages)) == ("interleaved", 4)
     # The bubble of one microbatch at the other stage is halved.
@@ -175,23 +176,23 @@ def test_interleaved_stages_have_fewer_microbatches_by_other_shardings() -> None
     plain, _ = Planner(analysis, cluster, recipes.auto(pipeline=True, mesh_shape=(8,), schedule="1f1b")).plan(16)
     tight = dataclasses.replace(recipes.auto(), memory_limit=int(1.1 * plain.peak_memory))
 
-    def interleaved(fixed: int | None) -> list[Plan]:
+    def better_than_plain(fixed: int | None, estimate: float = math.inf) -> list[Plan]:
         planner = Planner(analysis, cluster, tight)
-        planner._best.step_time = plain.step_time
-        return [plan for plan, _ in planner._interleaved(plain, fixed)]
+        planner.evaluator.best.step_time, planner.evaluator.best.estimate = plain.step_time, estimate
+        state = State(planner.evaluator, fixed)
+        state.plan = plain
+        return [plan for plan, _ in better_plans(state, (interleaved,))]
 
-    more, fewer = interleaved(None)
+    more, fewer = better_than_plain(None)
     assert (more.schedule, fewer.schedule) == ("interleaved", "interleaved")
     assert (more.num_microbatches, fewer.num_microbatches) == (16, 8)
     assert fewer.step_time < more.step_time < plain.step_time
     (stage, *_) = more.stages
     assert stage.memory.total + stage.memory.activations > stage.memory.capacity
-    assert Planner(analysis, cluster, tight).candidates.fewer(more) == 8  # tried all the same
-    assert interleaved(16) == [more]
+    assert Planner(analysis, cluster, tight).evaluator.space.fewer(more) == 8  # tried all the same
+    assert better_than_plain(16) == [more]
     # The stage search's estimate is not asked: it knows nothing of parts that are more even than whole stages.
-    planner = Planner(analysis, cluster, tight)
-    planner._best.step_time, planner._best.estimate = plain.step_time, 0.0
-    assert [plan for plan, _ in planner._interleaved(plain, 16)] == [more]
+    assert better_than_plain(16, estimate=0.0) == [more]
 
 
 def test_fixed_interleaved_stages_have_few_microbatches_too() -> None:
@@ -221,17 +222,17 @@ def test_what_divides_a_loop_over_layers_is_tried() -> None:
     """Eight layers of a loop: two stages have them in two or four rounds, as twenty hosts have them in four stages."""
     step = jax.eval_shape(lambda key: init(True, key), jax.random.key(0))
     cluster = cluster_of(20, 2, memory=2**20, flops=1e12)
-    candidates = Planner(analyse(train_step, step, examples()), cluster).candidates
-    assert list(candidates.rounds(2, 4)) == [2, 4]
-    assert list(candidates.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
-    assert list(candidates.uniform(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
+    space = Planner(analyse(train_step, step, examples()), cluster).evaluator.space
+    assert list(space.rounds(2, 4)) == [2, 4]
+    assert list(space.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]  # an example for each host of a stage
+    assert list(space.uniform(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
-    candidates = Planner(analyse(train_step, unrolled, examples()), cluster).candidates
-    assert list(candidates.rounds(2, 4)) == [2, 3, 4]
+    space = Planner(analyse(train_step, unrolled, examples()), cluster).evaluator.space
+    assert list(space.rounds(2, 4)) == [2, 3, 4]
     # Half of a bubble of 1 / 65 of the step is not worth it, half of 1 / 21 is; and that none waits for the slowest.
-    assert list(candidates.rounds(2, 64)) == []
-    assert list(candidates.rounds(2, 20)) == [2, 3, 4]
-    assert list(candidates.rounds(2, 64, unevenness=0.02)) == [2, 3, 4]
+    assert list(space.rounds(2, 64)) == []
+    assert list(space.rounds(2, 20)) == [2, 3, 4]
+    assert list(space.rounds(2, 64, unevenness=0.02)) == [2, 3, 4]
 
 
 def test_rounds_must_be_alike() -> None:

@@ -17,6 +17,7 @@ from autopar.errors import InfeasiblePlanError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO
 from autopar.ir.plan import LeafPlan, Plan
+from autopar.planning.candidate import Candidate
 from autopar.planning.finisher import Finisher
 from autopar.planning.planner import Planner
 from benchmarks import scan_layers
@@ -125,7 +126,8 @@ def test_more_stages_than_the_search_tells_apart() -> None:
     batch = dict.fromkeys("xy", jnp.zeros((72, 251)))
     planner = Planner(analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch), plan.cluster)
     groups = {(stage.mesh.devices[0], 2): stage.mesh.shape for stage in plan.stages}
-    assert planner._plan_for(plan.num_microbatches // 2, None, groups) is None  # two layers do not fit
+    candidate = Candidate(plan.num_microbatches // 2, groups=groups)
+    assert planner.evaluator.outcome(candidate) == (None, False)  # two layers do not fit
     # One would have tried 16 stages at most, and found that nothing fits.
     uneven = cluster_of(19, 2, memory=int(0.95 * MIB), flops=1e10, memory_bandwidth=1e11, link=1e10, network=1e9)
     with pytest.raises(InfeasiblePlanError):
@@ -138,8 +140,8 @@ def test_the_fewest_microbatches_that_fit_where_the_likely_numbers_do_not() -> N
     analysis = analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch)
     cluster = cluster_of(1, 2, memory=420 * 1024, flops=1e9, link=1e9, latency=1e-6, launch=1e-6)
     planner = Planner(analysis, cluster)
-    assert planner.candidates.likely == [8, 16]
-    assert planner.candidates.more == [32, 64, 128, 256, 512, 1024]
+    assert planner.evaluator.space.likely == [8, 16]
+    assert planner.evaluator.space.more == [32, 64, 128, 256, 512, 1024]
     plan, _ = planner.plan()
     more, _ = Planner(analysis, cluster).plan(64)
     assert plan.num_microbatches == 32

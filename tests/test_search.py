@@ -23,6 +23,7 @@ from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op import traffic
 from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.submeshes import mesh_at
+from autopar.planning.evaluator import Evaluator
 from autopar.planning.finisher import Finisher
 from autopar.planning.garbage import uncollected
 from autopar.planning.layering import Layered
@@ -78,14 +79,14 @@ def test_pipelines_that_compute_too_long_with_fewer_microbatches_are_not_missed(
     method = recipes.auto(baselines=False)
     left_out: list[bool] = []
 
-    def is_vain(self: Planner, *asked: Any) -> bool:
+    def is_vain(self: Evaluator, *asked: Any) -> bool:
         left_out.append(told(self, *asked))
         return left_out[-1]
 
-    told = Planner._is_vain
-    with mock.patch.object(Planner, "_is_vain", is_vain):
+    told = Evaluator.is_vain
+    with mock.patch.object(Evaluator, "is_vain", is_vain):
         plan, _ = Planner(_mlp(layers, 128), cluster, method).plan()
-    with mock.patch.object(Planner, "_is_vain", mock.Mock(return_value=False)):
+    with mock.patch.object(Evaluator, "is_vain", mock.Mock(return_value=False)):
         whole, _ = Planner(_mlp(layers, 128), cluster, method).plan()
     assert plan == whole
     assert any(left_out)
@@ -94,10 +95,11 @@ def test_pipelines_that_compute_too_long_with_fewer_microbatches_are_not_missed(
 def test_planners_of_one_step_share_what_no_method_changes() -> None:
     planner = Planner(_mlp(4, 256, 512), cluster_of(2, 2), AUTO)
     rival = planner.beside(recipes.data_parallel(None))
-    assert rival.layering.layered(2, False) is planner.layering.layered(2, False)
-    assert rival.prices is planner.prices
-    assert planner.beside(recipes.auto(memory_limit=2**20)).prices is not planner.prices
-    assert planner.beside(AUTO, 3).layering.layered(2, False) is not planner.layering.layered(2, False)
+    assert rival.evaluator.layering.layered(2, False) is planner.evaluator.layering.layered(2, False)
+    assert rival.evaluator.prices is planner.evaluator.prices
+    assert planner.beside(recipes.auto(memory_limit=2**20)).evaluator.prices is not planner.evaluator.prices
+    in_three = Evaluator(planner.analysis, planner.cluster, AUTO, 3, planner.evaluator)
+    assert in_three.layering.layered(2, False) is not planner.evaluator.layering.layered(2, False)
 
 
 def test_numbers_of_microbatches_that_give_devices_whole_parts_of_the_batch() -> None:
@@ -113,18 +115,18 @@ def test_numbers_of_microbatches_that_give_devices_whole_parts_of_the_batch() ->
 
     analysis = analyse(train_step, jnp.zeros((32, 32)), jnp.zeros((384, 32)), batch_axes=(None, 0))
     assert analysis.most_microbatches == 24
-    assert Planner(analysis, cluster_of(1, 8)).candidates.many == [24, 8, 4, 3, 2]
-    assert Planner(analysis, cluster_of(1, 1)).candidates.many == [24, 8, 4, 2]
+    assert Planner(analysis, cluster_of(1, 8)).evaluator.space.many == [24, 8, 4, 3, 2]
+    assert Planner(analysis, cluster_of(1, 1)).evaluator.space.many == [24, 8, 4, 2]
 
 
 def test_one_stage_in_any_memory_takes_no_longer_than_in_what_there_is() -> None:
     planner = Planner(_mlp(4, 256), cluster_of(1, 4, memory=3 * 2**20, link=1e9), AUTO)
     mesh = mesh_at(0, (4,))
     for m in (1, 4, 16):
-        layered = planner.layering.layered(m, False)
-        least = planner.stages.least_of_one(layered, mesh)
-        free = planner.stages.in_any_memory(layered, mesh)
-        cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+        layered = planner.evaluator.layering.layered(m, False)
+        least = planner.evaluator.stages.least_of_one(layered, mesh)
+        free = planner.evaluator.stages.in_any_memory(layered, mesh)
+        cost = planner.evaluator.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
         assert cost is not None
         assert least <= free <= 1.02 * (m * cost.per_microbatch + cost.per_step)
 
@@ -181,7 +183,7 @@ def test_programs_that_do_the_same_have_the_same_traffic(layers: int) -> None:
     looked = 0
     with mock.patch.object(traffic, "memory_traffic", wraps=memory_traffic) as asked:
         for m in (1, 2, 4):
-            layered = planner.layering.layered(m, True)
+            layered = planner.evaluator.layering.layered(m, True)
             for program in layered.finest.programs:
                 looked += 1
                 found = known.of(program, layered.rules, XLA_FOR_GPUS)
@@ -208,8 +210,8 @@ def test_what_a_phase_gathers_for_several_readers_it_gathers_once(times: int, is
     cluster = cluster_of(1, 4, flops=1e15, memory_bandwidth=1e15, link=1e6, latency=1e-9, launch=1e-12)
     planner = Planner(graph, cluster, recipes.auto(baselines=False) if is_free else recipes.zero(3, None))
     plan, _ = planner.plan(1)
-    layered = planner.layering.layered(1, False)
-    cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh_at(0, (4,)), 1)
+    layered = planner.evaluator.layering.layered(1, False)
+    cost = planner.evaluator.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh_at(0, (4,)), 1)
     assert cost is not None
     assert cost.per_microbatch + cost.per_step == pytest.approx(plan.step_time, rel=1e-3)
 

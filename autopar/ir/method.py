@@ -45,6 +45,7 @@ class Method:
     memory_limit: int | None = None  # bytes per device, where that is less than the cluster has
     time_limit: float | None = None  # seconds after which the search ends with the best plan that it has
     baselines: bool = False  # whether recipes are planned beside the search, and win where they are quicker
+    without: frozenset[str] = frozenset()  # neighbours and other parts of the search that it does without, by name
     options: tuple[tuple[str, Any], ...] = ()  # of `recipes.auto`, as the user gave them
 
     def __post_init__(self) -> None:
@@ -55,6 +56,10 @@ class Method:
     def excluding_options(self) -> dict[str, Any]:
         """The options given by the user that exclude plans: all but those of the search itself."""
         return {name: value for name, value in self.options if name not in ("time_limit", "baselines")}
+
+    def has(self, part: str) -> bool:
+        """Whether the search does what is called so: see `autopar.planning.neighbours` and `parts`."""
+        return part not in self.without
 
     def data_shards(self, num_devices: int) -> int:
         """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""

@@ -18,7 +18,8 @@ from autopar.ir.units import seconds_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import mesh_at
-from autopar.planning.planner import OutOfTime, Planner
+from autopar.planning.evaluator import Evaluator, OutOfTime
+from autopar.planning.planner import Planner
 
 _CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
 _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
@@ -45,7 +46,7 @@ def plan_beside_recipes(
     except OutOfTime:
         return _best_recipe(planner, num_microbatches)
     except InfeasiblePlanError:
-        rivals = (*_within_one_stage(fixed), *_degrees(planner, fixed)) if method.baselines else ()
+        rivals = (*_within_one_stage(fixed), *_degrees(planner.evaluator, fixed)) if method.baselines else ()
         found = [better for rival in rivals if (better := _better(planner, rival)) is not None]
         if not found:
             raise
@@ -53,7 +54,7 @@ def plan_beside_recipes(
         return _with_note(found[-1], text)
     if not method.baselines or cluster.num_devices == 1:
         return best
-    if (least := _least_within_one_stage(planner, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
+    if (least := _least_within_one_stage(planner.evaluator, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     notes = []
     estimates: dict[_Estimate, Planner] = {}  # recipes that come to the same are made once
@@ -62,7 +63,7 @@ def plan_beside_recipes(
         return best
     for recipe in heeding:
         rival = planner.beside(_adapted(recipe, method))
-        if (estimate := _quickest(rival, fixed, planner.most_estimate)) is None:
+        if (estimate := _quickest(rival.evaluator, fixed, planner.most_estimate)) is None:
             continue
         m = estimate.num_microbatches
         known = "" if estimate.fits else "at least "
@@ -92,14 +93,14 @@ def _better(planner: Planner, recipe: Method) -> _Found | None:
     return planner.better_by(planner.beside(_adapted(recipe, planner.method)))
 
 
-def _least_within_one_stage(planner: Planner, fixed: int | None) -> float:
+def _least_within_one_stage(evaluator: Evaluator, fixed: int | None) -> float:
     """Seconds per step that no recipe within one stage beats, as far as the stage search knows; 0 if it knows nothing.
 
     More microbatches take no less there: what is done once for each is done more often.
     """
-    mesh = mesh_at(0, (planner.cluster.num_devices,))
+    mesh = mesh_at(0, (evaluator.cluster.num_devices,))
     with contextlib.suppress(UserError):
-        return planner.stages.known_bound(planner.layering.layered(fixed or 1, False), mesh, _CLOSE / 2)
+        return evaluator.stages.known_bound(evaluator.layering.layered(fixed or 1, False), mesh, _CLOSE / 2)
     return 0.0
 
 
@@ -112,38 +113,38 @@ class _Estimate(NamedTuple):
     fits: bool = True  # False: it was not asked whether it does, since it takes too long in any memory
 
 
-def _quickest(planner: Planner, fixed: int | None, below: float) -> _Estimate | None:
+def _quickest(evaluator: Evaluator, fixed: int | None, below: float) -> _Estimate | None:
     """A recipe within one stage with the microbatches that are best for it; None if it does not fit.
 
     The fewest that fit are, or where they leave little memory the next.
 
     Args:
-      planner: by the recipe.
+      evaluator: by the recipe.
       fixed: the number of microbatches, if it is.
       below: seconds per step; what takes longer in any memory need not be known better.
     """
-    mesh = mesh_at(0, (planner.cluster.num_devices,))
+    mesh = mesh_at(0, (evaluator.cluster.num_devices,))
     best: _Estimate | None = None
     too_long: _Estimate | None = None
-    for m in [fixed] if fixed else [1, *planner.candidates.many[::-1]]:
+    for m in [fixed] if fixed else [1, *evaluator.space.many[::-1]]:
         with contextlib.suppress(UserError):  # the batch cannot be cut so
-            layered = planner.layering.layered(m, False)
-            computing = planner.stages.least_of_one(layered, mesh)
-            least = computing if computing >= below else planner.stages.in_any_memory(layered, mesh)
+            layered = evaluator.layering.layered(m, False)
+            computing = evaluator.stages.least_of_one(layered, mesh)
+            least = computing if computing >= below else evaluator.stages.in_any_memory(layered, mesh)
             if too_long is None and below <= least < math.inf:
                 too_long = _Estimate(least, m, math.inf, fits=False)
             if computing >= below or (m == 1 and below <= least < math.inf):
                 break  # what is computed and sent is no less with more microbatches
             if least >= below:
                 continue
-            cost = planner.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+            cost = evaluator.stages.cost(layered, "1f1b", (0, layered.num_layers), mesh, 1)
             if cost is None:
                 continue
             seconds = m * cost.per_microbatch + cost.per_step
             if best is not None and seconds >= best.seconds:
                 break
             best = _Estimate(seconds, m, cost.memory)
-            if cost.memory < _ROOMY * planner.prices.memory(mesh):
+            if cost.memory < _ROOMY * evaluator.prices.memory(mesh):
                 break
     return best or too_long
 
@@ -167,18 +168,18 @@ def _within_one_stage(num_microbatches: int | None) -> tuple[Method, ...]:
     return recipes.data_parallel(num_microbatches), *(recipes.zero(stage, num_microbatches) for stage in (1, 2, 3))
 
 
-def _degrees(planner: Planner, num_microbatches: int | None) -> Iterator[Method]:
+def _degrees(evaluator: Evaluator, num_microbatches: int | None) -> Iterator[Method]:
     """Megatron-LM's degrees of parallelism that an expert would try.
 
     For each degree of tensor parallelism within a host the two shallowest pipelines that divide the state enough
     (takeaways 1 and 2 of Narayanan et al. 2021).
     """
-    hosts, devices = planner.cluster.hosts, planner.cluster.num_devices
+    hosts, devices = evaluator.cluster.hosts, evaluator.cluster.num_devices
     if len(set(hosts)) > 1:
         return
-    graph = planner.graph
+    graph = evaluator.analysis.graph
     state = sum(graph.inputs[i].nbytes for i in {*graph.carried.values()})
-    memory = planner.prices.memory(mesh_at(0, (hosts[0].num_devices,)))
+    memory = evaluator.prices.memory(mesh_at(0, (hosts[0].num_devices,)))
     for tensor in (n for n in range(1, hosts[0].num_devices + 1) if hosts[0].num_devices % n == 0):
         deep = (n for n in range(1, devices // tensor + 1) if devices % (tensor * n) == 0)
         enough = (n for n in deep if state < tensor * n * memory and tensor * n > 1)

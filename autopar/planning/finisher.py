@@ -25,6 +25,7 @@ from autopar.passes.pipeline import place
 from autopar.passes.solver.problem import Infeasible, Problem, Solution
 from autopar.passes.solver.solve import solve
 from autopar.planning.layering import Layered, Layering
+from autopar.planning.parts import Part
 from autopar.planning.pricing import Prices
 from autopar.planning.stage_costs import StageCosts
 
@@ -92,7 +93,7 @@ class Finisher:
         withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
         known: list[_Known] = []
-        for _ in range(_MOST_ROUNDS):
+        for _ in range(_MOST_ROUNDS if self.method.has(Part.LESS_MEMORY) else 1):
             for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
                 if stage not in solved:
                     try:
@@ -113,7 +114,7 @@ class Finisher:
             if not above:
                 return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
             leaner_stages = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
-            if leaner_stages and other is None:
+            if leaner_stages and other is None and self.method.has(Part.RESHARD_AFTER_FORWARD):
                 leaner, leaner_plan = self._lowered(
                     layered, placed, chosen, always | leaner_stages, schedule, bound, gap
                 )
@@ -155,14 +156,14 @@ class Finisher:
             raise Infeasible(withheld, memory, proved=False)
         problem = self.stages.problem(layered, placed, stage, mesh, withheld=withheld, rows=rows)
         numbers = problem.numbers
-        for other, fewer, solution in known:
+        for other, fewer, solution in known if self.method.has(Part.KNOWN_SOLUTIONS) else ():
             if fewer <= in_flight and numbers.is_like(other):
                 peak = numbers.peak_bytes(solution.choice, in_flight)
                 if numbers.memory_limit is None or peak <= numbers.memory_limit:
                     return problem, dataclasses.replace(solution, peak=peak)
         tied = self.stages.tied_problem(layered, placed, stage, mesh, withheld, rows)
         start = None
-        if len(tied.numbers.costs) < _FEWER * len(numbers.costs):
+        if self.method.has(Part.TIED_START) and len(tied.numbers.costs) < _FEWER * len(numbers.costs):
             with contextlib.suppress(Infeasible):
                 alike = self.stages.solution(tied.numbers, in_flight)
                 if alike is None or alike.gap > _CLOSE:

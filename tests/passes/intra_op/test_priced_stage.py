@@ -44,10 +44,10 @@ def planner_of_mlp(layers: int) -> Planner:
 
 def stage_problems(planner: Planner, m: int, shape: tuple[int, ...] = (4,)) -> tuple[StageProblem, StageProblem]:
     """All layers as one stage: tied, and not."""
-    layered = planner.layering.layered(m, False)
+    layered = planner.evaluator.layering.layered(m, False)
     placed = layered.placed([])
     mesh = Mesh(tuple(range(4)), shape, ("x", "y")[: len(shape)])
-    tied, free = (planner.stages.problem(layered, placed, 0, mesh, tied=tied) for tied in (True, False))
+    tied, free = (planner.evaluator.stages.problem(layered, placed, 0, mesh, tied=tied) for tied in (True, False))
     return tied, free
 
 
@@ -95,9 +95,9 @@ def test_ties_lose_little(planner: Planner) -> None:
 
 def test_costs_rise_with_the_microbatches_in_flight_and_every_choice_fits() -> None:
     planner = planner_of_gpt(CONFIG)
-    layered = planner.layering.layered(4, True)
+    layered = planner.evaluator.layering.layered(4, True)
     placed = layered.placed([layered.num_layers // 2])
-    roomy = planner.stages.problem(layered, placed, 0, Mesh((0, 1), (2,), ("x",)), tied=True)
+    roomy = planner.evaluator.stages.problem(layered, placed, 0, Mesh((0, 1), (2,), ("x",)), tied=True)
     hungry = solve(dataclasses.replace(roomy.numbers.problem(1), limit=None), seconds=5.0)
     limit = (roomy.numbers.least_bytes(4) + roomy.numbers.peak_bytes(hungry.choice, 4)) / 2
     tied = StageProblem(dataclasses.replace(roomy.setting, memory_limit=limit))
@@ -127,8 +127,8 @@ def test_renewed_leaves_take_the_place_of_the_last(m: int, gradients: int) -> No
     state = jax.eval_shape(lambda: models.adam_state(params))
     analysis = analyse(models.adam(models.mlp_loss), state, {"x": examples, "y": examples})
     planner = Planner(analysis, cluster_of(1, 1))
-    layered = planner.layering.layered(m, False)
-    problem = planner.stages.problem(layered, layered.placed([]), 0, Mesh((0,), (1,), ("x",)), tied=False)
+    layered = planner.evaluator.layering.layered(m, False)
+    problem = planner.evaluator.stages.problem(layered, layered.placed([]), 0, Mesh((0,), (1,), ("x",)), tied=False)
     one = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params))
     held = problem.numbers.least_bytes(1) / one
     assert 0 < held - (3 + gradients) < 0.6, "parameters, two moments; a layer or two on the way"
@@ -149,11 +149,11 @@ def test_what_is_far_from_being_good_or_from_fitting() -> None:
 
     def is_far(seconds: float, memory: float = 2**34, asked: bool = True, remat: bool | None = False) -> bool:
         planner = planner_of_gpt(CONFIG, memory=int(memory))
-        planner.stages.method = dataclasses.replace(planner.stages.method, remat=remat)
-        layered = planner.layering.layered(1, False)
+        planner.evaluator.stages.method = dataclasses.replace(planner.evaluator.stages.method, remat=remat)
+        layered = planner.evaluator.layering.layered(1, False)
         if asked:
-            planner.stages.bound(layered, "1f1b", (0, layered.num_layers), mesh, 1)
-        return planner.stages.are_far(layered, [mesh], seconds)
+            planner.evaluator.stages.bound(layered, "1f1b", (0, layered.num_layers), mesh, 1)
+        return planner.evaluator.stages.are_far(layered, [mesh], seconds)
 
     assert [is_far(share * cost) for share in (0.5, 0.9, 2.0)] == [True, False, False]
     assert [is_far(2 * cost, share * least) for share in (0.5, 0.9)] == [True, False]
@@ -169,17 +169,17 @@ def test_what_is_far_from_being_good_or_from_fitting() -> None:
 def test_finishing_does_not_begin_with_a_solution_far_from_its_bound() -> None:
     """The search ends its solutions early: such a one may be far from the best."""
     planner = planner_of_gpt(CONFIG)
-    layered = planner.layering.layered(4, False)
+    layered = planner.evaluator.layering.layered(4, False)
     placed, mesh = layered.placed([]), Mesh((0, 1, 2, 3), (4,), ("x",))
     tied = stage_problems(planner, 4)[0].numbers.problem(1)
     far = solve(dataclasses.replace(tied, limit=None), seconds=0.0)
     for bound, is_solved_again in ((far.cost, False), (0.5 * far.cost, True)):
         found = dataclasses.replace(far, lower_bound=bound)
         with (
-            mock.patch.object(planner.stages, "solution", return_value=found),
+            mock.patch.object(planner.evaluator.stages, "solution", return_value=found),
             mock.patch.object(finisher, "solve", wraps=solve) as solved,
         ):
-            assert planner.finisher.finish(layered, placed, [mesh], "1f1b") is not None
+            assert planner.evaluator.finisher.finish(layered, placed, [mesh], "1f1b") is not None
         sizes = {len(call.args[0].costs) for call in solved.call_args_list}
         assert (len(tied.costs) in sizes) == is_solved_again
 
@@ -188,11 +188,11 @@ def test_finishing_does_not_begin_with_a_solution_far_from_its_bound() -> None:
 def test_spans_on_both_sides_of_a_cut_are_priced_apart(first: int) -> None:
     """They are stages of one placed step: three layers take nine products, one without its input's gradient two."""
     planner = planner_of_mlp(4)
-    layered = planner.layering.layered(2, True)
+    layered = planner.evaluator.layering.layered(2, True)
     assert layered.num_layers == 4
     spans = [(0, 1), (1, 4)]
     found = {
-        span: planner.stages.cost(layered, "1f1b", span, Mesh((0,), (1,), ("x",)), 1)
+        span: planner.evaluator.stages.cost(layered, "1f1b", span, Mesh((0,), (1,), ("x",)), 1)
         for span in (spans[first], spans[1 - first])
     }
     one, three = (found[span] for span in spans)

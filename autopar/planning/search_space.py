@@ -1,4 +1,4 @@
-"""What the search for a plan tries: numbers of microbatches, equal stages, rounds, shapes of meshes."""
+"""What the search for a plan may try: numbers of microbatches, equal stages, rounds, shapes of meshes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import functools
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import make_schedule
 from autopar.ir.units import count_text
-from autopar.passes.submeshes import ShapesFn, candidate_shapes, mesh_at
+from autopar.passes.submeshes import candidate_shapes, mesh_at
+from autopar.planning.candidate import groups_of
 from autopar.planning.layering import MAX_LAYERS, Layering
 
 _MOST_STAGES = 64  # that are tried
@@ -21,15 +22,28 @@ _ROUNDS = (2, 3, 4)  # of interleaved stages
 _WORTH_INTERLEAVING = 0.02  # of the step time that it saves: more transfers take a part of it
 _MOST_PARTS = 128  # stages of all rounds
 
-Groups = Mapping[tuple[int, int], tuple[int, ...]]  # first device, number of devices -> the shape of their mesh
 
-
-class Candidates:
+class SearchSpace:
     """What may be tried for one traced step on one cluster, within a method's freedom."""
 
     def __init__(self, layering: Layering) -> None:
         self.layering = layering
         self.analysis, self.cluster, self.method = layering.analysis, layering.cluster, layering.method
+
+    @property
+    def may_be_one_stage(self) -> bool:
+        """Whether the method allows plans of one stage."""
+        return self.method.num_stages in (None, 1) and self.method.min_stages == 1
+
+    @property
+    def may_be_a_pipeline(self) -> bool:
+        """Whether the method and the cluster allow plans of several stages."""
+        return self.cluster.num_devices > 1 and self.method.num_stages != 1
+
+    @property
+    def may_choose_the_schedule(self) -> bool:
+        """Whether the method leaves it open."""
+        return self.method.schedule is None
 
     @functools.cached_property
     def likely(self) -> list[int]:
@@ -209,13 +223,3 @@ def has_room(plan: Plan, rounds: int) -> bool:
         if parts[0].memory.total + (then / now - 1) * activations > parts[0].memory.capacity:
             return False
     return True
-
-
-def shapes_on(groups: Groups) -> ShapesFn:
-    """Each group as the mesh of its shape, and no others."""
-    return lambda _, start, size: (groups[start, size],) if (start, size) in groups else ()
-
-
-def groups_of(plan: Plan) -> Groups:
-    """The groups of devices that a plan's stages have."""
-    return {(stage.mesh.devices[0], stage.mesh.size): stage.mesh.shape for stage in plan.stages}

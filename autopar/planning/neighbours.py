@@ -1,0 +1,360 @@
+"""The neighbours of a search: each proposes candidates, given what the best plan is and what its last proposal came to.
+
+A neighbour is a generator of proposals. The search plans a proposal's candidate and answers with the outcome, on which
+the next proposal may depend. None of them plans anything itself, and any of them can be left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from autopar.errors import MicrobatchError, PlanError
+from autopar.ir.plan import Plan
+from autopar.passes.inter_op import Pipeline
+from autopar.passes.submeshes import ShapesFn, mesh_at
+from autopar.planning.candidate import (
+    Candidate,
+    Outcome,
+    Proposal,
+    Proposals,
+    groups_of,
+    has_equal_groups,
+    shapes_on,
+)
+from autopar.planning.evaluator import DEAR, LEAST_GAIN, Evaluator
+from autopar.planning.layering import MAX_LAYERS
+from autopar.planning.search_space import has_room
+
+_USUAL = 8  # microbatches for each stage
+_IN_VAIN = 2  # numbers of equal stages, or of microbatches, that take longer, after which no others are tried
+_UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
+
+
+class State:
+    """What neighbours may know: what was asked for, and the best plan so far."""
+
+    def __init__(self, evaluator: Evaluator, fixed: int | None) -> None:
+        """`fixed`: the number of microbatches, if it is."""
+        self.evaluator, self.space, self.fixed = evaluator, evaluator.space, fixed
+        self.plan: Plan | None = None  # the best
+        self.found_by: dict[str, Plan] = {}  # by neighbour: its latest plan that was better than all before
+        self.proposals: Counter[str] = Counter()  # that were planned, by neighbour
+        self.in_one_stage: set[int] = set()  # numbers of microbatches that were proposed in one stage
+        self.least_expected = math.inf  # seconds per step of what is proposed now
+
+    @property
+    def estimate(self) -> float:
+        """Seconds per step of the best plan, as the stage search estimated it."""
+        return self.evaluator.best.estimate
+
+
+Neighbour = Callable[[State], Proposals]
+
+
+# The first plans.
+
+
+def one_stage(state: State) -> Proposals:
+    """All devices as one stage: with one microbatch, or the fewest that fit."""
+    if state.fixed is not None or not state.space.may_be_one_stage:
+        return
+    whole = Candidate(1, 1)
+    found = state.evaluator.estimate(whole, state.space.first_shapes, state.estimate)
+    outcome = yield Proposal(whole, None if found is None else found.step_time)
+    if outcome.better is None and found is not None:
+        yield from with_fewest_microbatches(state)  # it takes more memory than the stage search counts
+
+
+def stage_per_host(state: State) -> Proposals:
+    """Each host as a stage, in as many microbatches as the stage search alone finds best."""
+    space, hosts = state.space, len(state.space.cluster.hosts)
+    numbers = space.likely if state.fixed is None else [state.fixed]
+    if not numbers or space.method.num_stages is not None or not 1 < hosts <= MAX_LAYERS:
+        return
+    m, seconds = numbers[0], min(state.estimate, state.least_expected)
+    if state.fixed is None:
+        m, seconds = _best_number(state, m, hosts, space.shapes_of_hosts, seconds)
+    yield Proposal(Candidate(m, hosts), seconds)
+
+
+def equal_stages(state: State) -> Proposals:
+    """Equal stages that the search cannot make of the layers that it tells apart.
+
+    Interleaved, if they may be. What the stage search thinks best is finished first: others are then rarely worth it.
+    """
+    found: list[tuple[float, int, Candidate]] = []  # estimate, number of stages
+    best, in_vain = state.estimate, 0
+    for stages, shape, m in state.space.uniform(state.fixed):
+        if in_vain == _IN_VAIN:
+            break
+        with contextlib.suppress(PlanError):  # the step has too few layers
+            rounds = next(iter(state.space.rounds(stages, m)), 1)
+            candidate = Candidate(m, stages, mesh_shape=shape, own_layers=True, rounds=rounds)
+            estimate = state.evaluator.estimate(candidate, below=state.estimate)
+            if estimate is not None:
+                found.append((estimate.step_time, stages, candidate))
+                in_vain = 0 if estimate.step_time < best else in_vain + 1
+                best = min(best, estimate.step_time)
+    for seconds, _, candidate in sorted(found, key=lambda each: each[:2]):
+        outcome = yield Proposal(candidate, seconds)
+        if outcome.better is None and candidate.rounds > 1:
+            yield Proposal(dataclasses.replace(candidate, rounds=1), seconds)
+
+
+def likely_microbatches(state: State) -> Proposals:
+    """Any stages, in numbers of microbatches of which a pipeline has one, probably."""
+    space, stages = state.space, state.space.method.num_stages
+    numbers = space.likely if state.fixed is None else [state.fixed]
+    of_hosts = state.found_by.get(stage_per_host.__name__)
+    if of_hosts is not None and of_hosts.num_microbatches < numbers[0]:
+        numbers = [of_hosts.num_microbatches]  # others would need far more stages
+    if equal_stages.__name__ in state.found_by and len(space.cluster.hosts) > MAX_LAYERS:
+        numbers = numbers[-1:]  # the search goes on to fewer from the best
+    if state.fixed is None and not space.may_be_a_pipeline:
+        return
+    if state.fixed is None and stages is not None:
+        numbers = [*numbers, 1]
+    for m in numbers:
+        yield Proposal(Candidate(m, stages))
+
+
+# Other numbers of microbatches.
+
+
+def with_fewest_microbatches(state: State, fewest: int = 2) -> Proposals:
+    """All devices as one stage, with so many microbatches or more.
+
+    The fewest that fit are best, or that fit with nothing recomputed.
+    """
+    found = False
+    in_vain = 0
+    for m, seconds in _worth_one_stage(state, fewest):
+        state.in_one_stage.add(m)
+        outcome = yield Proposal(Candidate(m, 1), seconds)
+        in_vain = 0 if outcome.is_better else in_vain + 1
+        if found and in_vain == _IN_VAIN:
+            return
+        found |= outcome.is_better
+        if outcome.found is not None and not any(stage.recomputed for stage in outcome.found[0].stages):
+            return
+
+
+def one_stage_again(state: State) -> Proposals:
+    """One stage instead of a pipeline, with fewer microbatches only."""
+    if state.fixed is None and state.plan is not None and len(state.plan.stages) > 1 and state.space.may_be_one_stage:
+        yield from with_fewest_microbatches(state)
+
+
+def more_microbatches(state: State) -> Proposals:
+    """More of them, where something is computed again: smaller ones may need nothing so. Where nothing fits, too."""
+    space, stages = state.space, state.space.method.num_stages
+    if state.fixed is not None:
+        return
+    if (plan := state.plan) is not None:
+        if any(stage.recomputed for stage in plan.stages):
+            in_vain = 0
+            for m in [n for n in space.many[::-1] if n > plan.num_microbatches]:
+                outcome = yield Proposal(Candidate(m, stages))
+                in_vain = 0 if outcome.is_better else in_vain + 1
+                if in_vain == _IN_VAIN:
+                    return
+        return
+    if space.may_be_a_pipeline:
+        for m in space.more:
+            outcome = yield Proposal(Candidate(m, stages))
+            if outcome.better is None and state.plan is not None:
+                return
+        may_be_one = space.may_be_one_stage
+    else:
+        may_be_one = True
+    if state.plan is None and may_be_one:
+        yield from with_fewest_microbatches(state)
+
+
+def fewer_microbatches(state: State) -> Proposals:
+    """Fewer of them, as long as that is a gain and memory is left.
+
+    A pipeline's bubble grows as they become fewer; without one, the fewest that are likely to fit are the best. The
+    groups of devices stay until it is known how many microbatches there are.
+    """
+    space, method = state.space, state.space.method
+    if state.fixed is not None or state.plan is None or not space.may_be_a_pipeline:
+        return
+    if state.plan.schedule != state.evaluator.schedule:
+        return  # see `interleaved`
+    are_free = method.stages is None and method.mesh_shape is None
+    plan: Plan | None = state.plan
+    last = None  # the number of the best plan on given groups
+    while plan is not None and (fewer := space.fewer(plan)) is not None:
+        groups = groups_of(plan) if are_free else None
+        fewest = fewer
+        if groups is not None:
+            fewest, _ = _best_number(state, fewer, method.num_stages, shapes_on(groups), state.estimate)
+        plan = _plan((yield Proposal(Candidate(fewest, method.num_stages, groups))))
+        if plan is None and fewest < fewer:
+            plan, fewest = _plan((yield Proposal(Candidate(fewer, method.num_stages, groups)))), fewer
+        if plan is not None:
+            last = fewest
+    if are_free and last is not None:
+        yield Proposal(Candidate(last, method.num_stages))
+
+
+# Other stages and schedules.
+
+
+def finer_layers(state: State) -> Proposals:
+    """Twice as many layers, where one stage takes much longer than others.
+
+    On the same groups of devices, or hosts of their own.
+    """
+    plan, space = state.plan, state.space
+    if plan is None or space.method.stages is not None or plan.schedule == "interleaved":
+        return
+    seconds = [stage.per_microbatch for stage in plan.stages]
+    mean = sum(seconds) / len(seconds)
+    if max(seconds) <= _UNEVEN * mean:
+        return
+    m = plan.num_microbatches
+    layers = state.evaluator.num_layers(Candidate(m))
+    candidate = Candidate(m, space.method.num_stages, num_layers=2 * layers)
+    finer = state.evaluator.num_layers(candidate)
+    if finer == layers or finer < len(plan.stages):
+        return  # each has one heavy operation, or stages that the search does not tell apart
+    bounds = space.cluster.host_bounds
+    hosts = [(start, stop - start) for start, stop in itertools.pairwise(bounds)]
+    groups = {host: (host[1],) for host in hosts if (host[1],) in space.shapes(space.cluster, *host)}
+    yield Proposal(dataclasses.replace(candidate, groups={**groups, **groups_of(plan)}))
+
+
+def interleaved(state: State) -> Proposals:
+    """Equal stages divided, and dealt out in turn: a pipeline that is filled more quickly.
+
+    Those of the best plan, or if it has others, the latest equal ones: others were quicker without, and these,
+    interleaved, may be quicker than those. Then there may be fewer microbatches.
+    """
+    space = state.space
+    if (plan := state.plan) is None or not space.may_choose_the_schedule or space.method.num_stages is not None:
+        return
+    if not has_equal_groups(plan) and state.evaluator.best.of_equal_groups is not None:
+        m = plan.num_microbatches
+        plan = dataclasses.replace(state.evaluator.best.of_equal_groups, num_microbatches=m)
+    if not has_equal_groups(plan):
+        return
+    groups, m = groups_of(plan), plan.num_microbatches
+    stages, best = len(groups), len(plan.stages) // len(groups)
+    own_layers = stages > state.evaluator.num_layers(Candidate(m))
+    busy = [stage.per_microbatch for stage in plan.stages]
+    unevenness = 1 - sum(busy) / (len(busy) * max(busy)) if max(busy) > 0 else 0.0
+    for rounds in space.rounds(stages, m, unevenness):
+        if rounds > best and has_room(plan, rounds):
+            if best > 1:
+                candidate = Candidate(m, stages, groups, own_layers=own_layers, rounds=rounds)
+            else:  # the estimate of the stage search knows nothing of parts that are more even than whole stages
+                candidate = Candidate(m, rounds=rounds, like=plan)
+            found = _plan((yield Proposal(candidate)))
+            if found is None:
+                break  # what is sent more often costs more than the bubble
+            best, plan = rounds, found
+    if best == 1 or state.fixed is not None:
+        return
+    # Shardings that need less memory may cost less than the bubble of so many stages.
+    for n in (n for n in space.many if n < m and n % stages == 0):
+        found = _plan((yield Proposal(Candidate(n, stages, groups, own_layers=own_layers, rounds=best))))
+        if found is None:
+            return
+
+
+def zero_bubble(state: State) -> Proposals:
+    """The stages of a 1F1B plan, with the gradients of their parameters computed where they would wait.
+
+    Then there may be fewer microbatches.
+    """
+    plan = state.plan
+    if plan is None or not state.space.may_choose_the_schedule or plan.schedule != "1f1b" or len(plan.stages) == 1:
+        return
+    if (seconds := state.evaluator.seconds_without_bubble(plan)) > (1 - LEAST_GAIN) * plan.step_time:
+        return
+    m, last = plan.num_microbatches, math.inf
+    for n in (m,) if state.fixed is not None else (m, *(n for n in state.space.many if n < m)):
+        outcome = yield Proposal(Candidate(n, like=plan, schedule="zero-bubble"), seconds if n == m else 0.0)
+        if outcome.found is None or outcome.found[0].step_time >= last:
+            return
+        last = outcome.found[0].step_time
+
+
+def _plan(outcome: Outcome) -> Plan | None:
+    return None if outcome.better is None else outcome.better[0]
+
+
+def _worth_one_stage(state: State, fewest: int) -> Iterator[tuple[int, float]]:
+    """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best.
+
+    With the seconds per step that it takes in any memory.
+    """
+    evaluator, space = state.evaluator, state.space
+    number = space.cluster.num_devices
+    meshes = [mesh_at(0, shape) for shape in space.first_shapes(space.cluster, 0, number)]
+    in_vain = 0
+    for m in (1, *space.many[::-1]):
+        with contextlib.suppress(MicrobatchError):
+            layered = evaluator.layering.layered(m, False)
+            if not meshes or evaluator.stages.least_of_one(layered, meshes[0]) >= state.estimate:
+                return  # computing alone takes longer, and with more microbatches no less
+            seconds = min(evaluator.stages.in_any_memory(layered, mesh) for mesh in meshes)
+            if state.estimate <= seconds < math.inf:
+                # What is sent is no less with more, unless these are whole parts of the batch again.
+                in_vain += 1
+                if m == 1 or in_vain == _IN_VAIN:
+                    return
+            if seconds < state.estimate and m >= fewest and m not in state.in_one_stage:
+                yield m, seconds
+
+
+def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, below: float) -> tuple[int, float]:
+    """The number of microbatches, at most so many, of which fewer are no gain by the stage search alone.
+
+    With its seconds as that estimates them, `below` if it finds nothing quicker. From the usual number for so many
+    stages it goes down as long as that is a gain, or else up.
+    """
+    numbers = [n for n in state.space.many if n <= most]  # falling
+    usual = most if stages is None else _USUAL * stages
+    at = next((i for i, n in enumerate(numbers) if n <= usual), len(numbers) - 1)
+
+    def look(at: int, below: float) -> Pipeline | None:
+        return state.evaluator.estimate(Candidate(numbers[at], stages), shapes, below)
+
+    def is_gain(fewer: Pipeline, more: Pipeline) -> bool:
+        # Where memory gets short the search does not know all that it costs: the gain must be larger.
+        least = 1 - DEAR if state.evaluator.is_tight(fewer) else 1.0
+        return fewer.step_time < least * more.step_time
+
+    found, first = look(at, below), at
+    while found is not None and at + 1 < len(numbers):
+        fewer = look(at + 1, found.step_time)
+        if fewer is None or not is_gain(fewer, found):
+            break
+        found, at = fewer, at + 1
+    while at <= first and at > 0:
+        more = look(at - 1, below if found is None else found.step_time / (1 - DEAR))
+        if found is not None and (more is None or is_gain(found, more)):
+            break
+        found, at = more, at - 1
+    return (numbers[at], found.step_time) if found is not None else (most, below)
+
+
+# In this order: those of one line, of which none needs the other's plan, in the order of what they expect.
+PHASES: tuple[tuple[Neighbour, ...], ...] = (
+    (one_stage, stage_per_host),
+    (equal_stages,),
+    (likely_microbatches,),
+    (one_stage_again,),
+    (more_microbatches,),
+    (fewer_microbatches,),
+    (finer_layers,),
+    (interleaved, zero_bubble),
+)

@@ -1,0 +1,248 @@
+"""What each neighbour of the search proposes, where the outcomes of its proposals are given to it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from autopar import recipes
+from autopar.ir.graph import Block
+from autopar.ir.method import AUTO, Method
+from autopar.ir.plan import Plan
+from autopar.passes.batch import BatchAnalysis
+from autopar.planning import neighbours
+from autopar.planning.candidate import Candidate, Found, Outcome, Proposal, Proposals, groups_of
+from autopar.planning.evaluator import Evaluator
+from autopar.planning.neighbours import Neighbour, State
+from autopar.planning.planner import Planner, better_plans
+from tests import models
+from tests.planned import analyse, cluster_of
+
+_HOSTS = cluster_of(2, 2, flops=1e10, memory_bandwidth=1e11, link=1e9, network=1e8, latency=1e-6, launch=1e-6)
+
+
+@functools.cache
+def _analysis() -> BatchAnalysis:
+    params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)}] * 8}
+    batch = dict.fromkeys("xy", jnp.zeros((64, 256)))
+    return analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch)
+
+
+@functools.cache
+def _two_stages() -> Found:
+    """Of one host each, in 16 microbatches."""
+    return Planner(_analysis(), _HOSTS, recipes.pipeline([(4, (2,)), (4, (2,))], 16, "1f1b")).plan()
+
+
+def state_of(plan: Plan | None, method: Method = AUTO, fixed: int | None = None) -> State:
+    state = State(Evaluator(_analysis(), _HOSTS, method), fixed)
+    state.plan = plan
+    return state
+
+
+def answered(proposals: Proposals, answer: Callable[[Candidate], Outcome], most: int = 20) -> list[Candidate]:
+    """What is proposed, one after the other."""
+    found: list[Candidate] = []
+    try:
+        proposal = next(proposals)
+        while len(found) < most:
+            found.append(proposal.candidate)
+            proposal = proposals.send(answer(proposal.candidate))
+    except StopIteration:
+        return found
+    raise AssertionError("it never ends")
+
+
+def with_times(times: Mapping[int, float], **changes: Any) -> Callable[[Candidate], Outcome]:
+    """Two stages that take so many seconds in so many microbatches; what takes longer than 1 second is no better."""
+
+    def answer(candidate: Candidate) -> Outcome:
+        m = candidate.num_microbatches
+        if m not in times:
+            return Outcome(None)
+        plan, lowered = _two_stages()
+        plan = dataclasses.replace(plan, num_microbatches=m, step_time=times[m], **changes)
+        return Outcome((plan, lowered), times[m] < 1.0)
+
+    return answer
+
+
+def recomputing(plan: Plan) -> Plan:
+    """As if its first stage computed something again: which does not matter."""
+    first, *rest = plan.stages
+    return dataclasses.replace(plan, stages=(dataclasses.replace(first, recomputed=(Block(0, 1),)), *rest))
+
+
+def nothing(_: Candidate) -> Outcome:
+    return Outcome(None)
+
+
+def test_one_stage_with_nothing_fixed() -> None:
+    state = state_of(None)
+    [whole] = answered(neighbours.one_stage(state), with_times({1: 0.5}))
+    assert (whole.num_microbatches, whole.num_stages) == (1, 1)
+    assert answered(neighbours.one_stage(state_of(None, fixed=4)), nothing) == []
+    assert answered(neighbours.one_stage(state_of(None, recipes.auto(num_stages=2))), nothing) == []
+
+
+def test_one_stage_that_does_not_fit_has_more_microbatches() -> None:
+    """The stage search thought that it would."""
+    found = answered(neighbours.one_stage(state_of(None)), with_times({8: 0.5}))
+    assert [each.num_microbatches for each in found] == [1, 2, 4, 8]
+    assert {each.num_stages for each in found} == {1}
+
+
+def test_the_fewest_microbatches_of_one_stage_that_compute_nothing_again() -> None:
+    plan = recomputing(_two_stages()[0])
+
+    def answer(candidate: Candidate) -> Outcome:
+        m = candidate.num_microbatches
+        known = plan if m < 8 else _two_stages()[0]
+        return Outcome((dataclasses.replace(known, num_microbatches=m), _two_stages()[1]), True)
+
+    found = answered(neighbours.with_fewest_microbatches(state_of(None)), answer)
+    assert [each.num_microbatches for each in found] == [2, 4, 8]
+
+    def never_better(candidate: Candidate) -> Outcome:
+        return Outcome(answer(candidate).found, candidate.num_microbatches == 2)
+
+    found = answered(neighbours.with_fewest_microbatches(state_of(None)), never_better)
+    assert [each.num_microbatches for each in found] == [2, 4, 8]  # two in vain
+
+
+def test_a_stage_for_each_host() -> None:
+    [candidate] = answered(neighbours.stage_per_host(state_of(None)), nothing)
+    assert candidate.num_stages == 2
+    [candidate] = answered(neighbours.stage_per_host(state_of(None, fixed=4)), nothing)
+    assert (candidate.num_stages, candidate.num_microbatches) == (2, 4)
+    assert answered(neighbours.stage_per_host(state_of(None, recipes.auto(num_stages=4))), nothing) == []
+
+
+def test_no_likely_number_where_a_stage_for_each_host_is_better_with_fewer() -> None:
+    state = state_of(None)
+    numbers = [each.num_microbatches for each in answered(neighbours.likely_microbatches(state), nothing)]
+    assert numbers == state.space.likely
+    fewer = dataclasses.replace(_two_stages()[0], num_microbatches=2)
+    state.found_by["stage_per_host"] = fewer
+    assert [each.num_microbatches for each in answered(neighbours.likely_microbatches(state), nothing)] == [2]
+
+
+def test_more_microbatches_where_something_is_computed_again() -> None:
+    plan = dataclasses.replace(_two_stages()[0], num_microbatches=4)
+    assert answered(neighbours.more_microbatches(state_of(plan)), nothing) == []
+    again = state_of(recomputing(plan))
+    found = answered(neighbours.more_microbatches(again), with_times({16: 0.9}))
+    assert [each.num_microbatches for each in found] == [8, 16, 32, 64]  # 8 in vain, 16 better, two in vain
+
+
+def test_fewer_microbatches_on_the_same_groups_of_devices() -> None:
+    plan = _two_stages()[0]
+    state = state_of(plan)
+    state.evaluator.best.estimate = state.evaluator.best.step_time = 0.0  # the stage search finds nothing: one by one
+    found = answered(neighbours.fewer_microbatches(state), with_times({8: 0.9, 4: 0.8}))
+    assert [each.num_microbatches for each in found] == [8, 4, 2, 4]
+    assert [each.groups for each in found] == [groups_of(plan)] * 3 + [None]  # and once with any
+    # Not where the number is fixed, nor by a schedule that has its own.
+    assert answered(neighbours.fewer_microbatches(state_of(plan, fixed=16)), nothing) == []
+    other = dataclasses.replace(plan, schedule="zero-bubble")
+    assert answered(neighbours.fewer_microbatches(state_of(other)), nothing) == []
+
+
+def test_finer_layers_where_one_stage_takes_much_longer() -> None:
+    even = _two_stages()[0]
+    first, second = even.stages
+    assert answered(neighbours.finer_layers(state_of(even)), nothing) == []
+    slow = dataclasses.replace(second, forward=3 * second.forward, backward=3 * second.backward)
+    uneven = dataclasses.replace(even, stages=(first, slow))
+    few = State(Evaluator(_analysis(), _HOSTS, AUTO, 4), None)
+    few.plan = uneven
+    [candidate] = answered(neighbours.finer_layers(few), nothing)
+    assert (candidate.num_microbatches, candidate.num_layers) == (16, 8)
+    assert candidate.groups is not None and groups_of(uneven).items() <= candidate.groups.items()
+    assert answered(neighbours.finer_layers(state_of(uneven)), nothing) == []  # each layer has one product
+
+
+def test_interleaved_rounds_rise_as_long_as_that_is_a_gain() -> None:
+    plan = dataclasses.replace(_two_stages()[0], num_microbatches=4)
+
+    def answer(candidate: Candidate) -> Outcome:
+        parts = dataclasses.replace(plan, stages=plan.stages * candidate.rounds, schedule="interleaved")
+        return Outcome((parts, _two_stages()[1]), candidate.num_microbatches == 4 and candidate.rounds < 4)
+
+    found = answered(neighbours.interleaved(state_of(plan)), answer)
+    assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3), (4, 4), (2, 3)]
+    assert [each.like is None for each in found] == [False, True, True, True]
+    found = answered(neighbours.interleaved(state_of(plan, fixed=4)), answer)
+    assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3), (4, 4)]
+    for fixed in (recipes.auto(schedule="1f1b"), recipes.auto(num_stages=2)):
+        assert answered(neighbours.interleaved(state_of(plan, fixed)), answer) == []
+
+
+def test_equal_stages_are_interleaved_where_others_were_quicker_without() -> None:
+    plan = dataclasses.replace(_two_stages()[0], num_microbatches=4)
+    first, second = plan.stages
+    wide = dataclasses.replace(second, mesh=dataclasses.replace(second.mesh, devices=(2, 3, 4), shape=(3,)))
+    state = state_of(dataclasses.replace(plan, stages=(first, wide)))
+    assert answered(neighbours.interleaved(state), nothing) == []
+    state.evaluator.best.of_equal_groups = dataclasses.replace(plan, num_microbatches=16)
+    [candidate] = answered(neighbours.interleaved(state), nothing)
+    assert candidate.like is not None and candidate.like.stages == plan.stages
+    assert candidate.num_microbatches == candidate.like.num_microbatches == 4
+
+
+def test_without_a_bubble_there_may_be_fewer_microbatches() -> None:
+    # One of 5 turns of 2 stages in 4 microbatches is a bubble; of 16, one of 17.
+    plan = _two_stages()[0]
+    plan = dataclasses.replace(plan, num_microbatches=4, step_time=5 / 17 * plan.step_time)
+    found = answered(neighbours.zero_bubble(state_of(plan)), with_times({4: 0.9, 2: 1.5}))
+    assert [each.num_microbatches for each in found] == [4, 2]  # 2 takes longer than 4 does
+    found = answered(neighbours.zero_bubble(state_of(plan)), with_times({4: 3.0, 2: 1.5}))
+    assert [each.num_microbatches for each in found] == [4, 2]  # 2 is quicker than 4, better than the best or not
+    assert {each.schedule for each in found} == {"zero-bubble"}
+    assert answered(neighbours.zero_bubble(state_of(plan, recipes.auto(schedule="1f1b"))), nothing) == []
+    other = dataclasses.replace(plan, schedule="interleaved")
+    assert answered(neighbours.zero_bubble(state_of(other)), nothing) == []
+
+
+# How they are heard.
+
+
+def heard(monkeypatch: pytest.MonkeyPatch, state: State, *some: Neighbour) -> tuple[list[int], list[int]]:
+    """Numbers of microbatches of what is planned, and of what is better."""
+    planned: list[int] = []
+
+    def outcome(self: Evaluator, candidate: Candidate) -> Outcome:
+        planned.append(candidate.num_microbatches)
+        return with_times({2: 0.9, 4: 0.8, 8: 2.0})(candidate)
+
+    monkeypatch.setattr(Evaluator, "outcome", outcome)
+    return planned, [plan.num_microbatches for plan, _ in better_plans(state, some)]
+
+
+def many(state: State) -> Proposals:
+    yield Proposal(Candidate(8), 0.5)
+    yield Proposal(Candidate(16), None)
+
+
+def few(state: State) -> Proposals:
+    outcome = yield Proposal(Candidate(2), 0.4)
+    assert outcome.better is not None and state.plan is outcome.better[0]
+    yield Proposal(Candidate(4), 0.6)
+
+
+def test_who_expects_least_is_heard_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of which the stage search found nothing last."""
+    state = state_of(None)
+    assert heard(monkeypatch, state, many, few) == ([2, 8, 4, 16], [2, 4])
+    assert state.proposals == {"many": 2, "few": 2}
+    assert {name: plan.num_microbatches for name, plan in state.found_by.items()} == {"few": 4}
+
+
+def test_what_a_method_does_without_is_not_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = state_of(None, dataclasses.replace(AUTO, without=frozenset({"few"})))
+    assert heard(monkeypatch, state, many, few) == ([8, 16], [])
