@@ -1,6 +1,6 @@
 """Equations with a body: every factor, and every pair of them, computed in pieces, equals the whole.
 
-The pieces run together under `jax.vmap` with a named axis for each factor, since bodies may add up over the pieces.
+The pieces run together under `jax.shard_map` with an axis for each factor, since bodies may add up over the pieces.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import DimMap, Local, Rule, bind
+from autopar.ir.rule import DimMap, Local, Rule
 from autopar.ir.sharding import Collective, Sharding
 from autopar.passes.intra_op.strategies import enumerate_assignments, inner_collectives, operand_shardings
 from autopar.passes.rules import propagation as bodies
@@ -29,8 +29,7 @@ from autopar.passes.rules import table
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.tracing.trace import trace
 from tests.passes.rules import harness
-
-WIDTH, HEADS, DEPTH, HIDDEN, LAYERS, BATCH, TIME = 8, 4, 2, 16, 3, 4, 6
+from tests.passes.rules.loop_cases import BATCH, CASES, FORWARD, HEADS, HIDDEN, LAYER_WEIGHTS, LAYERS, loops, normal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,230 +106,6 @@ def in_pieces(equation: Equation, rule: Rule, split: Mapping[int, int], operands
             else:
                 whole[place] += part.reshape(whole[place].shape)
         found.append(whole.reshape(equation.outputs[k].shape))
-    return found
-
-
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape) * 0.3
-
-
-def recurrent(w: Any, u: Any, b: Any, xs: Any) -> Any:
-    """An LSTM-like cell over time."""
-
-    def cell(state: Any, x: Any) -> Any:
-        h, c = state
-        gates = x @ w + h @ u + b
-        i, f, o = jnp.split(gates, 3, axis=-1)
-        c = jax.nn.sigmoid(f) * c + jnp.tanh(i)
-        h = jax.nn.sigmoid(o) * c
-        return (h, c), h
-
-    zero = jnp.zeros((xs.shape[1], u.shape[0]))
-    (h, _), hs = lax.scan(cell, (zero, zero), xs)
-    return (hs**2).mean() + h.sum()
-
-
-def decay(a: Any, xs: Any) -> Any:
-    """A diagonal state space, run backwards, that keeps no outputs."""
-    return lax.scan(lambda h, x: (h * jax.nn.sigmoid(a) + x, None), jnp.zeros_like(xs[0]), xs, reverse=True)[0].sum()
-
-
-def layers(ws: Any, x: Any) -> Any:
-    """Transformer layers: attention, and a perceptron with normalisation, heads and hidden units to cut."""
-
-    def layer(x: Any, w: Any) -> Any:
-        h = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-3)
-        q, k, v = (jnp.einsum("btd,dhk->bhtk", h, w[name]) for name in "qkv")
-        weights = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
-        x = x + jnp.einsum("bhtk,hkd->btd", weights @ v, w["o"])
-        return x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"], (x * x).mean()
-
-    y, norms = lax.scan(layer, x, ws)
-    return (y**2).mean() + norms.sum()
-
-
-LAYER_WEIGHTS = {
-    **{name: normal(i, LAYERS, WIDTH, HEADS, DEPTH) for i, name in enumerate("qkv")},
-    "o": normal(4, LAYERS, HEADS, DEPTH, WIDTH),
-    "up": normal(5, LAYERS, WIDTH, HIDDEN),
-    "bias": normal(6, LAYERS, HIDDEN),
-    "down": normal(7, LAYERS, HIDDEN, WIDTH),
-}
-
-
-def accumulated(w: Any, xs: Any) -> Any:
-    """A user's own accumulation of gradients over slices of the batch."""
-
-    def add(total: Any, x: Any) -> Any:
-        loss, g = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
-        return (total[0] + loss, total[1] + g), loss
-
-    (loss, g), losses = lax.scan(add, (0.0, jnp.zeros_like(w)), xs)
-    return loss + (g**2).sum() + losses.max()
-
-
-def nested(w: Any, xs: Any) -> Any:
-    """A scan in a scan, with a counter and random bits."""
-
-    def outer(state: Any, x: Any) -> Any:
-        step, key, h = state
-        key, sub = jax.random.split(key)
-        mask = jax.random.bernoulli(sub, 0.5, h.shape)
-        h, ys = lax.scan(lambda h, w: (jnp.tanh(h @ w + x) * mask, h.mean()), h, w)
-        return (step + 1, key, h), (ys, step)
-
-    (_, _, h), (ys, steps) = lax.scan(outer, (0, jax.random.key(0), xs[0]), xs)
-    return (h**2).sum() + ys.sum() + steps.sum()
-
-
-def powers(a: Any, x: Any, rounds: Any) -> Any:
-    """Power iteration, as often as the caller says, that adds up what it saw."""
-
-    def once(_: Any, state: Any) -> Any:
-        x, seen, total = state
-        y = jnp.tanh(x @ a)
-        return y, seen + x.T @ y, total + (y**2).sum()
-
-    return lax.fori_loop(0, rounds, once, (x, jnp.zeros((x.shape[1], x.shape[1])), 0.0))
-
-
-def chosen(which: Any, w: Any, x: Any) -> Any:
-    """Branches that compute, pass on, and sum over examples."""
-
-    def matrix(w: Any, x: Any) -> Any:
-        return jnp.tanh(x @ w), (x @ w).sum(0), x[:, :2] * 2
-
-    def same(w: Any, x: Any) -> Any:
-        return x, jnp.zeros(w.shape[1]), x[:, 2:4]
-
-    def means(w: Any, x: Any) -> Any:
-        return jax.nn.softmax(x) * w[0], (x * x).sum(0) * 3, x[:, 1:3]
-
-    return lax.switch(which, [matrix, same, means], w, x)
-
-
-def stepwise(w: Any, xs: Any) -> Any:
-    """A loop with a branch in it."""
-
-    def once(h: Any, x: Any) -> Any:
-        h = lax.cond(x.mean() > 0, lambda h: jnp.tanh(h @ w), lambda h: h * 0.5, h)
-        return h, h.sum()
-
-    return lax.scan(once, jnp.ones((BATCH, w.shape[0])), xs)
-
-
-def rematerialised(ws: Any, x: Any) -> Any:
-    """Layers with `jax.checkpoint`: the backward loop has a fence."""
-
-    def layer(h: Any, w: Any) -> Any:
-        return jax.checkpoint(lambda h, w: h + jnp.tanh(jnp.tanh(h @ w[0]) @ w[1]))(h, w), None
-
-    return lax.scan(layer, x, ws)[0].sum()
-
-
-def flattened(w: Any, x: Any) -> Any:
-    """Examples in the minor part of a dimension, where random bits and indices have no place of their own."""
-
-    def step(key: Any, x: Any) -> Any:
-        key, sub = jax.random.split(key)
-        y = x.reshape(-1, x.shape[-1]) @ w
-        y = y * jax.random.bernoulli(sub, 0.5, y.shape) + lax.iota(jnp.float32, y.shape[0])[:, None]
-        return key, y.reshape(*x.shape[:-1], -1)
-
-    return lax.scan(step, jax.random.key(3), x)[1]
-
-
-def regrouped(h: Any, b: Any) -> Any:
-    """Two ways to cut one dimension that a reshape takes apart."""
-    return lax.scan(lambda h, _: (jnp.tanh(h + b.reshape(4, 8)) * jnp.sort(b).sum(), None), h, None, length=2)[0]
-
-
-def many(xs: Any, h: Any) -> Any:
-    """More inputs that must be cut together than rounds of propagation."""
-
-    def product(h: Any, xs: Any) -> Any:
-        for x in xs:
-            h = h * x
-        return h, None
-
-    return lax.scan(product, h, xs)[0]
-
-
-def stepping(p: Any, x: Any) -> Any:
-    """Examples reduced to what decides whether to go on, and read again in the loop."""
-
-    def once(state: Any) -> Any:
-        x, error, n = state
-        y = x / (1 + jnp.sqrt(error))
-        return y, (y**2).sum(), n + 1
-
-    return lax.while_loop(lambda s: (s[1] > 1e-3) & (s[2] < 4), once, (x * p, jnp.float32(1), 0))
-
-
-def each_its_own(w: Any, x: Any) -> Any:
-    """Examples that take different numbers of rounds, under `vmap`: whether to go on is an array."""
-
-    def one(x: Any) -> Any:
-        return lax.while_loop(lambda s: (s[0] ** 2).sum() > 1e-2, lambda s: (s[0] @ w, s[1] + 1), (x, 0))
-
-    return jax.vmap(one)(x)
-
-
-def unread(w: Any, x: Any, t: Any) -> Any:
-    """A loop in a loop, with examples at hand that nothing comes of (the time of an equation that knows none)."""
-
-    def step(x: Any, _: Any) -> Any:
-        jnp.cos(t)
-        return jnp.tanh(x @ w), None
-
-    return lax.while_loop(lambda s: s[1] < 3, lambda s: (lax.scan(step, s[0], None, 2)[0], s[1] + 1), (x, 0))
-
-
-def until_all(w: Any, x: Any) -> Any:
-    """As sequences are generated: until every example has met its end."""
-
-    def once(state: Any) -> Any:
-        x, done, n = state
-        return jnp.where(done[:, None], x, x @ w), done | ((x**2).sum(1) < 1e-2), n + 1
-
-    return lax.while_loop(lambda s: ~s[1].all() & (s[2] < 9), once, (x, jnp.zeros(len(x), bool), 0))
-
-
-FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
-    "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
-    "chosen 2": (chosen, (np.int32(2), normal(1, 8, 8), normal(2, BATCH, 8))),
-    "stepwise": (stepwise, (normal(1, 8, 8), normal(2, 3, BATCH))),
-    "flattened": (flattened, (normal(1, 4, 8), normal(2, 2, TIME, BATCH, 4))),
-    "regrouped": (regrouped, (normal(1, 4, 8), normal(2, 32))),
-    "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
-    "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
-    "until all": (until_all, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
-    "unread": (unread, (normal(1, 8, 8), normal(2, BATCH, 8), normal(3, BATCH))),
-    "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
-}
-CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "recurrent": (recurrent, (normal(1, 5, 24), normal(2, 8, 24), normal(3, 24), normal(4, TIME, BATCH, 5))),
-    "decay": (decay, (normal(1, 8), normal(2, TIME, BATCH, 8))),
-    "layers": (layers, (LAYER_WEIGHTS, normal(9, BATCH, TIME, WIDTH))),
-    "accumulated": (accumulated, (normal(1, 6, 4), normal(2, 3, BATCH, 6))),
-    "rematerialised": (rematerialised, (normal(1, LAYERS, 2, WIDTH, WIDTH), normal(2, BATCH, WIDTH))),
-    "nested": (nested, (normal(1, 2, 8, 8), normal(2, 3, BATCH, 8))),
-}
-
-
-def loops(name: str) -> list[tuple[Equation, list[Any], list[Any]]]:
-    """The equations with a body, of a function and of its gradient, with the numbers that they meet and make."""
-    fun, args = {**CASES, **FORWARD}[name]
-    graph = trace(fun if name in FORWARD else jax.value_and_grad(fun, tuple(range(len(args)))), args, {}, name=name)
-    values: dict[Any, Any] = {**graph.constants, **dict(zip(graph.inputs, jax.tree.leaves(args), strict=True))}
-    found = []
-    for eqn in graph.equations:
-        operands = [values[v] if isinstance(v, Value) else jnp.asarray(v.value, v.dtype) for v in eqn.inputs]
-        results = list(bind(eqn, operands))
-        values.update(zip(eqn.outputs, results, strict=True))
-        if eqn.primitive.name in ("scan", "while", "cond"):
-            found.append((eqn, operands, results))
     return found
 
 
