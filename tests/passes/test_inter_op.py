@@ -1,66 +1,19 @@
-"""The stage search against exhaustive enumeration."""
+"""The stage search against exhaustive enumeration, and against sums made by hand."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
 from autopar.errors import PlanError
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.schedule import ScheduleName, make_schedule
-from autopar.passes.inter_op import Pipeline, plan_stages
-from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight, pipeline_time
-from autopar.passes.submeshes import ShapesFn, candidate_shapes, mesh_at
-
-StageCostFn = Callable[[Span, Mesh, int], StageCost | None]
-
-KIND = DeviceKind("test", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0)
-LINK = Link("test", 0.0, 1.0)
-
-
-def cluster(*devices: int) -> Cluster:
-    return Cluster("test", tuple(Host(KIND, n, LINK) for n in devices), LINK)
-
-
-class Oracle(StageOracle):
-    """Of functions; what is None is as the search takes it where nothing is known."""
-
-    def __init__(
-        self, cost: StageCostFn, least: Callable[[Span, Mesh], StageCost | None] | None, bound: StageCostFn | None,
-        overhead: Callable[[int, Mesh], tuple[float, float]] | None, alike: Callable[[int, int], Hashable] | None,
-    ) -> None:  # fmt: skip
-        self._cost, self._least, self._bound, self._overhead, self._alike = cost, least, bound, overhead, alike
-
-    def cost(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
-        return self._cost(span, mesh, in_flight)
-
-    def least(self, span: Span, mesh: Mesh) -> StageCost | None:
-        return super().least(span, mesh) if self._least is None else self._least(span, mesh)
-
-    def bound(self, span: Span, mesh: Mesh, in_flight: int) -> StageCost | None:
-        return super().bound(span, mesh, in_flight) if self._bound is None else self._bound(span, mesh, in_flight)
-
-    def overhead(self, layer: int, mesh: Mesh) -> tuple[float, float]:
-        return super().overhead(layer, mesh) if self._overhead is None else self._overhead(layer, mesh)
-
-    def alike(self, start: int, size: int) -> Hashable:
-        return super().alike(start, size) if self._alike is None else self._alike(start, size)
-
-
-def search(
-    num_layers: int, where: Cluster, cost: StageCostFn, m: int, schedule: ScheduleName, *,
-    num_stages: int | None = None, rounds: int = 1, shapes: ShapesFn = candidate_shapes, below: float = math.inf,
-    gain: float = 0.0, least: Any = None, bound: Any = None, overhead: Any = None, alike: Any = None,
-) -> Pipeline | None:  # fmt: skip
-    space = StageSpace(num_layers, where, num_stages, shapes)
-    oracle = Oracle(cost, least, bound, overhead, alike)
-    return plan_stages(space, oracle, Turns(m, schedule, rounds), below=below, gain=gain)
+from autopar.passes.stage_oracle import Span, StageCost, pipeline_time
+from tests.passes.oracles import StageCostFn, cluster, search
 
 
 def groups(hosts: tuple[int, ...], start: int) -> list[int]:
@@ -284,69 +237,6 @@ def test_with_bounds_too(hosts: tuple[int, ...], schedule: ScheduleName, seed: i
     assert max(shapes.values(), default=0) <= 1
 
 
-def test_what_bounds_exclude_is_not_asked_for() -> None:
-    """Two stages over four layers on two devices: once the balanced cut is known, no other can be better."""
-    asked = []
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
-        asked.append(span)
-        return StageCost(1.1 * (span[1] - span[0]), 0.0, 0.0)
-
-    def least(span: Span, mesh: Mesh) -> StageCost:
-        return StageCost(float(span[1] - span[0]), 0.0, 0.0)
-
-    plan = search(4, cluster(2), cost, 8, "1f1b", num_stages=2, least=least)
-    assert plan is not None
-    assert [stage.span for stage in plan.stages] == [(0, 2), (2, 4)]
-    assert sorted(asked) == [(0, 2), (2, 4)]
-
-
-@pytest.mark.parametrize("unknown", [(), (0,)])
-def test_overheads_spare_what_they_exclude(unknown: tuple[int, ...]) -> None:
-    """Communication makes stages on several devices bad choices: after one of them no other is asked for.
-
-    Not if nothing is known of a layer either, as long as the others are dear enough.
-    """
-    asked: list[int] = []
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
-        asked.append(mesh.size)
-        return StageCost((span[1] - span[0]) / mesh.size * (5 if mesh.size > 1 else 1.2), 0.0, 0.0)
-
-    def least(span: Span, mesh: Mesh) -> StageCost:
-        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
-
-    def overhead(layer: int, mesh: Mesh) -> tuple[float, float]:
-        return 1 / mesh.size, 5.0 if mesh.size > 1 and mesh.size in asked and layer not in unknown else 1.0
-
-    exact = search(8, cluster(2, 2), cost, 16, "1f1b", least=least)
-    often = len(asked)
-    asked.clear()
-    assert search(8, cluster(2, 2), cost, 16, "1f1b", least=least, overhead=overhead) == exact
-    assert len(asked) < 0.7 * often
-
-
-def test_what_quick_bounds_exclude_is_not_asked_for() -> None:
-    """Stages on two devices would be the best, but for what the bound tells."""
-    asked: list[int] = []
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
-        asked.append(mesh.size)
-        return StageCost((span[1] - span[0]) / mesh.size * (5 if mesh.size > 1 else 1.2), 0.0, 0.0)
-
-    def bound(span: Span, mesh: Mesh, held: int) -> StageCost:
-        return StageCost((span[1] - span[0]) / mesh.size * (4 if mesh.size > 1 else 1.1), 0.0, 0.0)
-
-    def least(span: Span, mesh: Mesh) -> StageCost:
-        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
-
-    exact = search(8, cluster(2, 2), cost, 16, "1f1b", least=least)
-    assert 2 in asked
-    asked.clear()
-    assert search(8, cluster(2, 2), cost, 16, "1f1b", least=least, bound=bound) == exact
-    assert set(asked) == {1}
-
-
 def test_small_gains_are_not_looked_for() -> None:
     def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
         return StageCost(float(span[1] - span[0]) / mesh.size, 0.0, 0.0)
@@ -373,93 +263,6 @@ def test_a_slow_host_gets_less_work() -> None:
     assert [stage.mesh.devices for stage in plan.stages] == [(0, 1), (2, 3)]
 
 
-def test_only_useful_stages_are_priced() -> None:
-    """Two stages over two layers of a (1, 1, 1) cluster: (0,1) on 1 or 2 devices, (1,2) on the rest, and no other."""
-    asked = set()
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
-        asked.add((span, mesh.devices, held))
-        return StageCost(1.0, 0.0, 0.0)
-
-    search(2, cluster(1, 1, 1), cost, 4, "1f1b", num_stages=2)
-    assert asked == {((0, 1), (0,), 2), ((0, 1), (0, 1), 2), ((1, 2), (2,), 1), ((1, 2), (1, 2), 1)}
-
-
-def test_nothing_is_priced_where_a_layer_fits_nowhere() -> None:
-    """The last layer does not."""
-    asked = []
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost | None:
-        asked.append(span)
-        return StageCost(1.0, 0.0, 0)
-
-    def least(span: Span, mesh: Mesh) -> StageCost | None:
-        return None if span[1] == 4 else StageCost(1.0, 0.0, 0)
-
-    assert search(4, cluster(4), cost, 4, "1f1b", least=least) is None
-    assert asked == []
-
-
-def test_good_plans_save_calls() -> None:
-    """A stage that alone takes longer than the best plan so far is not continued.
-
-    All layers on all devices take 4 s in all with m = 4; on fewer devices, every layer takes 100 s.
-    """
-    asked = []
-
-    def least(span: Span, mesh: Mesh) -> StageCost:
-        return StageCost(1.0 if mesh.size == 4 else 100.0, 0.0, 0)
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
-        asked.append(held)
-        return least(span, mesh)
-
-    plan = search(4, cluster(4), cost, 4, "1f1b", least=least)
-    assert plan is not None
-    assert plan.step_time == 4.0
-    assert set(asked) == {1}  # stages with another one behind them would hold 2
-
-
-@pytest.mark.parametrize(("name", "m"), [(n, m) for n in ("gpipe", "1f1b") for m in (1, 2, 3, 5)])
-def test_in_flight_is_that_of_the_schedule(name: ScheduleName, m: int) -> None:
-    for number in range(1, 6):
-        timeline = make_schedule(name, number, m)
-        for stage in range(number):
-            assert in_flight(name, m, number - stage) == timeline.in_flight(stage)
-
-
-@pytest.mark.parametrize(
-    ("start", "size", "shapes"),
-    [
-        (0, 1, [(1,)]),
-        (3, 2, [(2,)]),
-        (1, 4, [(4,), (2, 2)]),
-        (2, 3, [(3,)]),  # divides 6
-        (0, 5, []),  # neither divides 6 nor is a power of two
-        (0, 6, [(6,), (2, 3), (3, 2)]),
-        (4, 4, []),  # over the border of a host
-        (6, 2, [(2,)]),
-        (0, 8, [(8,), (2, 4), (4, 2)]),  # hosts 0 and 1
-        (6, 8, [(8,), (2, 4), (4, 2)]),  # hosts 1 and 2
-        (6, 3, []),  # a host and a half
-        (8, 4, [(4,), (2, 2)]),
-        (0, 14, [(14,), (2, 7), (7, 2)]),
-        (8, 7, []),
-        (14, 1, []),
-        (0, 0, []),
-    ],
-)
-def test_candidate_shapes(start: int, size: int, shapes: list[tuple[int, ...]]) -> None:
-    """Hosts of 6, 2 and 6 devices: 0-5, 6-7, 8-13."""
-    assert list(candidate_shapes(cluster(6, 2, 6), start, size)) == shapes
-    meshes = [mesh_at(start, shape) for shape in shapes]
-    for mesh in meshes:
-        assert mesh.devices == tuple(range(start, start + size))
-        assert mesh.axes == ("x", "y")[: len(mesh.shape)]
-    for mesh in meshes[1:]:
-        assert mesh.group(("y",)) == tuple(range(start, start + mesh.shape[1]))
-
-
 @pytest.mark.parametrize("number", [-1, 0, 4])
 def test_impossible_number_of_stages(number: int) -> None:
     with pytest.raises(PlanError, match=rf"num_stages={number}, but there are 3 layers and 4 devices.*choose 1 to 3"):
@@ -470,57 +273,3 @@ def test_impossible_number_of_stages_for_one_layer() -> None:
     message = "num_stages=2, but there is 1 layer and 4 devices, and each stage needs one of both: choose 1 stage"
     with pytest.raises(PlanError, match=message):
         search(1, cluster(4), lambda span, mesh, held: None, 4, "1f1b", num_stages=2)
-
-
-def test_shapes_can_be_restricted() -> None:
-    def one_dimensional(where: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        return candidate_shapes(where, start, size)[:1]
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost:
-        assert len(mesh.shape) == 1
-        return StageCost(1.0, 0.0, 0)
-
-    assert search(2, cluster(4, 4), cost, 4, "gpipe", shapes=one_dimensional) is not None
-
-
-@pytest.mark.parametrize("hosts", [130, 315, 384, 1024])
-def test_thousands_of_devices(hosts: int) -> None:
-    """Layers of like work: stages of like numbers of hosts, each asked for once."""
-    asked: Counter[tuple[Span, int, int]] = Counter()
-
-    def cost(span: Span, mesh: Mesh, held: int) -> StageCost | None:
-        asked[span, mesh.size, held] += 1
-        if mesh.size > 8 * hosts // 3:  # as if it had no more examples to split
-            return None
-        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 1.0)
-
-    def least(span: Span, mesh: Mesh) -> StageCost:
-        return StageCost((span[1] - span[0]) / mesh.size, 0.0, 0.0)
-
-    plan = search(
-        12, cluster(*(8,) * hosts), cost, 512, "1f1b", shapes=lambda where, start, size: ((size,),) if size else (),
-        least=least, alike=lambda start, size: size,
-    )  # fmt: skip
-    assert plan is not None
-    devices = [d for stage in plan.stages for d in stage.mesh.devices]
-    assert devices == list(range(8 * hosts))
-    perfect = 512 * 12 / (8 * hosts)  # without a bubble
-    assert plan.step_time < 1.15 * perfect
-    assert max(asked.values()) == 1
-
-
-def test_groups_of_mixed_hosts_begin_where_hosts_differ() -> None:
-    """Units of several hosts never have hosts of both kinds, if the kinds' numbers allow it."""
-    slow = Host(DeviceKind("slow", 1, 1.0, {}, 1.0, 1.0, 0.0, 0.0), 8, LINK)
-    fast = Host(KIND, 8, LINK)
-    mixed = Cluster("mixed", (slow,) * 96 + (fast,) * 192, LINK)
-    seen: set[tuple[int, int]] = set()
-
-    def shapes(where: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
-        seen.add((start, start + size))
-        return ((size,),)
-
-    search(2, mixed, lambda span, mesh, held: StageCost(1.0, 0.0, 1.0), 4, "1f1b", shapes=shapes)
-    borders = {at for group in seen for at in group}
-    assert borders == set(range(0, 288 * 8 + 1, 2 * 8))
-    assert 96 * 8 in borders
