@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,87 +11,35 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import autopar
 from autopar import recipes
-from autopar.errors import BatchAxisError, PlanMismatchError
-from autopar.ir.graph import Graph
+from autopar.errors import BatchAxisError
 from autopar.ir.instructions import Run
-from autopar.planning.planner import Planner
+from tests.small_steps import (
+    BATCH,
+    DATA_PARALLEL,
+    ONE,
+    PIPELINE,
+    ZERO,
+    assert_close,
+    batch_of,
+    init,
+    loss_of,
+    mean_square,
+    parallelized,
+    placements,
+    reference,
+    rows,
+    sgd,
+    shapes_of,
+    train_step,
+    weights,
+)
 
-VOCABULARY, WIDTH, BATCH, TIME = 16, 8, 8, 4
-OPTIMIZER = optax.adam(1e-2)
-
-DATA_PARALLEL = recipes.data_parallel()
-ZERO = recipes.zero(3)
-PIPELINE = recipes.gpipe(2, 2)
 METHODS = pytest.mark.parametrize("method", [DATA_PARALLEL, ZERO, PIPELINE], ids=lambda m: m.name)
-
-
-class State(NamedTuple):
-    params: Any
-    opt: Any
-    step: Any
-
-
-def init(key: jax.Array) -> State:
-    """A language model whose embedding is tied to its output."""
-    emb, w, v = jax.random.split(key, 3)
-    params = {
-        "emb": jax.random.normal(emb, (VOCABULARY, WIDTH)),
-        "layers": [jax.random.normal(k, (WIDTH, WIDTH)) / 3 for k in (w, v)],
-        "nothing": None,
-    }
-    return State(params, OPTIMIZER.init(params), jnp.zeros((), jnp.int32))
-
-
-def loss_of(params: Any, batch: Any) -> jax.Array:
-    h = params["emb"][batch["x"]]
-    for w in params["layers"]:
-        h = h + jnp.tanh(h @ w)
-    losses: jax.Array = optax.softmax_cross_entropy_with_integer_labels(h @ params["emb"].T, batch["y"])
-    return losses.mean()
-
-
-def train_step(state: State, batch: Any) -> Any:
-    loss, g = jax.value_and_grad(loss_of)(state.params, batch)
-    updates, opt = OPTIMIZER.update(g, state.opt, state.params)
-    return State(optax.apply_updates(state.params, updates), opt, state.step + 1), {"loss": loss}
-
-
-def batch_of(batch: int = BATCH, time: int = TIME) -> dict[str, np.ndarray]:
-    ids = np.random.default_rng(0).integers(0, VOCABULARY, (2, batch, time), np.int32)
-    return {"x": ids[0], "y": ids[1]}
-
-
-def shapes_of(tree: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def placements(tree: Any) -> list[Any]:
-    return [x.sharding for x in jax.tree.leaves(tree)]
-
-
-def assert_close(found: Any, wanted: Any) -> None:
-    structures: list[Any] = [jax.tree.structure(found), jax.tree.structure(wanted)]
-    assert structures[0] == structures[1]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-6), autopar.gather(found), wanted)
-
-
-def parallelized(method: autopar.Method, **options: Any) -> autopar.Parallelized:
-    return autopar.parallelize(train_step, method=method, devices=jax.devices()[:4], **options)
-
-
-@functools.cache
-def reference() -> tuple[State, ...]:
-    """States after 0, 1, 2, .. steps on one device: whole batch, shorter batch, other length, whole batch."""
-    states = [init(jax.random.key(0))]
-    for batch in (batch_of(), batch_of(4), batch_of(time=2), batch_of()):
-        states.append(jax.jit(train_step)(states[-1], batch)[0])
-    return tuple(states)
 
 
 # Where the state lies.
@@ -181,27 +128,6 @@ def test_shapes_compiled_ahead_share_the_placement() -> None:
 
 
 # Calls.
-
-
-def mean_square(p: Any, x: Any) -> jax.Array:
-    return jnp.mean((x @ p["w"]) ** 2)
-
-
-def sgd(p: Any, x: Any, rate: float = 0.1, name: str = "sgd") -> Any:
-    loss, g = jax.value_and_grad(mean_square)(p, x)
-    assert isinstance(rate, float)
-    return jax.tree.map(lambda a, b: a - rate * b, p, g), loss
-
-
-def weights() -> dict[str, np.ndarray]:
-    return {"w": np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)}
-
-
-def rows(n: int = BATCH) -> np.ndarray:
-    return np.random.default_rng(1).normal(size=(n, 4)).astype(np.float32)
-
-
-ONE: dict[str, Any] = {"method": DATA_PARALLEL, "devices": jax.devices()[:2]}
 
 
 def test_decorator_without_arguments() -> None:
@@ -339,152 +265,13 @@ def test_batch_axis_that_is_not_the_first() -> None:
     assert_close(parallel(weights(), rows().T), sgd(weights(), rows()))
 
 
-# Ahead of time.
-
-
-def test_stages_need_no_arrays_and_no_devices() -> None:
-    """Shapes only, for a cluster that is not there."""
-    args = shapes_of((weights(), rows(64)))
-    step = autopar.parallelize(sgd, cluster=autopar.load_preset("dgx-a100", devices_per_host=16))
-    assert isinstance(step.trace(*args).graph, Graph)
-    assert step.plan(*args).cluster.num_devices == 16
-    assert step.plan(*args, method=recipes.zero(2)).method == "zero_2"
-    assert step.plan(*args, cluster=autopar.load_preset("dgx-h100")).num_devices <= 8
-
-
-def test_a_plan_that_was_looked_at_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = autopar.parallelize(sgd, **ONE)
-    args = shapes_of((weights(), rows()))
-    plan = step.plan(*args)
-    monkeypatch.setattr(Planner, "plan", None)
-    assert step.compile(*args).plan == plan
-
-
-def test_an_edited_plan_runs_as_edited() -> None:
-    """Whether it is compiled, or read from its file."""
-    shapes = jax.eval_shape(init, jax.random.key(0)), shapes_of(batch_of())
-    plan = parallelized(PIPELINE).plan(*shapes)
-    edited = dataclasses.replace(plan, num_microbatches=4)
-    executable = edited.compile()
-    assert executable.plan == parallelized(PIPELINE).plan(*shapes, method=edited)
-    assert executable.plan.num_microbatches == 4 and executable.plan.step_time != plan.step_time
-    assert executable.instruction_count > plan.compile().instruction_count
-    assert_close(executable(reference()[0], batch_of())[0], reference()[1])
-
-
-def test_a_plan_for_more_devices_than_the_state_has() -> None:
-    state, batch = shapes_of(reference()[0]), batch_of()
-    step = parallelized(DATA_PARALLEL)
-    step.compile(state, shapes_of(batch))
-    traced = step.trace(state, shapes_of(batch_of(16)))
-    plan = traced.plan(cluster=autopar.load_preset("dgx-a100"), method=DATA_PARALLEL)
-    with pytest.raises(PlanMismatchError, match="the plan is for 8 devices, there are 4"):
-        traced.compile(plan)
-
-
-def test_who_trains_alone_is_told_once_and_where(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever way a step comes to be compiled: at the user's line."""
-    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-    args = weights(), rows()
-    ways: list[Callable[[autopar.Parallelized], Any]] = [
-        lambda step: step(*args),
-        lambda step: step.compile(*args),
-        lambda step: step.trace(*args).compile(),
-        lambda step: step.plan(*args).compile(),
-    ]
-    for way in ways:
-        with pytest.warns(UserWarning, match="this process is 0 of 2 by its launcher's variables") as found:
-            way(autopar.parallelize(sgd, **ONE))
-        assert [warning.filename for warning in found] == [__file__]
-
-
-@pytest.mark.parametrize(
-    ("stages", "are_alike"),
-    [([(2, (2, 2)), (1, (4, 1))], True), ([(1, (2,)), (1, (4,)), (1, (2,))], False)],
-    ids=["alike", "unlike"],
-)
-def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]], are_alike: bool) -> None:
-    """Uneven stages on meshes of their own, which cut what they hand on alike or not."""
-
-    def step(w: Any, x: jax.Array) -> Any:
-        def loss(w: Any) -> jax.Array:
-            return jnp.mean((jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"]) ** 2)
-
-        value, g = jax.value_and_grad(loss)(w)
-        return jax.tree.map(lambda p, d: p - 0.1 * d, w, g), value
-
-    keys = jax.random.split(jax.random.key(0), 4)
-    w = {name: jax.random.normal(key, (64, 64)) / 8 for name, key in zip("abc", keys, strict=False)}
-    x = jax.random.normal(keys[3], (1024, 64))
-    wanted = jax.jit(step)(w, x)
-    parallel = autopar.parallelize(step, method=recipes.pipeline(stages, 2))
-    executable = parallel.compile(w, x)
-    plan = executable.plan
-    assert [(stage.layers[1] - stage.layers[0], stage.mesh.shape) for stage in plan.stages] == stages
-    transfers = executable._worker.wiring.transfers
-    assert any(t.is_cut or t.is_joined for t in transfers) != are_alike
-    assert plan.num_microbatches == 2
-    assert_close(parallel(w, x), wanted)
-
-
-@pytest.mark.parametrize("size", [1, 16])
-def test_one_possible_number_of_microbatches_on_several_hosts(size: int) -> None:
-    """One example, or examples that are coupled."""
-
-    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        value, g = jax.value_and_grad(lambda w: jnp.mean((x @ w - jnp.mean(x @ w, 0)) ** 2))(w)
-        return w - 0.1 * g, value
-
-    arguments = jnp.ones((8, 8)), jnp.ones((size, 8))
-    plan = autopar.parallelize(step).plan(*arguments, cluster=autopar.load_preset("dgx-a100", num_hosts=2))
-    assert plan.num_microbatches == 1
-
-
-def test_more_hosts_than_layers() -> None:
-    """A stage per host is impossible."""
-    method = recipes.auto(baselines=False)
-    plan = autopar.parallelize(sgd, method=method).plan(
-        weights(), rows(), cluster=autopar.load_preset("dgx-a100", num_hosts=8)
-    )
-    assert sum(stage.mesh.size for stage in plan.stages) == 64
-    assert len(plan.stages) < 8
-
-
-def test_plan_of_a_step_that_runs() -> None:
-    """The very plan; another cluster or method asked for is planned beside it."""
-    step = autopar.parallelize(sgd, **ONE)
-    state, _ = step(weights(), rows())
-    executable = step.compile(state, rows())
-    assert step.plan(state, rows()) is executable.plan
-    assert step.plan(state, rows(), method=recipes.intra_op_only()).method == "intra_op_only"
-    assert step.plan(state, rows(), cluster=autopar.load_preset("dgx-a100")).cluster.name == "dgx-a100"
-    assert executable.instruction_count >= 1
-
-
-def test_executable() -> None:
-    executable = autopar.parallelize(sgd, **ONE, donate_argnums=()).compile(*shapes_of((weights(), rows())))
-    assert_close(executable(weights(), rows()), sgd(weights(), rows()))
-    assert "all-reduce" in "".join(executable.as_text().values())
-    assert executable.dispatch_seconds > 0
-
-
-def test_plan_made_before() -> None:
-    """Planned for shapes in one place, run in another; other shapes follow it."""
-    plan = parallelized(ZERO).plan(jax.eval_shape(init, jax.random.key(0)), shapes_of(batch_of()))
-    step = autopar.parallelize(train_step, method=plan)
-    state, _ = step(reference()[0], batch_of())
-    assert_close(state, reference()[1])
-    home = placements(state)
-    state, _ = step(state, batch_of(4))
-    assert_close(state, reference()[2])
-    assert placements(state) == home
-
-
 def test_options_are_those_of_jit() -> None:
     """What `jax.jit` calls by a name has that name here."""
     ours = set(inspect.signature(autopar.parallelize).parameters)
     assert {"static_argnums", "static_argnames", "donate_argnums"} <= ours & set(inspect.signature(jax.jit).parameters)
+
+
+# Steps and arguments that are unlike most.
 
 
 def test_leaves_that_are_no_arrays() -> None:
@@ -591,20 +378,6 @@ def test_gradients_that_look_like_the_next_state() -> None:
     found, _ = executable(p, batch)
     expected = step(p, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), autopar.gather(found), expected)
-
-
-def test_a_planner_does_not_outlive_its_plan() -> None:
-    @autopar.parallelize
-    def step(state: Any, batch: Any) -> Any:
-        return state - jax.grad(lambda w: jnp.mean(jnp.tanh(batch @ w)))(state)
-
-    def planners() -> int:
-        gc.collect()
-        return sum(isinstance(thing, Planner) for thing in gc.get_objects())
-
-    before = planners()
-    step.plan(jnp.zeros((8, 8)), jnp.zeros((16, 8)))
-    assert planners() == before
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2])

@@ -23,6 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
 from autopar.planning.neighbours import PHASES, Neighbour, stage_per_host
 from tests.models import chain_loss, sgd
+from tests.small_steps import assert_close
 
 LAYERS, WIDTH, BATCH = 4, 64, 32
 CLUSTER = autopar.load_preset("dgx-a100")
@@ -327,6 +328,38 @@ def test_an_edited_plan_is_priced_again_and_runs() -> None:
     wanted, wanted_loss = jax.jit(make_step())(state, batch)
     np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
     np.testing.assert_allclose(got["w"], wanted["w"], rtol=1e-4, atol=1e-6)
+
+
+# Fixed stages
+
+
+@pytest.mark.parametrize(
+    ("stages", "are_alike"),
+    [([(2, (2, 2)), (1, (4, 1))], True), ([(1, (2,)), (1, (4,)), (1, (2,))], False)],
+    ids=["alike", "unlike"],
+)
+def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]], are_alike: bool) -> None:
+    """Uneven stages on meshes of their own, which cut what they hand on alike or not."""
+
+    def step(w: Any, x: jax.Array) -> Any:
+        def loss(w: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(jnp.tanh(x @ w["a"]) @ w["b"]) @ w["c"]) ** 2)
+
+        value, g = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda p, d: p - 0.1 * d, w, g), value
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    w = {name: jax.random.normal(key, (64, 64)) / 8 for name, key in zip("abc", keys, strict=False)}
+    x = jax.random.normal(keys[3], (1024, 64))
+    wanted = jax.jit(step)(w, x)
+    parallel = autopar.parallelize(step, method=recipes.pipeline(stages, 2))
+    executable = parallel.compile(w, x)
+    plan = executable.plan
+    assert [(stage.layers[1] - stage.layers[0], stage.mesh.shape) for stage in plan.stages] == stages
+    transfers = executable._worker.wiring.transfers
+    assert any(t.is_cut or t.is_joined for t in transfers) != are_alike
+    assert plan.num_microbatches == 2
+    assert_close(parallel(w, x), wanted)
 
 
 # What the plan says of itself

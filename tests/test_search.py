@@ -30,6 +30,7 @@ from autopar.planning.layering import Layered
 from autopar.planning.planner import Planner
 from tests import models
 from tests.planned import analyse, cluster_of
+from tests.small_steps import rows, sgd, weights
 
 _SMALL = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-6)
 
@@ -235,3 +236,26 @@ def test_microbatches_that_need_nothing_computed_again_are_found_behind_some_tha
         for remat in (None, False)
     )
     assert free.step_time <= kept.step_time
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_one_possible_number_of_microbatches_on_several_hosts(size: int) -> None:
+    """One example, or examples that are coupled."""
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, g = jax.value_and_grad(lambda w: jnp.mean((x @ w - jnp.mean(x @ w, 0)) ** 2))(w)
+        return w - 0.1 * g, value
+
+    arguments = jnp.ones((8, 8)), jnp.ones((size, 8))
+    plan = autopar.parallelize(step).plan(*arguments, cluster=autopar.load_preset("dgx-a100", num_hosts=2))
+    assert plan.num_microbatches == 1
+
+
+def test_more_hosts_than_layers() -> None:
+    """A stage per host is impossible."""
+    method = recipes.auto(baselines=False)
+    plan = autopar.parallelize(sgd, method=method).plan(
+        weights(), rows(), cluster=autopar.load_preset("dgx-a100", num_hosts=8)
+    )
+    assert sum(stage.mesh.size for stage in plan.stages) == 64
+    assert len(plan.stages) < 8
