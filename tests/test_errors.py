@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import warnings
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 import autopar
 from autopar import recipes
@@ -21,43 +17,11 @@ from autopar.errors import (
     BatchAxisError,
     InfeasiblePlanError,
     MicrobatchError,
-    MissingRuleWarning,
     PlanError,
     PlanMismatchError,
-    StateError,
-    StateLostError,
     TraceError,
-    UserError,
 )
-from autopar.ir.graph import Equation
-from autopar.ir.instructions import Run
-from autopar.ir.rule import Rule
-from autopar.passes.rules import table
-
-BATCH, WIDTH = 8, 16
-
-
-def params(width: int = WIDTH) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
-    return {name: random.normal(size=(width, width)).astype(np.float32) for name in ("v", "w")}
-
-
-def examples(batch: int = BATCH) -> dict[str, np.ndarray]:
-    return {"x": np.random.default_rng(1).normal(size=(batch, WIDTH)).astype(np.float32)}
-
-
-def mean_square(p: Any, batch: Any) -> jax.Array:
-    return jnp.mean((jnp.tanh(batch["x"] @ p["w"]) @ p["v"]) ** 2)
-
-
-def train_step(p: Any, batch: Any) -> Any:
-    loss, g = jax.value_and_grad(mean_square)(p, batch)
-    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), loss
-
-
-def assert_close(found: Any, wanted: Any) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), autopar.gather(found), wanted)
-
+from tests.two_layers import WIDTH, assert_close, examples, mean_square, params, train_step
 
 # The batch.
 
@@ -94,6 +58,24 @@ def test_no_batch_argument() -> None:
     text = "<lambda> has no batch argument: every array argument comes out again as state or is a PRNG key (2 leaves). "
     assert str(caught.value).startswith(text)
     assert "or batch_axes=None if the step makes its own examples" in str(caught.value)
+
+
+def loop_over_examples(p: Any, batch: Any) -> Any:
+    def loss(p: Any) -> jax.Array:
+        h = batch["x"] @ p["w"]
+        h = jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x - x.mean(0)), h)
+        return jnp.mean((h @ p["v"]) ** 2)
+
+    value, g = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
+
+
+def test_loop_that_couples_examples() -> None:
+    """A scan forwards and one backwards: eight devices work, two microbatches are refused with the line."""
+    step = autopar.parallelize(loop_over_examples, method=recipes.data_parallel())
+    assert_close(step(params(), examples()), jax.jit(loop_over_examples)(params(), examples()))
+    with pytest.raises(MicrobatchError, match=r"at .*test_errors\.py:\d+:\d+ \(loop_over_examples.*\) \(scan: "):
+        step.plan(params(), examples(16), method=recipes.data_parallel(2))
 
 
 def test_call_under_a_transformation() -> None:
@@ -193,7 +175,7 @@ def test_more_stages_than_layers() -> None:
         "num_stages=4: each stage needs a heavy operation (a product of matrices, a convolution, "
     )
     assert "of which the forward pass of train_step has only 2 (dot_general at " in message
-    assert "test_errors.py:" in message
+    assert "two_layers.py:" in message
     assert message.endswith(" Use at most 2 stages, or method='auto'.")
 
 
@@ -218,9 +200,9 @@ def two_gradients(p: Any, batch: Any) -> Any:
     ("function", "reason"),
     [
         (gradients_in_a_loop, r"only 0\. gradients_in_a_loop has several gradient computations, a round each: at "
-         r"\S*test_errors\.py:\d+\S* \(.*\) in the scan at \S*test_errors\.py:\d+"),
+         r"\S*two_layers\.py:\d+\S* \(.*\) in the scan at \S*test_errors\.py:\d+"),
         (two_gradients, r"only 2( \(.*\))?\. two_gradients has several gradient computations: what those after the "
-         r"first compute forward, at \S*test_errors\.py:\d+"),
+         r"first compute forward, at \S*two_layers\.py:\d+"),
     ],
 )  # fmt: skip
 def test_more_stages_than_layers_of_the_first_gradient(function: Any, reason: str) -> None:
@@ -416,209 +398,3 @@ def test_what_a_step_itself_raises_is_raised() -> None:
 
     with pytest.raises(ValueError, match="own"):
         autopar.parallelize(step).trace(Heads(jnp.ones((8, 8)), 4), {"x": jnp.ones((8, 8))})
-
-
-# The state.
-
-
-def test_donated_state_used_again() -> None:
-    step = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:2])
-    state, _ = step(params(), examples())
-    newer, _ = step(state, examples())
-    message = "p['v'] was donated to an earlier step and is gone. Use the state that that step returned, or pass donate"
-    with pytest.raises(StateError, match=re.escape(message)):
-        step(state, examples())
-    step(newer, examples())
-
-
-def test_state_that_lies_elsewhere() -> None:
-    one = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:2])
-    two = autopar.parallelize(train_step, method=recipes.zero(3), devices=jax.devices()[:4])
-    state, _ = one(params(), examples())
-    two.compile(params(), examples())
-    with pytest.raises(StateError, match=r"^p\['v'\] lies on 2 devices as .* but the plan keeps it as .* never moved"):
-        two(state, examples())
-    _, loss = two(autopar.gather(state), examples())
-    assert float(loss) == pytest.approx(float(jax.jit(train_step)(autopar.gather(state), examples())[1]), rel=1e-5)
-
-
-class Broken(Exception):
-    """Stands for what a device may raise."""
-
-
-def broken(*args: Any) -> Any:
-    raise Broken
-
-
-@pytest.fixture
-def pipeline() -> Any:
-    """A compiled two-stage pipeline with its state on the devices: (step, executable of the runtime, state)."""
-    step = autopar.parallelize(train_step, method=recipes.gpipe(2, 2), devices=jax.devices()[:2])
-    state, _ = step(params(), examples())
-    return step, step.compile(params(), examples())._worker, state
-
-
-def test_failure_in_the_backward_pass_leaves_the_state(pipeline: Any) -> None:
-    step, runtime, state = pipeline
-    wanted = jax.jit(train_step)(autopar.gather(state), examples())
-    # The last stage's forward and backward pass are one program, run once for each of two microbatches.
-    first, second = [
-        i.program
-        for i in runtime.wiring.instructions.instructions
-        if isinstance(i, Run) and i.stage == 1 and i.phase.in_loop
-    ]
-    assert first == second
-    runs = iter([runtime._calls[first], broken])
-    call, runtime._calls[first] = runtime._calls[first], lambda *args: next(runs)(*args)
-    with pytest.raises(Broken):
-        step(state, examples())
-    assert next(runs, None) is None
-    runtime._calls[first] = call
-    assert_close(step(state, examples()), wanted)
-
-
-def test_failure_in_the_update_loses_the_state(pipeline: Any) -> None:
-    """Both stages update; the one that comes last finds the other's leaf given away."""
-    step, runtime, state = pipeline
-    updates = [i for i in runtime.wiring.instructions.instructions if isinstance(i, Run) and not i.phase.in_loop]
-    assert {i.stage for i in updates} == {0, 1}
-    runtime._calls[updates[-1].program] = broken
-    with pytest.raises(StateLostError) as caught:
-        step(state, examples())
-    text = "the step failed after 1 leaves of the state, among them p['w'], had been given to update programs, so that"
-    assert str(caught.value).startswith(text)
-    assert "restore it from a checkpoint. With donate_argnums=() a step keeps the old state" in str(caught.value)
-    assert isinstance(caught.value.__cause__, Broken)
-
-
-def test_init_and_follow_need_a_plan() -> None:
-    step = autopar.parallelize(train_step)
-    with pytest.raises(PlanError, match=r"^init: train_step has no plan yet\. Call train_step\.compile\(state, "):
-        step.init(params)
-    follower = autopar.parallelize(mean_square, follow=step)
-    with pytest.raises(PlanError, match=r"^follow: train_step has no plan yet, so that mean_square cannot know where"):
-        follower(params(), examples())
-
-
-def test_init_of_something_else() -> None:
-    step = autopar.parallelize(train_step, method=recipes.data_parallel(), devices=jax.devices()[:1])
-    step.compile(params(), examples())
-    with pytest.raises(PlanError, match=r"^init: what init_fn returns, .* with 2 leaves, has the structure and"):
-        step.init(lambda: params(width=4))
-
-
-def test_executable_called_with_something_else() -> None:
-    executable = autopar.parallelize(train_step, devices=jax.devices()[:1]).compile(params(), examples())
-    with pytest.raises(PlanMismatchError, match=re.escape("compiled for batch['x'] of float32[8, 16], called with")):
-        executable(params(), examples(4))
-    with pytest.raises(PlanMismatchError, match=r"^train_step was compiled for arguments of structure .*, called with"):
-        executable(params(), examples()["x"])
-
-
-# Primitives without a rule.
-
-
-def with_search(p: Any, batch: Any) -> Any:
-    """A search among the parameters, outside of JAX."""
-
-    def loss(p: Any) -> jax.Array:
-        shape = jax.ShapeDtypeStruct((2,), p["v"].dtype)
-        largest = jax.pure_callback(lambda v: np.sort(v, None)[-2:], shape, jax.lax.stop_gradient(p["v"]))
-        return mean_square({"w": p["w"], "v": p["v"] + largest.mean()}, batch)
-
-    value, g = jax.value_and_grad(loss)(p)
-    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
-
-
-@pytest.mark.parametrize(
-    "method",
-    [recipes.data_parallel(), recipes.data_parallel(2), recipes.gpipe(2, 2), recipes.megatron(2, 4, 1, 1)],
-    ids=["data_parallel", "two_microbatches", "pipeline", "megatron"],
-)
-def test_primitive_without_a_rule(method: autopar.Method) -> None:
-    """It runs whole on every device, with one warning that names it and the line."""
-    step = autopar.parallelize(with_search, method=method)
-    batch = examples(16)
-    with pytest.warns(MissingRuleWarning) as caught:
-        found = step(params(), batch)
-    (warning,) = caught
-    text = str(warning.message)
-    assert text.startswith("no sharding rule for primitive 'pure_callback': Python is") and "test_errors.py:" in text
-    assert "its operands are gathered and it runs whole on every device" in text
-    assert "@autopar.register_sharding_rule('pure_callback')" in text
-    assert_close(found, jax.jit(with_search)(params(), batch))
-    wanted = jax.jit(with_search)(autopar.gather(found[0]), batch)
-    with warnings.catch_warnings(action="error"):  # once, not at every step
-        assert_close(step(found[0], batch), wanted)
-
-
-def loop_over_examples(p: Any, batch: Any) -> Any:
-    def loss(p: Any) -> jax.Array:
-        h = batch["x"] @ p["w"]
-        h = jax.lax.fori_loop(0, 3, lambda i, x: jnp.sin(x - x.mean(0)), h)
-        return jnp.mean((h @ p["v"]) ** 2)
-
-    value, g = jax.value_and_grad(loss)(p)
-    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
-
-
-def test_loop_that_couples_examples() -> None:
-    """A scan forwards and one backwards: eight devices work, two microbatches are refused with the line."""
-    step = autopar.parallelize(loop_over_examples, method=recipes.data_parallel())
-    assert_close(step(params(), examples()), jax.jit(loop_over_examples)(params(), examples()))
-    with pytest.raises(MicrobatchError, match=r"at .*test_errors\.py:\d+:\d+ \(loop_over_examples.*\) \(scan: "):
-        step.plan(params(), examples(16), method=recipes.data_parallel(2))
-
-
-# Rules for users' own primitives.
-
-halve_p = Primitive("halve")
-halve_p.def_impl(lambda x: x / 2)
-halve_p.def_abstract_eval(lambda x: x)
-mlir.register_lowering(halve_p, mlir.lower_fun(lambda x: x / 2, multiple_results=False))
-ad.deflinear(halve_p, lambda t: [halve_p.bind(t)])
-batching.defvectorized(halve_p)
-
-
-def halving(p: Any, batch: Any) -> Any:
-    value, g = jax.value_and_grad(lambda p: mean_square(p, {"x": halve_p.bind(batch["x"] @ p["w"])}))(p)
-    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
-
-
-@pytest.fixture
-def registered() -> Any:
-    """Takes users' rules away again."""
-    before = dict(table._REGISTERED)
-    yield
-    table._REGISTERED.clear()
-    table._REGISTERED.update(before)
-
-
-def halve_rule(eqn: Equation) -> Rule:
-    sizes = eqn.inputs[0].shape
-    dims = tuple((d,) for d in range(len(sizes)))
-    return Rule(sizes, (dims,), (dims,), linear=(frozenset({0}),))
-
-
-def test_rule_for_a_users_primitive(registered: None) -> None:
-    """Without it there is a warning and no microbatching; with it neither."""
-    with pytest.warns(MissingRuleWarning, match="'halve'"):
-        coupled = autopar.parallelize(halving).trace(params(), examples(16)).graph
-    assert any(e.primitive is halve_p for e in coupled.equations)
-    assert autopar.register_sharding_rule("halve")(halve_rule) is halve_rule
-    step = autopar.parallelize(halving, method=recipes.data_parallel(2))
-    assert_close(step(params(), examples(16)), jax.jit(halving)(params(), examples(16)))
-
-
-def test_rule_that_does_not_fit(registered: None) -> None:
-    @autopar.register_sharding_rule("halve")
-    def too_short(eqn: Equation) -> Rule:
-        return Rule((3,), (((0,),),), (((0,),),))
-
-    with pytest.raises(UserError, match="the sharding rule registered for primitive 'halve' does not fit"):
-        autopar.parallelize(halving).trace(params(), examples())
-
-
-def test_rule_for_no_name() -> None:
-    with pytest.raises(UserError, match="register_sharding_rule takes the name of a primitive"):
-        autopar.register_sharding_rule(halve_rule)  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,13 +15,15 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 import autopar
+from autopar import recipes
 from autopar import sharding_rules as rules
-from autopar.errors import MissingRuleWarning
+from autopar.errors import MissingRuleWarning, UserError
 from autopar.passes.rules import table
 from autopar.passes.rules.table import warn_missing
 from tests.planned import analyse
 from tests.random_plans import plan_by_lot
 from tests.test_random_programs import close, numbers
+from tests.two_layers import assert_close, examples, mean_square, params
 
 twice_p = Primitive("twice_as_the_user_does")
 twice_p.def_impl(lambda x: 2 * x)
@@ -131,3 +134,79 @@ def test_a_rule_of_public_names_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for mesh in ((4,), (2, 2)):
         outputs = plan_by_lot(analysis, mesh, 1, 2, np.random.default_rng(1)).build(jax.devices())([w, x, by])
         assert all(close(a, b) for a, b in zip(outputs, jax.tree.leaves(jax.jit(step)(w, x, by)), strict=True))
+
+
+# Met by a step that trains.
+
+
+def with_search(p: Any, batch: Any) -> Any:
+    """A search among the parameters, outside of JAX."""
+
+    def loss(p: Any) -> jax.Array:
+        shape = jax.ShapeDtypeStruct((2,), p["v"].dtype)
+        largest = jax.pure_callback(lambda v: np.sort(v, None)[-2:], shape, jax.lax.stop_gradient(p["v"]))
+        return mean_square({"w": p["w"], "v": p["v"] + largest.mean()}, batch)
+
+    value, g = jax.value_and_grad(loss)(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
+
+
+@pytest.mark.parametrize(
+    "method",
+    [recipes.data_parallel(), recipes.data_parallel(2), recipes.gpipe(2, 2), recipes.megatron(2, 4, 1, 1)],
+    ids=["data_parallel", "two_microbatches", "pipeline", "megatron"],
+)
+def test_primitive_without_a_rule(method: autopar.Method) -> None:
+    """It runs whole on every device, with one warning that names it and the line."""
+    step = autopar.parallelize(with_search, method=method)
+    batch = examples(16)
+    with pytest.warns(MissingRuleWarning) as caught:
+        found = step(params(), batch)
+    (warning,) = caught
+    text = str(warning.message)
+    assert text.startswith("no sharding rule for primitive 'pure_callback': Python is") and "test_foreign.py:" in text
+    assert "its operands are gathered and it runs whole on every device" in text
+    assert "@autopar.register_sharding_rule('pure_callback')" in text
+    assert_close(found, jax.jit(with_search)(params(), batch))
+    wanted = jax.jit(with_search)(autopar.gather(found[0]), batch)
+    with warnings.catch_warnings(action="error"):  # once, not at every step
+        assert_close(step(found[0], batch), wanted)
+
+
+def doubling(p: Any, batch: Any) -> Any:
+    value, g = jax.value_and_grad(lambda p: mean_square(p, {"x": twice_p.bind(batch["x"] @ p["w"])}))(p)
+    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g), value
+
+
+def elementwise(equation: rules.Equation) -> rules.Rule:
+    sizes = equation.inputs[0].shape
+    dims = tuple((d,) for d in range(len(sizes)))
+    return rules.Rule(sizes, (dims,), (dims,), linear=(frozenset({0}),))
+
+
+def test_rule_for_a_users_primitive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it there is a warning and no microbatching; with it neither."""
+    monkeypatch.setattr(table, "_REGISTERED", {})
+    with pytest.warns(MissingRuleWarning, match="'twice_as_the_user_does'"):
+        coupled = autopar.parallelize(doubling).trace(params(), examples(16)).graph
+    assert any(e.primitive is twice_p for e in coupled.equations)
+    assert autopar.register_sharding_rule("twice_as_the_user_does")(elementwise) is elementwise
+    step = autopar.parallelize(doubling, method=recipes.data_parallel(2))
+    assert_close(step(params(), examples(16)), jax.jit(doubling)(params(), examples(16)))
+
+
+def test_rule_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table, "_REGISTERED", {})
+
+    @autopar.register_sharding_rule("twice_as_the_user_does")
+    def too_short(equation: rules.Equation) -> rules.Rule:
+        return rules.Rule((3,), (((0,),),), (((0,),),))
+
+    message = "the sharding rule registered for primitive 'twice_as_the_user_does' does not fit"
+    with pytest.raises(UserError, match=message):
+        autopar.parallelize(doubling).trace(params(), examples())
+
+
+def test_rule_for_no_name() -> None:
+    with pytest.raises(UserError, match="register_sharding_rule takes the name of a primitive"):
+        autopar.register_sharding_rule(elementwise)  # type: ignore[arg-type]
