@@ -13,6 +13,8 @@ from autopar import recipes
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.planned import Planned
+from autopar.reporting.record import Details
+from autopar.reporting.report import Report
 from tests import models
 from tests.planned import cluster_of
 
@@ -25,6 +27,7 @@ METHODS: dict[str, tuple[Method, autopar.Cluster]] = {
     "interleaved": (recipes.megatron(1, 1, 2, 4, chunks=2), cluster_of(1, 2)),
     "zero-bubble": (recipes.pipeline([(1, (1,))] * 4, 8, "zero-bubble"), cluster_of(1, 4)),
 }
+NAMES = list(METHODS)
 
 
 def deep_loss(params: Any, batch: dict[str, Any]) -> Any:
@@ -64,3 +67,9 @@ def plan_of(name: str) -> Planned:
 def from_file(plan: Plan) -> Plan:
     """As it is read from a file."""
     return Plan.from_json(plan.to_json())
+
+
+def details_of(report: Report) -> Details:
+    """Of a report that has some."""
+    assert report.details is not None
+    return report.details

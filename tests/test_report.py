@@ -1,23 +1,17 @@
-"""Reports: their numbers against those of the plan, and their forms."""
+"""Reports: their numbers against those of the plan, why, and what they compare."""
 
 from __future__ import annotations
 
 import dataclasses
-import html.parser
-import importlib.util
-import io
 import itertools
 import json
 import math
-import pathlib
-import re
 from collections import defaultdict
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
-from rich.console import Console
 
 import autopar
 from autopar import recipes
@@ -26,19 +20,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.why import Alternative
 from autopar.planning.finisher import Finisher, Restored
 from autopar.reporting.diff import PlanDiff
-from autopar.reporting.record import Details
 from autopar.reporting.report import Report
 from tests import models
 from tests.planned import cluster_of
-from tests.reports import LAYERS, METHODS, from_file, plan_of, step_and_args
-
-NAMES = list(METHODS)
-
-
-def details_of(report: Report) -> Details:
-    assert report.details is not None
-    return report.details
-
+from tests.reports import LAYERS, METHODS, NAMES, details_of, from_file, plan_of, step_and_args
 
 # The numbers
 
@@ -290,6 +275,27 @@ def test_a_plan_from_a_file_reports_what_the_file_holds() -> None:
     assert details_of(again).spans == details_of(plan.report(explain=0)).spans
 
 
+def test_a_plan_that_was_given_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
+        return w - gradient, loss
+
+    shapes = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
+    cluster = autopar.load_preset("dgx-a100", num_hosts=1, devices_per_host=2)
+    made = autopar.parallelize(step, cluster=cluster).plan(*shapes)
+    restored: list[Plan] = []
+    restore = Finisher.restore
+
+    def counted(self: Finisher, plan: Plan) -> Restored:
+        restored.append(plan)
+        return restore(self, plan)
+
+    monkeypatch.setattr(Finisher, "restore", counted)
+    given = autopar.parallelize(step, cluster=cluster, method=made).plan(*shapes)
+    given.report().to_text()
+    assert len(restored) == 1
+
+
 def test_the_comparison_has_every_usual_recipe() -> None:
     report = plan_of("one stage").report(compare=True, explain=0)
     assert report.comparison is not None
@@ -333,173 +339,3 @@ def test_explain_is_a_number() -> None:
     for wrong in (-1, True, 1.5):
         with pytest.raises(ReportError, match="explain must be a whole number of 0 or more"):
             plan_of("one stage").report(explain=wrong)  # type: ignore[arg-type]
-
-
-# Forms
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_text_and_json(name: str) -> None:
-    plan = plan_of(name)
-    report = plan.report(explain=2)
-    text = str(report)
-    assert text.startswith(f"Report on train_step by method {plan.method} on test")
-    for words in ("step time", "utilisation", "seconds of a step", "capacity", "operator", "link", "state"):
-        assert words in text
-    content = json.loads(report.to_json())
-    assert content["step_time"] == plan.step_time
-    assert content["split"]["compute"] == pytest.approx(report.split.compute if report.split else None)
-    assert len(content["leaves"]) == len(plan.leaves)
-    assert len(content["details"]["spans"]) == len(details_of(report).spans)
-    # On one device there is nothing to choose.
-    assert any(each["whys"] for each in content["details"]["operators"]) == (plan.stages[0].mesh.size > 1)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_trace_is_the_timeline(name: str) -> None:
-    report = plan_of(name).report(explain=0)
-    details = details_of(report)
-    trace = json.loads(report.to_trace())
-    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    assert len(slices) == len(details.spans) + len(details.copies)
-    assert max(event["ts"] + event["dur"] for event in slices) == pytest.approx(report.plan.step_time * 1e6)
-    # Slices of a thread follow one another, or Perfetto would put them elsewhere.
-    rows = defaultdict(list)
-    for event in slices:
-        rows[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
-    for row in rows.values():
-        assert all(after[0] >= before[1] - 1e-6 for before, after in itertools.pairwise(sorted(row)))
-    named = {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "thread_name"}
-    assert set(rows) <= named
-
-
-class _Page(html.parser.HTMLParser):
-    """What stands in a page, with its nesting checked."""
-
-    EMPTY = frozenset({"meta", "link", "input", "br", "img", "hr"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        named = dict(attributes)
-        self.ids += [named["id"] or ""] if "id" in named else []
-        self.addresses += [value or "" for key, value in attributes if key in ("src", "href")]
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attributes)
-        if tag not in self.EMPTY:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "script" not in self.open and "style" not in self.open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.words))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_page_is_well_formed_and_needs_no_network(name: str) -> None:
-    plan = plan_of(name)
-    other = plan_of("one program" if name == "one stage" else "one stage")
-    report = plan.report(explain=2, against=other)
-    text = report.to_html()
-    page = _Page(text)
-    assert len(page.ids) == len(set(page.ids))
-    for part in ("answer", "time", "figure-timeline", "figure-memory", "graph", "operators", "links", "leaves", "diff"):
-        assert part in page.ids
-    for address in page.addresses:
-        assert address.startswith(("#", "data:"))
-    assert "default-src 'none'" in text  # what a browser would load is refused
-    assert len(text.encode()) < 3_000_000
-    assert "NaN" not in page.text
-    assert f"{report.utilisation or 0:.1%}".replace("%", " %") in page.text
-
-
-def test_names_cannot_break_the_page() -> None:
-    plan = plan_of("one stage")
-    bad = '</script><script>alert(1)</script><b title="\'&">'
-    leaves = (dataclasses.replace(plan.leaves[0], path=bad), *plan.leaves[1:])
-    report = dataclasses.replace(plan.report(explain=0), plan=dataclasses.replace(plan, leaves=leaves, function=bad))
-    text = report.to_html()
-    assert "<script>alert" not in text
-    assert bad in _Page(text).text
-
-
-def test_a_page_of_a_plan_from_a_file() -> None:
-    page = _Page(Report(from_file(plan_of("pipeline"))).to_html())
-    assert "figure-timeline" not in page.ids
-    assert "leaves" in page.ids
-    assert "report on step.plan(state, batch, method=plan)" in page.text
-
-
-def test_files_are_written_whole_or_not_at_all(tmp_path: pathlib.Path) -> None:
-    report = plan_of("one stage").report(explain=0)
-    report.save(tmp_path / "report.html")
-    report.save_trace(tmp_path / "trace.json")
-    assert "<h1>train_step on test" in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert json.loads((tmp_path / "trace.json").read_text()) == json.loads(report.to_trace())
-    with pytest.raises(ReportError, match="nowhere"):
-        report.save(tmp_path / "nowhere" / "report.html")
-
-
-def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bokeh" else found(name))
-    report = plan_of("one stage").report(explain=0)
-    with pytest.raises(ReportError, match=r"needs bokeh, not installed: pip install 'autopar\[report\]'"):
-        report.to_html()
-    assert str(report)
-
-
-# Notebooks and terminals
-
-
-def test_plans_and_clusters_are_shown_in_notebooks_and_terminals() -> None:
-    plan = plan_of("pipeline")
-    for noun, words in ((plan, "of memory"), (plan.cluster, "kept free")):
-        html = noun._repr_html_()
-        page = _Page(html)
-        assert words in page.text
-        assert "script" not in html
-        console = Console(file=io.StringIO(), width=200)
-        console.print(noun)
-        assert words in console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(line in _Page(plan._repr_html_()).text for line in ("4 stages", "state[0]['embedding']"))
-    bad = dataclasses.replace(plan.cluster, name="[bold]<b>")
-    assert "[bold]<b>" in _Page(bad._repr_html_()).text
-
-
-def test_a_plan_that_was_given_is_lowered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w)
-        return w - gradient, loss
-
-    shapes = jax.ShapeDtypeStruct((16, 16), "float32"), jax.ShapeDtypeStruct((32, 16), "float32")
-    cluster = autopar.load_preset("dgx-a100", num_hosts=1, devices_per_host=2)
-    made = autopar.parallelize(step, cluster=cluster).plan(*shapes)
-    restored: list[Plan] = []
-    restore = Finisher.restore
-
-    def counted(self: Finisher, plan: Plan) -> Restored:
-        restored.append(plan)
-        return restore(self, plan)
-
-    monkeypatch.setattr(Finisher, "restore", counted)
-    given = autopar.parallelize(step, cluster=cluster, method=made).plan(*shapes)
-    given.report().to_text()
-    assert len(restored) == 1
