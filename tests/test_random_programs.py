@@ -19,7 +19,8 @@ from autopar.ir.rule import bind
 from autopar.passes.batch import Kind, When
 from tests.planned import analyse
 from tests.random_plans import MESHES, plan_by_lot
-from tests.random_programs import BATCH, RandomProgram, programs
+from tests.random_programs.drawer import BATCH
+from tests.random_programs.programs import RandomProgram, programs
 
 CASES_A_TEST = 5
 BY_DEFAULT, ALL = 10, 200  # tests
