@@ -1,9 +1,7 @@
-"""Train steps of every shape, each with what the batch analysis must find in it."""
+"""Train steps of every shape; those that draw random bits are in key_steps.py."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,74 +10,26 @@ import numpy as np
 import optax
 
 from benchmarks.models import moe
+from tests.passes.step_case import (
+    BATCH,
+    CLASSES,
+    TIME,
+    WIDTH,
+    Case,
+    Cases,
+    draw,
+    examples,
+    listed_in,
+    logits,
+    losses,
+    on_examples,
+    params,
+    sgd,
+    trained_on,
+)
 
-BATCH, TIME, WIDTH, CLASSES = 8, 4, 6, 5
-
-Step = Callable[[Any, Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A train step, and what its analysis must come to."""
-
-    step: Step
-    state: Any
-    batch: Any
-    batch_axes: Any = "auto"
-    max_microbatches: int = BATCH
-    coupled: str = ""  # the primitive named in the error for more than one microbatch
-
-
-CASES: dict[str, Callable[[], Case]] = {}
-
-
-def case(make: Callable[[], Case]) -> Callable[[], Case]:
-    CASES[make.__name__] = make
-    return make
-
-
-def draw(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
-
-
-def params() -> dict[str, np.ndarray]:
-    return {"w": draw(WIDTH, WIDTH, seed=1), "v": draw(WIDTH, CLASSES, seed=2)}
-
-
-def examples() -> dict[str, np.ndarray]:
-    labels = np.random.default_rng(3).integers(0, CLASSES, BATCH).astype(np.int32)
-    mask = np.array([1, 0, 1, 1, 0, 1, 1, 0], np.float32)
-    return {"x": draw(BATCH, WIDTH), "y": labels, "mask": mask}
-
-
-def logits(p: Any, x: jax.Array) -> jax.Array:
-    result: jax.Array = jnp.tanh(x @ p["w"]) @ p["v"]
-    return result
-
-
-def losses(p: Any, batch: Any) -> jax.Array:
-    """One per example."""
-    found: jax.Array = optax.softmax_cross_entropy_with_integer_labels(logits(p, batch["x"]), batch["y"])
-    return found
-
-
-def sgd(p: Any, g: Any) -> Any:
-    return jax.tree.map(lambda a, b: a - 0.1 * b, p, g)
-
-
-def trained_on(loss: Callable[..., Any], *, has_aux: bool = False) -> Step:
-    """The step of plain SGD on a loss of (parameters, batch)."""
-
-    def step(p: Any, batch: Any) -> Any:
-        value, g = jax.value_and_grad(loss, has_aux=has_aux)(p, batch)
-        return sgd(p, g), value
-
-    return step
-
-
-def on_examples(loss: Callable[..., Any], **options: Any) -> Case:
-    return Case(trained_on(loss), params(), examples(), **options)
-
+CASES: Cases = {}
+case = listed_in(CASES)
 
 # Losses.
 
@@ -326,124 +276,6 @@ def gathered_rows() -> Case:
 
     ids = np.random.default_rng(3).integers(0, CLASSES, (2, BATCH, TIME)).astype(np.int32)
     return Case(trained_on(loss), {"emb": draw(CLASSES, WIDTH), "w": draw(WIDTH, WIDTH)}, {"x": ids[0], "y": ids[1]})
-
-
-# Randomness.
-
-
-@case
-def dropout() -> Case:
-    def step(state: Any, b: Any) -> Any:
-        key, sub = jax.random.split(state["key"])
-
-        def loss(p: Any) -> Any:
-            h = jnp.tanh(b["x"] @ p["w"])
-            mask = jax.random.bernoulli(sub, 0.5, h.shape)
-            each = optax.softmax_cross_entropy_with_integer_labels(jnp.where(mask, h / 0.5, 0) @ p["v"], b["y"])
-            return each.mean(), mask
-
-        (value, mask), g = jax.value_and_grad(loss, has_aux=True)(state["params"])
-        return {"params": sgd(state["params"], g), "key": key}, (value, mask)
-
-    return Case(step, {"params": params(), "key": jax.random.key(0)}, examples())
-
-
-@case
-def noise_with_a_raw_key() -> Case:
-    def step(state: Any, b: Any) -> Any:
-        p, key = state
-        key, sub = jax.random.split(key)
-        noisy = {**b, "x": b["x"] + jax.random.normal(sub, b["x"].shape)}
-        value, g = jax.value_and_grad(lambda p: losses(p, noisy).mean())(p)
-        return (sgd(p, g), key), (value, noisy["x"])
-
-    return Case(step, (params(), jax.random.PRNGKey(0)), examples())
-
-
-@case
-def a_key_per_example() -> Case:
-    def step(state: Any, b: Any) -> Any:
-        key, sub = jax.random.split(state["key"])
-
-        def loss(p: Any) -> Any:
-            keep = jax.vmap(lambda k: jax.random.bernoulli(k, 0.5, (WIDTH,)))(jax.random.split(sub, BATCH))
-            return losses(p, {**b, "x": jnp.where(keep, b["x"], 0)}).mean(), keep
-
-        (value, keep), g = jax.value_and_grad(loss, has_aux=True)(state["params"])
-        return {"params": sgd(state["params"], g), "key": key}, (value, keep)
-
-    return Case(step, {"params": params(), "key": jax.random.key(0)}, examples())
-
-
-def with_dropout(loss: Callable[[Any, Any, Any], Any]) -> Case:
-    """A step that renews the key which its loss(parameters, batch, key) draws from."""
-
-    def step(state: Any, b: Any) -> Any:
-        key, sub = jax.random.split(state["key"])
-        value, g = jax.value_and_grad(loss)(state["params"], b, sub)
-        return {"params": sgd(state["params"], g), "key": key}, value
-
-    return Case(step, {"params": params(), "key": jax.random.key(0)}, examples())
-
-
-def mean_entropy(h: Any, p: Any, b: Any) -> Any:
-    return optax.softmax_cross_entropy_with_integer_labels(h @ p["v"], b["y"]).mean()
-
-
-@case
-def rematerialized_dropout() -> Case:
-    def loss(p: Any, b: Any, key: Any) -> Any:
-        @jax.checkpoint
-        def block(w: Any, x: Any) -> Any:
-            return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ w), 0)
-
-        return mean_entropy(block(p["w"], block(p["w"], b["x"])), p, b)
-
-    return with_dropout(loss)
-
-
-@case
-def rematerialized_dropout_of_split_keys() -> Case:
-    @jax.checkpoint
-    def block(w: Any, x: Any, key: Any) -> Any:
-        first, second = jax.random.split(key)
-        x = jnp.where(jax.random.bernoulli(first, 0.5, x.shape), x, 0)
-        return jnp.where(jax.random.bernoulli(second, 0.5, x.shape), jnp.tanh(x @ w), 0)
-
-    def loss(p: Any, b: Any, key: Any) -> Any:
-        return mean_entropy(block(p["w"], block(p["w"], b["x"], key), jax.random.fold_in(key, 1)), p, b)
-
-    return with_dropout(loss)
-
-
-@case
-def rematerialized_dropout_by_example() -> Case:
-    """A key for each example, made in the block and before it."""
-
-    def masked(keys: Any, x: Any) -> Any:
-        return jnp.where(jax.vmap(lambda k, row: jax.random.bernoulli(k, 0.5, row.shape))(keys, x), x, 0)
-
-    @jax.checkpoint
-    def block(w: Any, x: Any, key: Any, keys: Any) -> Any:
-        return masked(keys, jnp.tanh(masked(jax.random.split(key, len(x)), x) @ w))
-
-    def loss(p: Any, b: Any, key: Any) -> Any:
-        keys = jax.random.split(jax.random.fold_in(key, 1), len(b["x"]))
-        return mean_entropy(block(p["w"], b["x"], key, keys), p, b)
-
-    return with_dropout(loss)
-
-
-@case
-def rematerialized_dropout_by_batch() -> Case:
-    """A key that depends on the whole batch, which the recomputation must draw from alike."""
-
-    @jax.checkpoint
-    def block(w: Any, x: Any, y: Any, key: Any) -> Any:
-        key = jax.random.split(jax.random.fold_in(key, jnp.sum(y.astype(jnp.uint32), dtype=jnp.uint32)))[0]
-        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), jnp.tanh(x @ w), 0)
-
-    return with_dropout(lambda p, b, key: mean_entropy(block(p["w"], b["x"], b["y"], key), p, b))
 
 
 # Ways to write a backward pass.

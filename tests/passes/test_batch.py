@@ -21,9 +21,11 @@ from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
 from autopar.passes.rules.table import rule_of
 from autopar.tracing.trace import trace
-from tests.passes.steps import BATCH, CASES, CLASSES, WIDTH, Case
+from tests.passes import key_steps, steps
+from tests.passes.step_case import BATCH, CLASSES, WIDTH, Case, Cases
 
 DEVICES = 2
+CASES: Cases = {**steps.CASES, **key_steps.CASES}
 
 # The numbers.
 
