@@ -10,16 +10,20 @@ and a dozen of the models of `benchmarks.models` on the devices of one host, of 
 For each part: by how much plans are slower without it, at most and in the mean, in how many cases it changes the plan,
 and the CPU time of planning without it over that with it, of all cases together. A bar counts the parts that bring
 nothing: without which no plan is slower by 0.1 %, and planning all cases takes no longer by 2 %.
+
+Of the whole search it is counted, too, which part of the solver found the choices of its stages
+(`autopar.passes.solver.problem.FoundBy`).
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import logging
 import pathlib
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +34,8 @@ from autopar.cost_model.hardware import load_preset
 from autopar.errors import UserError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
+from autopar.passes.solver import solve as solver
+from autopar.passes.solver.problem import FoundBy
 from autopar.planning.neighbours import PHASES
 from autopar.planning.parts import Part
 from autopar.planning.planner import Planner
@@ -115,10 +121,26 @@ class Row:
     planning: float  # CPU seconds, without tracing
     plan: str
     proposals: Mapping[str, int]  # by neighbour
+    solutions: Mapping[str, int]  # of stages, by the part of the solver that found them
+
+
+class _Solutions(logging.Handler):
+    """Counts what the solver logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found_by: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert isinstance(record.args, tuple)
+        self.found_by[str(record.args[-1])] += 1
 
 
 def _planned(case: Case, step: TracedStep, without: str) -> Row:
     method: Method = dataclasses.replace(recipes.auto(baselines=False), without=frozenset({without} - {""}))
+    log, solutions = logging.getLogger(solver.__name__), _Solutions()
+    log.setLevel(logging.DEBUG)
+    log.addHandler(solutions)
     started = time.process_time()
     search = Planner(step.analysis, case.cluster, method)
     seconds, text = None, ""
@@ -131,7 +153,10 @@ def _planned(case: Case, step: TracedStep, without: str) -> Row:
         meshes = "+".join("x".join(map(str, stage.mesh.shape)) for stage in plan.stages)
         seconds, text = plan.step_time, f"{plan.num_microbatches} microbatches, {plan.schedule}, {meshes}"
     took = time.process_time() - started
-    return Row(case.suite, case.name, without, seconds, took, text, dict(search.proposals))
+    log.removeHandler(solutions)
+    return Row(
+        case.suite, case.name, without, seconds, took, text, dict(search.proposals), dict(solutions.found_by)
+    )  # fmt: skip
 
 
 def ablated(case: Case) -> list[Row]:
@@ -196,6 +221,13 @@ def bars(rows: Sequence[Row]) -> dict[str, common.Bar]:
     for each in parts:
         found[f"slower_without_{each.part}"] = common.Bar(each.mean, None, each.num_cases, unit="%")
         found[f"planning_longer_without_{each.part}"] = common.Bar(each.planning, None, each.num_cases, unit="%")
+    solutions: Counter[str] = Counter()
+    for row in rows:
+        if not row.without:
+            solutions.update(row.solutions)
+    for name in FoundBy:
+        share = solutions[name] / max(1, solutions.total())
+        found[f"solutions_by_{name}"] = common.Bar(share, None, solutions.total(), unit="%")
     return found
 
 

@@ -20,7 +20,7 @@ from autopar.passes.solver.dual import evaluate as evaluate_prices
 from autopar.passes.solver.moves import Moves
 from autopar.passes.solver.network import Network, NoChoiceLeft
 from autopar.passes.solver.oracles import Wide, oracle_for
-from autopar.passes.solver.problem import Array, Mask, Problem
+from autopar.passes.solver.problem import Array, FoundBy, Mask, Problem
 from autopar.passes.solver.search_state import TOLERANCE, SearchState
 
 _COLUMNS, _COLUMN_CLIMB = 8, 15  # evaluations of the whole network, and of a few strategies between them
@@ -82,9 +82,9 @@ class ClimbingSearch(SearchState):
             start = np.array([priced_before[time] for time in part.times])
             for cut in itertools.islice(climb(part, inner.evaluate, self.master, start), _COLUMN_CLIMB):
                 self._spend(inner)
-                self._offer(part, cut.choice)
+                self._offer(part, cut.choice, FoundBy.COLUMNS)
                 if part.slack.size and (improved := part_moves.improve(cut.choice)):
-                    self._offer(part, improved)
+                    self._offer(part, improved, FoundBy.REPAIR)
                 if top is None or cut.value > top.value:
                     top = cut
                 if self._spent():
@@ -95,9 +95,9 @@ class ClimbingSearch(SearchState):
                 network, oracle.evaluate, np.array([found.get(time, 0.0) for time in network.times])
             )
             self._spend(oracle)
-            self._offer(network, whole.choice)
+            self._offer(network, whole.choice, FoundBy.ELIMINATION)
             if improved := moves.improve(whole.choice):
-                self._offer(network, improved)
+                self._offer(network, improved, FoundBy.REPAIR)
             self.bound = max(self.bound, whole.value)
             if whole.value > best:
                 best, prices = whole.value, whole.prices
@@ -118,9 +118,9 @@ class ClimbingSearch(SearchState):
             for cut in climb(network, oracle.evaluate, self.master, prices):
                 self._spend(oracle)
                 cuts.append(cut)
-                self._offer(network, cut.choice)
+                self._offer(network, cut.choice, FoundBy.ELIMINATION)
                 if network.slack.size and (improved := moves.improve(cut.choice)):
-                    self._offer(network, improved)
+                    self._offer(network, improved, FoundBy.REPAIR)
                 if len(cuts) >= evaluations or self._spent() or (self.best and cut.value >= self._worth(self.best)):
                     break
             self.exact = oracle.exact
@@ -201,9 +201,9 @@ class ClimbingSearch(SearchState):
         for _ in range(_LIGHT if points else 1):
             cut = evaluate_prices(pattern, oracle.evaluate, weights)
             self._spend(oracle)
-            self._offer(network, cut.choice)
+            self._offer(network, cut.choice, FoundBy.LIGHTEST)
             if math.isfinite(cut.value) and (improved := moves.improve(cut.choice)):
-                self._offer(network, improved)
+                self._offer(network, improved, FoundBy.REPAIR)
             if self.best is not None or self._spent() or not points:
                 return
             if cut.value > 1e-9 * limit and self.bound < math.inf:

@@ -7,6 +7,7 @@ that of Alpa's integer program (OSDI'22, section 4.2) with lifetimes instead of 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import itertools
 import math
 from collections.abc import Sequence
@@ -117,6 +118,19 @@ def _is_cost(values: Array) -> bool:
     return values.size == 0 or bool(values.min() > -math.inf)  # the least is NaN where one of them is
 
 
+class FoundBy(enum.StrEnum):
+    """The part of the solver that offered a choice first."""
+
+    START = "start"  # it was given
+    ELIMINATION = "elimination"  # of all nodes, at some prices on bytes
+    COLUMNS = "columns"  # elimination with few strategies of each node
+    LIGHTEST = "lightest"  # the least memory is looked for, since nothing fitted
+    REPAIR = "repair"  # moves that make a choice of these fit, or cheaper
+    MESSAGES = "messages"  # that climb with the prices, where elimination is too wide
+    ANNEALING = "annealing"
+    INTEGER_PROGRAM = "integer_program"
+
+
 @dataclasses.dataclass(frozen=True)
 class Solution:
     """A choice that fits, and how much better another one could be."""
@@ -125,6 +139,7 @@ class Solution:
     cost: float  # seconds
     lower_bound: float  # seconds; no choice that fits costs less
     peak: float  # bytes
+    found_by: FoundBy = dataclasses.field(default=FoundBy.START, compare=False)
 
     @property
     def gap(self) -> float:

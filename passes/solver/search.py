@@ -35,7 +35,7 @@ from autopar.passes.solver.messages import marginal_bounds
 from autopar.passes.solver.moves import Moves
 from autopar.passes.solver.network import Network, NoChoiceLeft, OutOfMemory
 from autopar.passes.solver.oracles import LARGE, STEP, oracle_for
-from autopar.passes.solver.problem import Array, Infeasible, Integers, Problem, Solution
+from autopar.passes.solver.problem import Array, FoundBy, Infeasible, Integers, Problem, Solution
 from autopar.passes.solver.relax import Relaxation
 from autopar.passes.solver.residual import IntegerProgram, Residual
 from autopar.passes.solver.search_state import RATE, TOLERANCE, now
@@ -217,7 +217,7 @@ class Search(ClimbingSearch):
         choice = relaxation.choose(scale)
         if choice is not None:
             visits = 0 if self._spent() else _MOVES
-            self._offer_flat(relaxation, relaxation.improve(choice, visits, 0.0))
+            self._offer_flat(relaxation, relaxation.improve(choice, visits, 0.0), FoundBy.MESSAGES)
         self._spend(relaxation)
 
     def _anneal(self, relaxation: Relaxation) -> None:
@@ -235,7 +235,7 @@ class Search(ClimbingSearch):
                 return
             gap = self.best.cost - max(self.bound, 0.5 * self.best.cost)
             heat = _HEAT[turn % len(_HEAT)] * gap
-            self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED, heat))
+            self._offer_flat(relaxation, relaxation.improve(choice, _ANNEALED, heat), FoundBy.ANNEALING)
             self._spend(relaxation)
             longest = max(longest, now() - started)
             if not self._spent():
@@ -278,10 +278,11 @@ class Search(ClimbingSearch):
         part.reduce(dominated=True)
         return part
 
-    def _offer_flat(self, relaxation: Relaxation, choice: Integers) -> None:
+    def _offer_flat(self, relaxation: Relaxation, choice: Integers, found_by: FoundBy) -> None:
         cost = relaxation.cost(choice) + relaxation.network.offset
         if self.best is None or cost < self._worth(self.best):
-            self._offer(relaxation.network, dict(zip(relaxation.flat.nodes.tolist(), choice.tolist(), strict=True)))
+            positions = dict(zip(relaxation.flat.nodes.tolist(), choice.tolist(), strict=True))
+            self._offer(relaxation.network, positions, found_by)
 
     def _neighbourhoods(self, network: Network, prices: Array) -> None:
         """Improve the best choice block by block until that stalls."""
@@ -344,7 +345,7 @@ class Search(ClimbingSearch):
             bound = max(bound, outcome.bound)
             if outcome.positions is None or self._spent():
                 break
-            self._offer(network, outcome.positions)
+            self._offer(network, outcome.positions, FoundBy.INTEGER_PROGRAM)
             lacking = network.load(outcome.positions) > network.slack
             if not (lacking & ~points).any():
                 break

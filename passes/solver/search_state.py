@@ -9,7 +9,7 @@ from typing import Protocol
 
 from autopar.passes.solver import kernels
 from autopar.passes.solver.network import Network
-from autopar.passes.solver.problem import Problem, Solution, evaluate, fits
+from autopar.passes.solver.problem import FoundBy, Problem, Solution, evaluate, fits
 
 RATE = 5e8  # units of work (see oracles.py) per second of the limit; a current core does about twice as many
 TOLERANCE = 1e-10  # relative: choices that are not better by this much are not looked for
@@ -52,14 +52,14 @@ class SearchState:
         """Nothing is left that is worth finding."""
         self.bound = self.best.cost - self.gap * abs(self.best.cost) if self.best else math.inf
 
-    def _offer(self, network: Network, positions: dict[int, int]) -> None:
+    def _offer(self, network: Network, positions: dict[int, int], found_by: FoundBy) -> None:
         if self.best is not None:
             is_cheaper = network.cost(positions) < self.best.cost
             if not is_cheaper or (network.load(positions) > network.slack).any():
                 return
-        self.offer(network.lift(positions, self.problem.num_nodes))
+        self.offer(network.lift(positions, self.problem.num_nodes), found_by)
 
-    def offer(self, choice: Sequence[int]) -> None:
+    def offer(self, choice: Sequence[int], found_by: FoundBy = FoundBy.START) -> None:
         """Take a choice as the best if it is."""
         choice = tuple(choice)
         cost, peak = evaluate(self.problem, choice)
@@ -67,7 +67,7 @@ class SearchState:
             self.cheapest = self.cheapest or choice
             self.smallest_peak = min(self.smallest_peak, peak)
             if fits(self.problem, peak) and (self.best is None or cost < self.best.cost):
-                self.best = Solution(choice, cost, -math.inf, peak)
+                self.best = Solution(choice, cost, -math.inf, peak, found_by)
 
 
 def now() -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ from autopar.passes.solver.problem import Infeasible, Problem, Solution, fits
 
 if TYPE_CHECKING:
     from autopar.passes.solver.network import Network
+
+_LOG = logging.getLogger(__name__)
 
 
 def solve(
@@ -39,7 +42,9 @@ def solve(
     search = Search(problem, seconds, seed, highest, solve_program, gap, patience)
     if start is not None:
         search.offer(start)
-    return search.run()
+    found = search.run()
+    _LOG.debug("%d nodes, %.3g above the bound: found by %s", problem.num_nodes, found.gap, found.found_by)
+    return found
 
 
 class Forced:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import os
 import pathlib
@@ -16,11 +17,12 @@ import numpy as np
 import pytest
 
 from autopar.passes.solver import eliminate
+from autopar.passes.solver import solve as solver
 from autopar.passes.solver.dual import CuttingPlane
 from autopar.passes.solver.flat import flatten
 from autopar.passes.solver.messages import Messages
 from autopar.passes.solver.network import Network, NoChoiceLeft
-from autopar.passes.solver.problem import Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
+from autopar.passes.solver.problem import FoundBy, Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
 from autopar.passes.solver.programs import highest, solve_program
 from autopar.passes.solver.relax import Relaxation
 from autopar.passes.solver.search import Search
@@ -139,6 +141,18 @@ def test_contest_example() -> None:
     found = solve(EXAMPLE)
     assert (found.choice, found.cost, found.peak, found.optimal) == ((0, 0, 2, 1, 0), 445, 50, True)
     assert solve(dataclasses.replace(EXAMPLE, limit=None)).cost == 415
+
+
+def test_who_found_a_choice_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    free = dataclasses.replace(EXAMPLE, limit=None)
+    with caplog.at_level(logging.DEBUG, solver.__name__):
+        assert solve(free).found_by == FoundBy.ELIMINATION
+        assert solve(free, start=(0, 0, 1, 1, 0)).found_by == FoundBy.START  # nothing is better
+    told = [record.getMessage().split(": ")[1] for record in caplog.records]
+    assert told == ["found by elimination", "found by start"]
+    assert solve(wide_problem(60, 0), seconds=0.5).found_by in (
+        FoundBy.MESSAGES, FoundBy.ANNEALING, FoundBy.REPAIR, FoundBy.INTEGER_PROGRAM, FoundBy.LIGHTEST
+    )  # fmt: skip
 
 
 def test_empty_problem_and_single_strategies() -> None:
