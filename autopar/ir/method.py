@@ -61,6 +61,25 @@ class Method:
         """Whether the search does what is called so: see `autopar.planning.neighbours` and `parts`."""
         return part not in self.without
 
+    def allows(self, recipe: Method) -> bool:
+        """Whether a recipe does what this fixes."""
+        axes = set("x" if recipe.mesh_shape == (-1,) else "xy")
+        return (
+            self.stages is None
+            and self.num_stages in (None, recipe.num_stages)
+            and self.min_stages <= (recipe.num_stages or 1)
+            and self.mesh_shape in (None, recipe.mesh_shape)
+            and self.zero in (None, recipe.zero)
+            and axes.issuperset(self.axes)
+            and axes.intersection(self.data_axes) <= set(recipe.data_axes)
+            and axes.intersection(self.model_axes) <= set(recipe.model_axes)
+        )
+
+    def within(self, method: Method) -> Method:
+        """This recipe with what it leaves open as another method has it."""
+        schedule = method.schedule or self.schedule
+        return dataclasses.replace(self, memory_limit=method.memory_limit, schedule=schedule, spatial=method.spatial)
+
     def data_shards(self, num_devices: int) -> int:
         """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""
         if self.mesh_shape is None:

@@ -58,11 +58,11 @@ def plan_beside_recipes(
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     notes = []
     estimates: dict[_Estimate, Planner] = {}  # recipes that come to the same are made once
-    heeding = [recipe for recipe in _within_one_stage(None) if _heeds(recipe, method)]
+    heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
         return best
     for recipe in heeding:
-        rival = planner.beside(_adapted(recipe, method))
+        rival = planner.beside(recipe.within(method))
         if (estimate := _quickest(rival.evaluator, fixed, planner.most_estimate)) is None:
             continue
         m = estimate.num_microbatches
@@ -88,9 +88,9 @@ def _with_note(found: _Found, note: str) -> _Found:
 
 def _better(planner: Planner, recipe: Method) -> _Found | None:
     """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
-    if not _heeds(recipe, planner.method):
+    if not planner.method.allows(recipe):
         return None
-    return planner.better_by(planner.beside(_adapted(recipe, planner.method)))
+    return planner.better_by(planner.beside(recipe.within(planner.method)))
 
 
 def _least_within_one_stage(evaluator: Evaluator, fixed: int | None) -> float:
@@ -203,9 +203,9 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, 
         candidates.append(recipes.megatron(1, hosts[0].num_devices, len(hosts), fixed or number))
     found = []
     for recipe in candidates:
-        if _heeds(recipe, method):
+        if method.allows(recipe):
             with contextlib.suppress(UserError):
-                found.append(Planner(analysis, cluster, _adapted(recipe, method)).plan())
+                found.append(Planner(analysis, cluster, recipe.within(method)).plan())
     limit = f"time_limit={method.time_limit}: that is too short"
     if not found:
         raise InfeasiblePlanError(
@@ -219,24 +219,3 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, 
         TimeLimitWarning,
     )
     return best
-
-
-def _adapted(recipe: Method, method: Method) -> Method:
-    """The recipe with what it leaves open as the method has it."""
-    schedule = method.schedule or recipe.schedule
-    return dataclasses.replace(recipe, memory_limit=method.memory_limit, schedule=schedule, spatial=method.spatial)
-
-
-def _heeds(recipe: Method, method: Method) -> bool:
-    """Whether a recipe does what the method fixes."""
-    axes = set("x" if recipe.mesh_shape == (-1,) else "xy")
-    return (
-        method.stages is None
-        and method.num_stages in (None, recipe.num_stages)
-        and method.min_stages <= (recipe.num_stages or 1)
-        and method.mesh_shape in (None, recipe.mesh_shape)
-        and method.zero in (None, recipe.zero)
-        and axes.issuperset(method.axes)
-        and axes.intersection(method.data_axes) <= set(recipe.data_axes)
-        and axes.intersection(method.model_axes) <= set(recipe.model_axes)
-    )
