@@ -25,7 +25,7 @@ from autopar.ir.mesh import Mesh, XlaBackend
 from autopar.ir.program import Program
 from autopar.ir.rule import Rule, product_sizes
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import WHOLE, AxisAssignment
+from autopar.ir.strategy import REPLICATED, AxisAssignment, Split
 from autopar.passes.emit import combination
 from autopar.passes.intra_op.strategies import (
     combined_axes,
@@ -59,8 +59,8 @@ def _operands(rule: Rule, strategy: Sequence[AxisAssignment], mesh: Mesh) -> tup
 
 def _assignment_that_cuts(rule: Rule, sharding: Sharding, mesh: Mesh) -> AxisAssignment:
     """The assignment with the operand in the pieces of a sharding, whatever the order of its axes."""
-    factor_of = {axis: dim[0] for along, dim in zip(sharding.dims, rule.inputs[0], strict=True) for axis in along}
-    return tuple(factor_of.get(axis, WHOLE) for axis in mesh.axes)
+    split = {axis: Split(dim[0]) for along, dim in zip(sharding.dims, rule.inputs[0], strict=True) for axis in along}
+    return tuple(split.get(axis, REPLICATED) for axis in mesh.axes)
 
 
 class ProgramWriter:

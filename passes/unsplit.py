@@ -21,7 +21,7 @@ from autopar.ir.local import Compute, LocalProgram
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.method import Method
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import WHOLE, AxisAssignment
+from autopar.ir.strategy import REPLICATED, AxisAssignment, Split
 from autopar.ir.units import array_text
 from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
 from autopar.passes.intra_op.strategies import pieces
@@ -233,8 +233,9 @@ class _Stage:
             return None
         assignment, place = op.strategy[0], self.mesh.axes.index(axis)
         choice, examples = assignment[place], self.examples.get(eqn.id, frozenset())
-        summed = choice >= 0 and choice not in examples and any(axis in s.partial for s in op.results)
-        if choice != WHOLE and not summed:
+        factor = rule.factor_of(choice)
+        summed = factor is not None and factor not in examples and any(axis in s.partial for s in op.results)
+        if choice != REPLICATED and not summed:
             return None
         cut = pieces(rule, assignment, self.mesh)
         held = {f for dims in rule.outputs for dim in dims for f in dim}
@@ -242,7 +243,7 @@ class _Stage:
         instead: list[int] = []
         for f in rule.splittable:
             unit = cut.get(f, 1) * devices
-            wanted: AxisAssignment = (*assignment[:place], f, *assignment[place + 1 :])
+            wanted: AxisAssignment = (*assignment[:place], Split(f), *assignment[place + 1 :])
             if (summed and f not in held) or not self.limits.allow_assignment(eqn, rule, wanted):
                 continue
             if rule.factors[f] % unit == 0:
@@ -250,7 +251,7 @@ class _Stage:
             elif f in examples or rule.factors[f] > unit:
                 undivided.append((Cause(rule.factors[f], f in examples), unit))
         if not undivided:
-            alike = examples and axis in self.method.data_axes and choice == WHOLE and not instead
+            alike = examples and axis in self.method.data_axes and choice == REPLICATED and not instead
             return (Cause(0, True), 1) if alike else None
         largest = max(undivided)
         # Where a large result is summed, it would rather be cut along its largest dimension.

@@ -3,8 +3,8 @@
     {"format": "autopar-plan", "version": 2, "function": "...", ..., "cluster": {...}, "stages": [...], "leaves": [...]}
 
 Fields have the names that they have in the plan; the cluster is a cluster file. A sharding is written as it prints,
-with a dot between axes: "[x.y,-]+z". Strategies are grouped by program, then by equation; layouts by program
-("all" for values that all programs share), then by value.
+with a dot between axes: "[x.y,-]+z". Strategies, in the numbers of `strategy_numbers`, are grouped by program, then by
+equation; layouts by program ("all" for values that all programs share), then by value.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from autopar.ir.graph import Block, LeafCut
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.schedule import ScheduleName
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import Strategy
+from autopar.ir.strategy import StrategyNumbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class StagePlan:
     mesh: Mesh
     layers: tuple[int, int]  # [start, stop) of the layers that the forward pass was clustered into
     equations: tuple[int, int]  # [start, stop) among the forward equations, in program order
-    strategies: Mapping[tuple[int, int], Strategy]  # (program, equation id) -> strategy
+    strategies: Mapping[tuple[int, int], StrategyNumbers]  # (program, equation id) -> strategy
     layouts: Mapping[tuple[int | None, int], Sharding]  # (program or None, value id) -> sharding
     reshard_after_forward: bool  # see `StageSharding`
     # Of each phase, whatever program does it; all microbatches' and what is done once are the stage's time.

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.hint import Hint
 from autopar.ir.mesh import Patches, Pooling, ProductSizes
+from autopar.ir.strategy import AxisChoice, Gathered, Split
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
 Unit = Literal["matmul", "vector", "none"]
@@ -144,7 +145,8 @@ class Gathering:
     times: int
 
 
-LiveSet = tuple[tuple[int, frozenset[int]], ...]  # bytes live at once, and the factors that cut them
+# Bytes live at once, and what cuts them: factors, and gatherings that keep them in pieces.
+LiveSet = tuple[tuple[int, frozenset[int | Gathered]], ...]
 
 
 Side = tuple[float, frozenset[int]]  # a size, and the factors that cut it
@@ -296,12 +298,17 @@ class Rule:
             return 0.0  # the points of a separable rule may be more than a float can say
         return self.flops * self.points() / math.prod(split.values())
 
-    def factor_of(self, choice: int) -> int:
-        """The factor that a mesh axis splits by its choice; choices beyond the factors are `gatherings`."""
-        return choice if choice < len(self.factors) else self.gatherings[choice - len(self.factors)].factor
+    def factor_of(self, choice: AxisChoice) -> int | None:
+        """The factor that a mesh axis splits, gathered or not; None if it splits none."""
+        if isinstance(choice, Split):
+            return choice.factor
+        return self.gatherings[choice.index].factor if isinstance(choice, Gathered) else None
 
-    def temporaries(self, split: Mapping[int, int]) -> float:
-        """Most bytes of one piece that a body holds at once beyond operands and results."""
+    def temporaries(self, split: Mapping[int | Gathered, int]) -> float:
+        """Most bytes of one piece that a body holds at once beyond operands and results.
+
+        `split`: into how many pieces factors are cut, and over how many devices what is gathered lies.
+        """
         return max(
             (sum(n / math.prod(split.get(f, 1) for f in held) for n, held in live_set) for live_set in self.live_sets),
             default=0.0,

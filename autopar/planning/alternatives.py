@@ -10,9 +10,9 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Equation, Phase
+from autopar.ir.local import StageSharding
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import schedule_for
-from autopar.ir.strategy import AxisAssignment
 from autopar.ir.why import Alternative, Why
 from autopar.passes.intra_op.priced_stage import PATIENCE
 from autopar.passes.intra_op.shard import StageProblem
@@ -90,7 +90,7 @@ class _Stage:
         )
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
         self.in_flight = rows.in_flight(stage)
-        self.choice = _choice(self.problem, plan, stage)
+        self.choice = _choice(self.problem, lowered.shardings[stage])
         self.operators = {node for node, _ in self.problem.parts.values()}
         self.tied = tied
         self._problem = self.problem.numbers.problem(self.in_flight)
@@ -162,15 +162,14 @@ class _Stage:
         )
 
 
-def _choice(problem: StageProblem, plan: Plan, stage: int) -> list[int]:
+def _choice(problem: StageProblem, sharding: StageSharding) -> list[int]:
     """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be."""
-    numbers, kept = problem.numbers, plan.stages[stage]
+    numbers = problem.numbers
     found: dict[int, int] = {}
     for (program, eqn_id, part), (node, options) in problem.parts.items():
-        chosen: AxisAssignment = kept.strategies[program, eqn_id][part]
-        found[node] = options.assignments.index(chosen)
-    for (program_or_none, value), (node, shardings) in problem.layouts.items():
-        found[node] = shardings.each.index(kept.layouts[program_or_none, value.id])
+        found[node] = options.assignments.index(sharding.strategies[program, eqn_id][part])
+    for slot, (node, shardings) in problem.layouts.items():
+        found[node] = shardings.each.index(sharding.layouts[slot])
     for node, costs in enumerate(numbers.costs):
         if node not in found:
             total = costs.copy()

@@ -16,6 +16,7 @@ from autopar.ir.plan import Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import Schedule, ScheduleName, schedule_for
 from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import strategy_of
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.priced_stage import PATIENCE
@@ -249,8 +250,10 @@ class Finisher:
             values = {v.id: v for v in _all_values(placed)}
             shardings = [
                 StageSharding(
-                    stage.mesh, stage.strategies, {(p, values[v]): s for (p, v), s in stage.layouts.items()},
-                    stage.forward, plan.lower_bound, stage.reshard_after_forward,
+                    stage.mesh,
+                    {(p, e): strategy_of(s, len(layered.rules[e].factors)) for (p, e), s in stage.strategies.items()},
+                    {(p, values[v]): s for (p, v), s in stage.layouts.items()}, stage.forward, plan.lower_bound,
+                    stage.reshard_after_forward,
                 )
                 for stage in plan.stages
             ]  # fmt: skip

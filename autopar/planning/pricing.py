@@ -19,6 +19,7 @@ from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import Schedule, ScheduleName, schedule_for
 from autopar.ir.sharding import StepKind
+from autopar.ir.strategy import strategy_numbers
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 
@@ -184,7 +185,7 @@ class Prices:
         `layer_of` gives the layer of each forward equation by id, in program order.
         """
         graph = analysis.graph
-        placed = lowered.placed
+        placed, rules = lowered.placed, lowered.rules
         m = placed.step.num_microbatches
         played = self.play(lowered, schedule)
         rows, costs, timeline = played.rows, played.costs, played.timeline
@@ -206,7 +207,7 @@ class Prices:
                     mesh,
                     span,
                     (chosen[0], chosen[-1] + 1) if chosen else (0, 0),
-                    sharding.strategies,
+                    {(p, e): strategy_numbers(s, len(rules[e].factors)) for (p, e), s in sharding.strategies.items()},
                     {(p, v.id): s for (p, v), s in sharding.layouts.items()},
                     sharding.reshard_after_forward,
                     phases[Phase.FORWARD],

@@ -13,6 +13,7 @@ from autopar.ir.graph import Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
+from autopar.ir.strategy import AxisChoice, Gathered, Split
 from autopar.passes.intra_op.strategies import PartOptions, Shardings
 
 _MAX_LAYOUTS = 48
@@ -44,13 +45,13 @@ def without_copies(matrix: Any, source: End, target: End, fits: Any) -> Any:
 
 def strategies_by_round(rule: Rule, options: PartOptions) -> list[list[int]]:
     """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
-    way = {gathering.factor: len(rule.factors) + k for k, gathering in enumerate(rule.gatherings)}
+    way: dict[AxisChoice, AxisChoice] = {Split(each.factor): Gathered(k) for k, each in enumerate(rule.gatherings)}
     if not way:
         return []
     index = {assignment: i for i, assignment in enumerate(options.assignments)}
     found = []
     for assignment in options.assignments:
-        others = itertools.product(*({choice, way.get(choice, choice)} for choice in assignment))
+        others = itertools.product(*([choice, way[choice]] if choice in way else [choice] for choice in assignment))
         found.append([index[other] for other in others if other in index and other != assignment])
     return found
 

@@ -16,8 +16,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.rule import DimMap, Rule
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import WHOLE, AxisAssignment
-from autopar.passes.intra_op.strategies import pieces
+from autopar.ir.strategy import AxisAssignment, Gathered, Partial
+from autopar.passes.intra_op.strategies import factor_by_axis, pieces
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
 
@@ -95,10 +95,8 @@ def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:
 def _heeds_hints(mesh: Mesh, rule: Rule, assignment: AxisAssignment) -> bool:
     if not rule.hints:
         return True
-    split = {
-        a: rule.factor_of(n) for a, n in zip(mesh.axes, assignment, strict=True) if n >= 0 and mesh.axis_size(a) > 1
-    }
-    adds = any(n < WHOLE and mesh.axis_size(a) > 1 for a, n in zip(mesh.axes, assignment, strict=True))
+    split = {a: f for a, f in factor_by_axis(rule, assignment, mesh).items() if mesh.axis_size(a) > 1}
+    adds = any(size > 1 and isinstance(choice, Partial) for size, choice in zip(mesh.shape, assignment, strict=True))
     return all(
         hinted.hint.allows([[a for a, f in split.items() if f in dim] for dim in hinted.dims], mesh)
         and not (adds or any(f in hinted.partial_sum for f in split.values()))
@@ -156,21 +154,21 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
             size = mesh.axis_size(axis)
             if size == 1:
                 continue
-            factor = rule.factor_of(choice) if choice >= 0 else choice
+            factor = rule.factor_of(choice)
             can = [f for f in rule.splittable if rule.factors[f] % size == 0]
             if axis in method.data_axes:
                 if factor not in factors and any(f in can for f in factors):
                     return False  # examples are split wherever they can be
                 gathering = any(way.factor == factor for way in rule.gatherings)
-                if gathering and not free and (choice != factor) != (zero == 3):
+                if gathering and not free and isinstance(choice, Gathered) != (zero == 3):
                     return False  # parameters are gathered layer by layer just where they are kept in pieces
-                if factor >= 0 and factor not in factors and (factors or (not varies and zero < least_zero)):
+                if factor is not None and factor not in factors and (factors or (not varies and zero < least_zero)):
                     return False
             elif axis in method.model_axes:
                 if factor in factors:
                     return False
                 products = rule.unit == "matmul" and any(f not in factors for f in can)
-                if products and eqn.phase.in_loop and choice < 0:
+                if products and eqn.phase.in_loop and factor is None:
                     return False  # and so are the matrix products
         return True
 

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Halo, Rule, halo_hops
 from autopar.ir.sharding import Collective, Sharding, StepKind
-from autopar.ir.strategy import WHOLE, AxisAssignment, AxisChoice, linear_set
+from autopar.ir.strategy import REPLICATED, AxisAssignment, AxisChoice, Gathered, Partial, Split
 from autopar.passes.collectives import shift, sum_kinds
 
 
@@ -94,16 +94,16 @@ class OptionsCache:
 def enumerate_assignments(rule: Rule, mesh: Mesh, partial_sums: frozenset[int]) -> tuple[AxisAssignment, ...]:
     """All axis assignments of one part, the fully replicated one first; `partial_sums`: operands that can be these."""
     factors = rule.splittable
-    options: list[AxisChoice] = [WHOLE, *factors]
-    options += [len(rule.factors) + k for k, way in enumerate(rule.gatherings) if way.factor in factors]
-    options += [linear_set(k) for k, operands in enumerate(rule.linear) if operands & partial_sums]
+    options: list[AxisChoice] = [REPLICATED, *map(Split, factors)]
+    options += [Gathered(k) for k, way in enumerate(rule.gatherings) if way.factor in factors]
+    options += [Partial(k) for k, operands in enumerate(rule.linear) if operands & partial_sums]
     assignments = []
-    per_axis = [options if size > 1 else [WHOLE] for size in mesh.shape]
+    per_axis = [options if size > 1 else [REPLICATED] for size in mesh.shape]
     for assignment in itertools.product(*per_axis):
         if all(rule.factors[f] % n == 0 for f, n in pieces(rule, assignment, mesh).items()):
-            sets = [choice for choice in assignment if choice < WHOLE]
+            sets = {choice for choice in assignment if isinstance(choice, Partial)}
             # Pieces of a reduced factor are partial sums only if the rule sums; mixing two linear sets is pointless.
-            if len(set(sets)) <= 1:
+            if len(sets) <= 1:
                 assignments.append(assignment)
     return tuple(assignments)
 
@@ -116,15 +116,20 @@ def can_sum(rule: Rule) -> bool:
 def pieces(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int, int]:
     """In how many pieces each split factor is cut."""
     cut: dict[int, int] = {}
-    for axis, choice in zip(mesh.axes, assignment, strict=True):
-        if choice >= 0:
-            factor = rule.factor_of(choice)
-            cut[factor] = cut.get(factor, 1) * mesh.axis_size(axis)
+    for size, choice in zip(mesh.shape, assignment, strict=True):
+        factor = rule.factor_of(choice)
+        if factor is not None:
+            cut[factor] = cut.get(factor, 1) * size
     return cut
 
 
-def _lay(rule: Rule, dims: DimMap, assignment: AxisAssignment, mesh: Mesh) -> tuple[tuple[str, ...], ...]:
-    split = {axis: rule.factor_of(choice) for axis, choice in zip(mesh.axes, assignment, strict=True) if choice >= 0}
+def factor_by_axis(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[str, int]:
+    """The factor that each axis splits, gathered or not, of those that split one."""
+    factors = zip(mesh.axes, map(rule.factor_of, assignment), strict=True)
+    return {axis: factor for axis, factor in factors if factor is not None}
+
+
+def _lay(dims: DimMap, split: Mapping[str, int]) -> tuple[tuple[str, ...], ...]:
     return tuple(tuple(axis for axis, factor in split.items() if factor in dim) for dim in dims)
 
 
@@ -151,8 +156,9 @@ def kept_results(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int
 def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) -> dict[int, Kept]:
     """In pieces along the first dimension after that of the rounds which nothing cuts and the pieces divide."""
     found: dict[int, Kept] = {}
+    split = factor_by_axis(rule, assignment, mesh) if rule.gatherings else {}
     for k, way in enumerate(rule.gatherings):
-        choice = len(rule.factors) + k
+        choice = Gathered(k)
         axes = tuple(a for a, c in zip(mesh.axes, assignment, strict=True) if c == choice and mesh.axis_size(a) > 1)
         count = math.prod(mesh.axis_size(axis) for axis in axes)
         if count == 1:
@@ -160,7 +166,7 @@ def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) ->
         slices, maps = (way.operands, rule.inputs) if kind == "all_gather" else (way.results, rule.outputs)
         for s in slices:
             dims = maps[s.position]
-            cut = _lay(rule, dims, assignment, mesh)
+            cut = _lay(dims, split)
             sizes = [math.prod(rule.factors[f] for f in dim) for dim in dims]
             free = (d for d in range(1, len(dims)) if not cut[d] and sizes[d] % count == 0)
             dim = next(free, None)
@@ -181,44 +187,36 @@ def _with_kept(dims: tuple[tuple[str, ...], ...], kept: Kept | None) -> tuple[tu
 def operand_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each operand must be; literals get the sharding of a scalar."""
     found = []
-    kept = kept_operands(rule, assignment, mesh)
+    kept, split = kept_operands(rule, assignment, mesh), factor_by_axis(rule, assignment, mesh)
     for position, dims in enumerate(rule.inputs):
         partial = tuple(
             sorted(
                 axis
                 for axis, choice in zip(mesh.axes, assignment, strict=True)
-                if choice < WHOLE and position in rule.linear[linear_set(choice)]
+                if isinstance(choice, Partial) and position in rule.linear[choice.linear_set]
             )
         )
-        found.append(Sharding(_with_kept(_lay(rule, dims, assignment, mesh), kept.get(position)), partial))
+        found.append(Sharding(_with_kept(_lay(dims, split), kept.get(position)), partial))
     return tuple(found)
 
 
 def result_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each result is: partial over axes that split a summed factor or whose operands are partial."""
     found = []
-    kept = kept_results(rule, assignment, mesh)
+    kept, split = kept_results(rule, assignment, mesh), factor_by_axis(rule, assignment, mesh)
+    linear = [axis for axis, choice in zip(mesh.axes, assignment, strict=True) if isinstance(choice, Partial)]
     for k, dims in enumerate(rule.outputs):
         scattered = kept[k].axes if k in kept else ()
-        partial = tuple(
-            sorted(
-                axis
-                for axis, choice in zip(mesh.axes, assignment, strict=True)
-                if choice < WHOLE
-                or (choice >= 0 and axis not in scattered and rule.is_partial_sum(rule.factor_of(choice), k))
-            )
-        )
-        found.append(Sharding(_with_kept(_lay(rule, dims, assignment, mesh), kept.get(k)), partial))
+        summed = [axis for axis, f in split.items() if axis not in scattered and rule.is_partial_sum(f, k)]
+        found.append(Sharding(_with_kept(_lay(dims, split), kept.get(k)), tuple(sorted(linear + summed))))
     return tuple(found)
 
 
 def combined_axes(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Axes over which results must be combined at once, by operation (max, min, ..): no sum can stay partial there."""
     found: dict[str, tuple[str, ...]] = {}
-    for axis, choice in zip(mesh.axes, assignment, strict=True):
-        if choice < 0 or mesh.axis_size(axis) == 1:
-            continue
-        if (op := rule.reduced.get(rule.factor_of(choice))) not in (None, "sum"):
+    for axis, factor in factor_by_axis(rule, assignment, mesh).items():
+        if mesh.axis_size(axis) > 1 and (op := rule.reduced.get(factor)) not in (None, "sum"):
             found[op] = (*found.get(op, ()), axis)
     return found
 
@@ -279,20 +277,19 @@ def exchanges(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Iterator[Ex
 
 def temporaries(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> float:
     """Most bytes that the body of an equation holds at once on one device, beyond operands and results."""
-    cut = pieces(rule, assignment, mesh)
-    for axis, choice in zip(mesh.axes, assignment, strict=True):
-        if choice >= len(rule.factors):
-            cut[choice] = cut.get(choice, 1) * mesh.axis_size(axis)
+    cut: dict[Any, int] = pieces(rule, assignment, mesh)
+    for size, choice in zip(mesh.shape, assignment, strict=True):
+        if isinstance(choice, Gathered):
+            cut[choice] = cut.get(choice, 1) * size
     return rule.temporaries(cut)
 
 
 def splitting_axes(rule: Rule, factor: int, assignment: AxisAssignment, mesh: Mesh) -> tuple[str, ...]:
     """The axes of several devices that split a factor, in whatever way, major first."""
     return tuple(
-        axis
-        for axis, choice in zip(mesh.axes, assignment, strict=True)
-        if choice >= 0 and rule.factor_of(choice) == factor and mesh.axis_size(axis) > 1
-    )
+        axis for axis, split in factor_by_axis(rule, assignment, mesh).items()
+        if split == factor and mesh.axis_size(axis) > 1
+    )  # fmt: skip
 
 
 def part_operands(equation: Equation, rule: Rule, part_index: int) -> Sequence[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from autopar.cost_model.fusion import memory_traffic, moved_values, stored
@@ -17,6 +17,7 @@ from autopar.ir.rule import (
     Sides,
     Unit,
 )
+from autopar.ir.strategy import Gathered
 from autopar.passes.rules.propagation import Body, BodyCut
 
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
@@ -35,15 +36,12 @@ class LoopLayout:
 
 
 def live_sets_of(
-    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, gatherings: Mapping[int, Gathering]
+    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, gatherings: Sequence[Gathering]
 ) -> tuple[LiveSet, ...]:  # fmt: skip
-    """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it.
-
-    Gatherings are by the number of their choice; what they keep in pieces is cut by that.
-    """
+    """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it."""
     in_pieces = {
-        v: number
-        for number, way in gatherings.items()
+        v: Gathered(k)
+        for k, way in enumerate(gatherings)
         for s in way.operands
         for v in layout.stacked_in[s.position][:-1]
     }
@@ -97,7 +95,7 @@ def live_sets_of(
         if not stretch:
             continue
         at = max(stretch, key=lambda p: totals[p])
-        held_here: dict[frozenset[int], int] = defaultdict(int)
+        held_here: dict[frozenset[int | Gathered], int] = defaultdict(int)
         for buffer, (first, last) in found.ranges.items():
             if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
                 piece = [in_pieces[held_value]] if held_value in in_pieces else []
@@ -112,7 +110,7 @@ def _cut_by(v: Value, numbered: Sequence[tuple[int, BodyCut]]) -> frozenset[int]
     return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
 
 
-def _outer(held: frozenset[int], splits: Mapping[int, int]) -> frozenset[int]:
+def _outer(held: Collection[int | Gathered], splits: Mapping[int, int]) -> frozenset[int]:
     """The outer factors, each with the inner one that it splits, of a body in a body."""
     return frozenset(f for f, inner in splits.items() if inner in held)
 

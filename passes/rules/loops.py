@@ -304,7 +304,7 @@ def _rule(
         kernels = kernels_of_rounds(body, [], layout, times)
         return dataclasses.replace(
             whole, unit=unit_of(kernels), kernels=kernels, aliases=aliases,
-            live_sets=live_sets_of(body, [], layout, {}), hints=_hints(body, []),
+            live_sets=live_sets_of(body, [], layout, ()), hints=_hints(body, []),
             emit=lambda local, eqn, xs: run_or_bind(local, [], eqn, xs), branches=branches_with(lambda local: []),
         )  # fmt: skip
     factors = Factors()
@@ -332,7 +332,7 @@ def _rule(
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
         unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), aliases=aliases,
-        live_sets=live_sets_of(body, numbered, layout, dict(enumerate(gatherings, len(factors.sizes)))),
+        live_sets=live_sets_of(body, numbered, layout, gatherings),
         branches=branches_with(pieces_of),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, accumulat
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind, emit_piece
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import AxisAssignment
+from autopar.ir.strategy import AxisAssignment, Split
 from autopar.passes.collectives import Halos
 from autopar.passes.emit import SpaceLocal, partition_spec
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings
@@ -165,7 +165,7 @@ def compute_on_devices(application: Application, rule: Rule, split: Mapping[int,
     """The results of an application, from pieces that send one another what they need, a mesh axis a factor."""
     axes = tuple(f"f{f}" for f in split)
     mesh = Mesh(tuple(range(math.prod(split.values()))), tuple(split.values()), axes)
-    return compute_assignment(application, rule, tuple(split), mesh)
+    return compute_assignment(application, rule, tuple(map(Split, split)), mesh)
 
 
 def compute_assignment(

@@ -23,6 +23,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, Rule
 from autopar.ir.sharding import Collective, Sharding
+from autopar.ir.strategy import Gathered, Split
 from autopar.passes.intra_op.strategies import enumerate_assignments, inner_collectives, operand_shardings
 from autopar.passes.rules import propagation as bodies
 from autopar.passes.rules import table
@@ -203,11 +204,11 @@ def test_what_is_kept_in_pieces_gives_the_whole(name: str) -> None:
     for eqn, operands, expected in loops(name):
         rule = rule_of(eqn)
         assert len(rule.gatherings) == 1
-        kept = len(rule.factors)
+        kept = Gathered(0)
         application = harness.Application(eqn, tuple(operands), tuple(expected))
         factor = rule.gatherings[0].factor
         other = min((f for f in rule.splittable if f != factor), key=lambda f: rule.work({f: 2}))
-        assignments = [(kept, choice) for choice in (factor, kept, other)]
+        assignments = [(kept, choice) for choice in (Split(factor), kept, Split(other))]
         assert set(assignments) < set(enumerate_assignments(rule, mesh, frozenset()))
         for assignment in assignments:
             for found, wanted in zip(
@@ -236,7 +237,7 @@ def test_parameters_are_what_is_kept_in_pieces() -> None:
     assert [[s.nbytes for s in way.results] for way in backward.gatherings] == [[4 * 64 * 64]]
     mesh = Mesh((0, 1), (2,), ("x",))
     first = forward.gatherings[0].operands[0].position
-    assignment = (len(forward.factors),)
+    assignment = (Gathered(0),)
     assert operand_shardings(forward, assignment, mesh)[first] == Sharding(((), ("x",), ()))
     assert list(inner_collectives(forward, assignment, mesh)) == [
         (Collective("all_gather", ("x",), 2 * 64 * 64), LAYERS)
