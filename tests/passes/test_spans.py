@@ -35,19 +35,24 @@ def spans(found: Layered) -> list[Span]:
     return [(i, j) for i in range(found.num_layers) for j in range(i + 1, found.num_layers + 1)]
 
 
+# So many layers that some spans are alike, for the ends and what is next to them differ from all others.
+DEPTHS = {**dict.fromkeys(SUBJECTS, 6), "moe": 12, "encoder_decoder": 16, "wide_resnet": 8, "unet": 4}
+
+
 @pytest.mark.parametrize(
     "model", [pytest.param(m, marks=() if m in ("gpt_scan", "unet") else pytest.mark.slow) for m in SUBJECTS]
 )
 def test_alike_spans_become_the_same_programs(model: str) -> None:
     subject = SUBJECTS[model]
-    config = subject.config(4)
+    config = subject.config(DEPTHS[model])
     state = jax.eval_shape(subject.model.make_init(config, either()), jax.random.key(0))
     batch = subject.model.abstract_batch(config, 8 * subject.unit)
     m = 2 if subject.max_microbatches > 1 else 1
     found = layered(subject.model.make_train_step(config, either()), state, batch, m=m)
-    looks = {span: signature(found, span) for span in spans(found)}
-    for span, expected in looks.items():
-        assert looks[found.spans.first_alike(span)] == expected, span
+    others = [span for span in spans(found) if found.spans.first_alike(span) != span]
+    assert others
+    for span in others:
+        assert signature(found, span) == signature(found, found.spans.first_alike(span)), span
 
 
 def chain(loss_of: Any, trained: Any = lambda name: True) -> Layered:
