@@ -77,6 +77,8 @@ def test_ray_goes_on_with_the_hosts_that_are_left(tmp_path: pathlib.Path, alone:
         "RAY_DEDUP_LOGS": "0",
         # Of workers on a host of which Ray does not know yet that it is lost.
         "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10",
+        # A host that is asked for its health and refuses the connection is lost after these, not after 15 seconds.
+        "RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3",
     }  # fmt: skip
     script = REPOSITORY / "tests" / "processes" / "ray_job.py"
     (done,) = finished([[sys.executable, os.fspath(script), os.fspath(tmp_path)]], [environment], LIMIT)
