@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # the flag. LLVM gets a program as one, which takes a quarter less than parts that are compiled side by side: the
     # programs are small, and the other cores have other tests.
     jax.config.update("jax_disable_most_optimizations", True)
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # in the processes that tests start, as the flags below
     if jax.__version_info__ < (0, 11):
         flags = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()

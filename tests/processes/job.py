@@ -16,9 +16,8 @@ from tests.processes import cases
 
 
 def start(address: str) -> None:
-    """Compile quickly, and as in a job; `address` is for a process that is alone."""
+    """Compile as in a job; `address` is for a process that is alone."""
     jax.config.update("jax_enable_compilation_cache", False)
-    jax.config.update("jax_disable_most_optimizations", True)
     if not jax.distributed.is_initialized():  # the same collectives as in a job
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(address, 1, 0)
