@@ -1,18 +1,21 @@
 """What each part of the search brings: `python -m benchmarks.ablation --json FILE`.
 
 Every case is planned by the whole search, and once without each of its parts: the neighbours that propose candidates,
-and the bounds, shortcuts and corrections of `autopar.planning.parts`. A neighbour that proposed nothing in the whole
-search is not left out: it would change nothing. No plan falls back to a recipe.
+and the bounds, shortcuts and corrections of `autopar.planning.parts`. A neighbour that neither proposed anything nor
+took a thousandth of the time of the whole search is not left out: there is nothing to save. No plan falls back to a
+recipe.
 
 The cases: Alpa's and Megatron-LM's of `benchmarks.planner`, those of `benchmarks.growth` up to 96 layers and 64 hosts,
-and a dozen of the models of `benchmarks.models` on the devices of one host, of two and of eight.
+and four of the models of `benchmarks.models` on the devices of one host, of two and of eight.
 
-For each part: by how much plans are slower without it, at most and in the mean, in how many cases it changes the plan,
-and the CPU time of planning without it over that with it, of all cases together. A bar counts the parts that bring
-nothing: without which no plan is slower by 0.1 %, and planning all cases takes no longer by 2 %.
+For each part: by how much steps are slower without it, at most and in the mean, in how many cases their time changes by
+0.1 %, and the CPU time of planning without it over that with it, of all cases of a suite together, in the suite where
+that is most. So the cases that take longest to plan count most. A bar counts the parts that bring nothing: without
+which no step is slower by 0.1 %, and planning no suite takes longer by 2 %.
 
-Of the whole search it is counted, too, which part of the solver found the choices of its stages
-(`autopar.passes.solver.problem.FoundBy`).
+It is also counted which part of the solver found the choice of each problem that the whole search gave it
+(`autopar.passes.solver.problem.FoundBy`). Problems that begin from a known choice, as of a stage whose like equations
+were tied before, are those of "start" where nothing better was found.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.passes.solver import solve as solver
 from autopar.passes.solver.problem import FoundBy
+from autopar.planning.garbage import uncollected
 from autopar.planning.neighbours import PHASES
 from autopar.planning.parts import Part
 from autopar.planning.planner import Planner
@@ -48,6 +52,7 @@ PARTS = (*NEIGHBOURS, *Part)
 _CLUSTERS = (("dgx-a100", 1), ("p3.16xlarge", 2), ("dgx-h100", 8))
 _MOST_LAYERS, _MOST_HOSTS = 96, 64  # of the cases of `growth`
 _SLOWER, _LONGER = 1e-3, 0.02  # relative: less is nothing
+_IDLE = 1e-3  # of the CPU time of planning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +126,8 @@ class Row:
     planning: float  # CPU seconds, without tracing
     plan: str
     proposals: Mapping[str, int]  # by neighbour
-    solutions: Mapping[str, int]  # of stages, by the part of the solver that found them
+    neighbours: Mapping[str, float]  # CPU seconds of each, with its candidates
+    solutions: Mapping[str, int]  # of the solver, by its part that found them
 
 
 class _Solutions(logging.Handler):
@@ -139,23 +145,28 @@ class _Solutions(logging.Handler):
 def _planned(case: Case, step: TracedStep, without: str) -> Row:
     method: Method = dataclasses.replace(recipes.auto(baselines=False), without=frozenset({without} - {""}))
     log, solutions = logging.getLogger(solver.__name__), _Solutions()
+    level = log.level
     log.setLevel(logging.DEBUG)
     log.addHandler(solutions)
-    started = time.process_time()
-    search = Planner(step.analysis, case.cluster, method)
     seconds, text = None, ""
+    search = Planner(step.analysis, case.cluster, method)
+    started = time.process_time()
     try:
-        with warnings.catch_warnings(action="ignore"):
-            plan, _ = search.plan(step.options.num_microbatches)
+        with warnings.catch_warnings(action="ignore"), uncollected():  # as users plan
+            plan, _ = search.plan()
     except UserError as error:
         text = str(error)
     else:
         meshes = "+".join("x".join(map(str, stage.mesh.shape)) for stage in plan.stages)
         seconds, text = plan.step_time, f"{plan.num_microbatches} microbatches, {plan.schedule}, {meshes}"
+    finally:
+        log.removeHandler(solutions)
+        log.setLevel(level)
     took = time.process_time() - started
-    log.removeHandler(solutions)
+    assert search.state is not None
     return Row(
-        case.suite, case.name, without, seconds, took, text, dict(search.proposals), dict(solutions.found_by)
+        case.suite, case.name, without, seconds, took, text, dict(search.state.proposals), dict(search.state.seconds),
+        dict(solutions.found_by),
     )  # fmt: skip
 
 
@@ -165,7 +176,10 @@ def ablated(case: Case) -> list[Row]:
     step = case.traced()
     _planned(case, step, "")  # pays for what is loaded and compiled once
     whole = _planned(case, step, "")
-    idle = {name for name in NEIGHBOURS if name not in whole.proposals}
+    idle = {
+        name for name in NEIGHBOURS
+        if name not in whole.proposals and whole.neighbours.get(name, 0.0) < _IDLE * whole.planning
+    }  # fmt: skip
     rows = [_planned(case, step, part) for part in PARTS if part not in idle]
     again = _planned(case, step, "")
     mean = (whole.planning + again.planning) / 2
@@ -178,12 +192,12 @@ class Brought:
 
     part: str
     num_cases: int
-    num_changed: int  # plans that are slower or quicker without it by 0.1 % or more
+    num_changed: int  # steps that are slower or quicker without it by 0.1 % or more
     num_lost: int  # cases without a plan, without it
     mean: float  # step time without it over that with it, minus 1
     most: float
     least: float  # below 0: a plan is quicker without it
-    planning: float  # CPU time of planning all cases without it over that with it, minus 1
+    planning: float  # CPU time of planning a suite without it over that with it, minus 1: in the suite where it is most
 
     @property
     def is_nothing(self) -> bool:
@@ -199,16 +213,21 @@ def brought(rows: Sequence[Row]) -> list[Brought]:
         if row.without:
             by_part[row.without].append(row)
     found = []
-    total = sum(row.planning for row in whole.values())
+    total: dict[str, float] = defaultdict(float)
+    for row in whole.values():
+        total[row.suite] += row.planning
     for part in PARTS:
         pairs = [(row, whole[row.suite, row.case]) for row in by_part[part]]
         ratios = [a.seconds / b.seconds - 1 for a, b in pairs if a.seconds is not None and b.seconds is not None]
+        longer: dict[str, float] = defaultdict(float)
+        for a, b in pairs:
+            longer[a.suite] += a.planning - b.planning
         lost = sum(a.seconds is None and b.seconds is not None for a, b in pairs)
         found.append(
             Brought(
                 part, len(pairs), sum(abs(ratio) >= _SLOWER for ratio in ratios) + lost, lost,
                 sum(ratios) / max(1, len(ratios)), max(ratios, default=0.0), min(ratios, default=0.0),
-                sum(a.planning - b.planning for a, b in pairs) / total if total else 0.0,
+                max((more / total[suite] for suite, more in longer.items()), default=0.0),
             )
         )  # fmt: skip
     return found
@@ -252,10 +271,10 @@ def main() -> None:
         text = "nothing fits" if whole.seconds is None else f"{whole.seconds:.4g} s a step"
         print(f"{whole.case}: {text}, planned in {whole.planning:.1f} s; {whole.plan}", flush=True)
         for row in found[1:]:
-            if row.seconds is None or whole.seconds is None:
-                change = "no plan" if row.seconds is None else "a plan"
-            else:
+            if row.seconds is not None and whole.seconds is not None:
                 change = f"{row.seconds / whole.seconds - 1:+.2%} a step"
+            else:
+                change = "no plan either" if row.seconds is whole.seconds else "no plan" if whole.seconds else "a plan"
             print(f"  without {row.without}: {change}, {row.planning - whole.planning:+.1f} s of planning", flush=True)
         rows += found
     for each in brought(rows):

@@ -1,4 +1,4 @@
-"""The corrections of capacity, each by itself: what fits with it does not fit without it."""
+"""The corrections of capacity: what fits with them all does not fit without one."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _method(**options: Any) -> Method:
         ("residual", 0.9, Part.MORE_RECOMPUTED),
     ],
 )
-def test_what_fits_with_a_correction_alone(case: str, share: float, part: Part) -> None:
+def test_what_does_not_fit_without_a_correction(case: str, share: float, part: Part) -> None:
     analysis, roomy = _case(case)
     method = _method(memory_limit=int(share * roomy.peak_memory))
     plan, _ = Planner(analysis, _CLUSTER, method).plan()

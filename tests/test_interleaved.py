@@ -157,7 +157,7 @@ def test_equal_stages_are_searched_for_as_if_they_were_interleaved() -> None:
     found, estimates = {}, {}
     for rounds in (1, 2):
         planner = Planner(analyse(train_step, state, examples()), cluster, method)
-        equal = Candidate(4, 2, mesh_shape=(2,), own_layers=True, rounds=rounds)
+        equal = Candidate(4, 2, mesh_shape=(2,), rounds=rounds)
         better = planner.evaluator.outcome(equal).better
         assert better is not None
         found[rounds], estimates[rounds] = better[0], planner.evaluator.best.estimate

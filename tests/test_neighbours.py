@@ -15,6 +15,7 @@ from autopar.ir.graph import Block
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
+from autopar.passes.inter_op import Pipeline
 from autopar.planning import neighbours
 from autopar.planning.candidate import Candidate, Found, Outcome, Proposal, Proposals, groups_of
 from autopar.planning.evaluator import Evaluator
@@ -73,7 +74,7 @@ def with_times(times: Mapping[int, float], **changes: Any) -> Callable[[Candidat
 
 
 def recomputing(plan: Plan) -> Plan:
-    """As if its first stage computed something again: which does not matter."""
+    """As if its first stage computed something again; which blocks these are does not matter."""
     first, *rest = plan.stages
     return dataclasses.replace(plan, stages=(dataclasses.replace(first, recomputed=(Block(0, 1),)), *rest))
 
@@ -109,10 +110,11 @@ def test_the_fewest_microbatches_of_one_stage_that_compute_nothing_again() -> No
     assert [each.num_microbatches for each in found] == [2, 4, 8]
 
     def never_better(candidate: Candidate) -> Outcome:
-        return Outcome(answer(candidate).found, candidate.num_microbatches == 2)
+        found = dataclasses.replace(plan, num_microbatches=candidate.num_microbatches)
+        return Outcome((found, _two_stages()[1]), candidate.num_microbatches == 2)
 
     found = answered(neighbours.with_fewest_microbatches(state_of(None)), never_better)
-    assert [each.num_microbatches for each in found] == [2, 4, 8]  # two in vain
+    assert [each.num_microbatches for each in found] == [2, 4, 8]  # two in vain: 16 is not tried
 
 
 def test_a_stage_for_each_host() -> None:
@@ -133,11 +135,11 @@ def test_no_likely_number_where_a_stage_for_each_host_is_better_with_fewer() -> 
 
 
 def test_more_microbatches_where_something_is_computed_again() -> None:
-    plan = dataclasses.replace(_two_stages()[0], num_microbatches=4)
+    plan = dataclasses.replace(_two_stages()[0], num_microbatches=2)
     assert answered(neighbours.more_microbatches(state_of(plan)), nothing) == []
     again = state_of(recomputing(plan))
-    found = answered(neighbours.more_microbatches(again), with_times({16: 0.9}))
-    assert [each.num_microbatches for each in found] == [8, 16, 32, 64]  # 8 in vain, 16 better, two in vain
+    found = answered(neighbours.more_microbatches(again), with_times({8: 0.9}))
+    assert [each.num_microbatches for each in found] == [4, 8, 16, 32]  # 4 in vain, 8 better, two in vain
 
 
 def test_fewer_microbatches_on_the_same_groups_of_devices() -> None:
@@ -147,10 +149,24 @@ def test_fewer_microbatches_on_the_same_groups_of_devices() -> None:
     found = answered(neighbours.fewer_microbatches(state), with_times({8: 0.9, 4: 0.8}))
     assert [each.num_microbatches for each in found] == [8, 4, 2, 4]
     assert [each.groups for each in found] == [groups_of(plan)] * 3 + [None]  # and once with any
+    # Where more were tried until something fitted in one stage: it has the fewest.
+    one = dataclasses.replace(plan, stages=plan.stages[:1])
+    state = state_of(one)
+    state.found_by["more_microbatches"] = one
+    assert answered(neighbours.fewer_microbatches(state), nothing) == []
     # Not where the number is fixed, nor by a schedule that has its own.
     assert answered(neighbours.fewer_microbatches(state_of(plan, fixed=16)), nothing) == []
     other = dataclasses.replace(plan, schedule="zero-bubble")
     assert answered(neighbours.fewer_microbatches(state_of(other)), nothing) == []
+
+
+def test_what_the_stage_search_likes_may_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then the next smaller number of microbatches is tried."""
+    liked = {8: 1.0, 4: 0.9, 2: 1.1}
+    monkeypatch.setattr(Evaluator, "estimate", lambda self, asked, *_: Pipeline((), liked[asked.num_microbatches]))
+    state = state_of(_two_stages()[0])
+    found = answered(neighbours.fewer_microbatches(state), with_times({8: 0.9}))
+    assert [each.num_microbatches for each in found] == [4, 8, 4, 8]
 
 
 def test_finer_layers_where_one_stage_takes_much_longer() -> None:
@@ -172,13 +188,13 @@ def test_interleaved_rounds_rise_as_long_as_that_is_a_gain() -> None:
 
     def answer(candidate: Candidate) -> Outcome:
         parts = dataclasses.replace(plan, stages=plan.stages * candidate.rounds, schedule="interleaved")
-        return Outcome((parts, _two_stages()[1]), candidate.num_microbatches == 4 and candidate.rounds < 4)
+        return Outcome((parts, _two_stages()[1]), candidate.num_microbatches == 4 and candidate.rounds < 3)
 
     found = answered(neighbours.interleaved(state_of(plan)), answer)
-    assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3), (4, 4), (2, 3)]
-    assert [each.like is None for each in found] == [False, True, True, True]
+    assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3), (2, 2)]  # 4 rounds are not
+    assert [each.like is None for each in found] == [False, True, True]
     found = answered(neighbours.interleaved(state_of(plan, fixed=4)), answer)
-    assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3), (4, 4)]
+    assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3)]
     for fixed in (recipes.auto(schedule="1f1b"), recipes.auto(num_stages=2)):
         assert answered(neighbours.interleaved(state_of(plan, fixed)), answer) == []
 
@@ -196,14 +212,14 @@ def test_equal_stages_are_interleaved_where_others_were_quicker_without() -> Non
 
 
 def test_without_a_bubble_there_may_be_fewer_microbatches() -> None:
-    # One of 5 turns of 2 stages in 4 microbatches is a bubble; of 16, one of 17.
+    # One of 9 turns of 2 stages in 8 microbatches is a bubble; of 16, one of 17.
     plan = _two_stages()[0]
-    plan = dataclasses.replace(plan, num_microbatches=4, step_time=5 / 17 * plan.step_time)
-    found = answered(neighbours.zero_bubble(state_of(plan)), with_times({4: 0.9, 2: 1.5}))
-    assert [each.num_microbatches for each in found] == [4, 2]  # 2 takes longer than 4 does
-    found = answered(neighbours.zero_bubble(state_of(plan)), with_times({4: 3.0, 2: 1.5}))
-    assert [each.num_microbatches for each in found] == [4, 2]  # 2 is quicker than 4, better than the best or not
-    assert {each.schedule for each in found} == {"zero-bubble"}
+    plan = dataclasses.replace(plan, num_microbatches=8, step_time=9 / 17 * plan.step_time)
+    found = answered(neighbours.zero_bubble(state_of(plan)), with_times({8: 0.9, 4: 1.5, 2: 0.5}))
+    assert [each.num_microbatches for each in found] == [8, 4]  # 4 takes longer than 8 does
+    found = answered(neighbours.zero_bubble(state_of(plan)), with_times({8: 3.0, 4: 1.5, 2: 1.2}))
+    assert [each.num_microbatches for each in found] == [8, 4, 2]  # each quicker, better than the best or not
+    assert all(each.like is plan for each in found)
     assert answered(neighbours.zero_bubble(state_of(plan, recipes.auto(schedule="1f1b"))), nothing) == []
     other = dataclasses.replace(plan, schedule="interleaved")
     assert answered(neighbours.zero_bubble(state_of(other)), nothing) == []

@@ -8,7 +8,6 @@ from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
 from autopar.ir.plan import Plan
-from autopar.ir.schedule import ScheduleName
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import ShapesFn
 
@@ -23,13 +22,12 @@ class Candidate:
     num_microbatches: int
     num_stages: int | None = None
     groups: Groups | None = None  # of devices, that stages may have
-    mesh_shape: tuple[int, ...] | None = None  # of every stage
     # Whether the step is cut into layers that become so many equal stages, or else into those of the whole search.
     own_layers: bool = False
+    mesh_shape: tuple[int, ...] | None = None  # of every stage, with layers of its own
     num_layers: int | None = None  # of those, about; None: as many as are usual
     rounds: int = 1  # into which every stage is divided: they are interleaved
-    like: Plan | None = None  # the plan whose stages it has, on their devices, for another schedule or number
-    schedule: ScheduleName | None = None  # None: the method's
+    like: Plan | None = None  # the plan whose stages it has, interleaved in rounds or without a bubble
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +35,8 @@ class Proposal:
     """A candidate that a neighbour would have planned next."""
 
     candidate: Candidate
-    # Per step, as the stage search estimates it, or at least; 0 where nothing is known, None where that found nothing.
+    # Per step that the neighbour expects: an estimate of the stage search, or what is to be beaten; 0 where it has no
+    # reason to let others go first, None where the stage search found nothing.
     seconds: float | None = 0.0
 
 
@@ -64,7 +63,7 @@ class Incumbent:
     estimate: float = math.inf  # as the stage search estimated it
     first_estimate: float = math.inf  # and with few shapes of meshes, if it began with those
     num_stages: int = 0
-    of_equal_groups: Plan | None = None  # the latest of several stages on as many devices each
+    of_equal_groups: Plan | None = None  # the latest of several stages on as many devices each, that was the best
 
 
 def shapes_on(groups: Groups) -> ShapesFn:

@@ -51,7 +51,6 @@ class Evaluator:
     ) -> None:  # fmt: skip
         """`like`: another one for the same step and cluster, with which it shares what both need and the best plan."""
         self.analysis, self.cluster, self.method = analysis, cluster, method
-        self.graph = analysis.graph
         self.finisher: Finisher = Finisher(
             analysis, cluster, method, num_layers, None if like is None else like.finisher
         )
@@ -63,7 +62,7 @@ class Evaluator:
         # By number of microbatches: seconds per step that no pipeline beats.
         self._least: dict[int, float] = {} if like is None else like._least
         self._one_stage_fits = False  # with one microbatch, and nothing computed again
-        self._narrower: dict[Hashable, Evaluator] = {}  # by what candidates fix
+        self._narrower: dict[Hashable, Evaluator] = {}  # by what candidates fix; kept, with what they know
         self._deadline: float = time.monotonic() + (method.time_limit or math.inf) if like is None else like._deadline
 
     def check_time(self) -> None:
@@ -150,12 +149,13 @@ class Evaluator:
 
     def _within(self, candidate: Candidate) -> Evaluator:
         """That of the layers and meshes that a candidate fixes."""
-        key = (candidate.own_layers and candidate.num_stages, candidate.mesh_shape, candidate.num_layers)
-        if not any(key):
+        own_layers = candidate.own_layers or candidate.mesh_shape is not None
+        key = (candidate.num_stages if own_layers else None, candidate.mesh_shape, candidate.num_layers)
+        if key == (None, None, None):
             return self
         if key not in self._narrower:
             method = self.method
-            if candidate.own_layers:
+            if own_layers:
                 shape = candidate.mesh_shape or method.mesh_shape
                 method = dataclasses.replace(method, num_stages=candidate.num_stages, mesh_shape=shape)
             self._narrower[key] = Evaluator(self.analysis, self.cluster, method, candidate.num_layers, self)
@@ -177,13 +177,12 @@ class Evaluator:
         return None
 
     def _of_known_stages(self, plan: Plan, candidate: Candidate) -> Found | None:
-        """The stages of a plan by another schedule."""
+        """The stages of a plan, interleaved or without a bubble."""
         meshes, m = [stage.mesh for stage in plan.stages], candidate.num_microbatches
         if candidate.rounds > 1:
             return self._dealt_out(m, meshes, candidate.rounds)
-        schedule = candidate.schedule or self.schedule
         way = self._apart(dataclasses.replace(plan, num_microbatches=m))
-        found = self.finisher.finish(*way, meshes, schedule)
+        found = self.finisher.finish(*way, meshes, "zero-bubble")
         return found and (with_layers(found[0], [stage.layers for stage in plan.stages]), found[1])
 
     def _searched(self, candidate: Candidate) -> Found | None:

@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
 from autopar.errors import MicrobatchError, PlanError
@@ -44,8 +44,9 @@ class State:
         self.plan: Plan | None = None  # the best
         self.found_by: dict[str, Plan] = {}  # by neighbour: its latest plan that was better than all before
         self.proposals: Counter[str] = Counter()  # that were planned, by neighbour
+        self.seconds: defaultdict[str, float] = defaultdict(float)  # of CPU: a neighbour's with its candidates'
         self.in_one_stage: set[int] = set()  # numbers of microbatches that were proposed in one stage
-        self.least_expected = math.inf  # seconds per step of what is proposed now
+        self.least_expected = math.inf  # seconds per step, of the neighbours of a phase that were heard before
 
     @property
     def estimate(self) -> float:
@@ -54,6 +55,7 @@ class State:
 
 
 Neighbour = Callable[[State], Proposals]
+Phases = tuple[tuple[Neighbour, ...], ...]
 
 
 # The first plans.
@@ -94,7 +96,7 @@ def equal_stages(state: State) -> Proposals:
             break
         with contextlib.suppress(PlanError):  # the step has too few layers
             rounds = next(iter(state.space.rounds(stages, m)), 1)
-            candidate = Candidate(m, stages, mesh_shape=shape, own_layers=True, rounds=rounds)
+            candidate = Candidate(m, stages, mesh_shape=shape, rounds=rounds)
             estimate = state.evaluator.estimate(candidate, below=state.estimate)
             if estimate is not None:
                 found.append((estimate.step_time, stages, candidate))
@@ -133,15 +135,24 @@ def with_fewest_microbatches(state: State, fewest: int = 2) -> Proposals:
     """
     found = False
     in_vain = 0
-    for m, seconds in _worth_one_stage(state, fewest):
+    for m in _worth_one_stage(state, fewest):
         state.in_one_stage.add(m)
-        outcome = yield Proposal(Candidate(m, 1), seconds)
+        outcome = yield Proposal(Candidate(m, 1))
         in_vain = 0 if outcome.is_better else in_vain + 1
         if found and in_vain == _IN_VAIN:
             return
         found |= outcome.is_better
         if outcome.found is not None and not any(stage.recomputed for stage in outcome.found[0].stages):
             return
+
+
+def one_stage_from(fewest: int) -> Neighbour:
+    """All devices as one stage, with so many microbatches or more, as the one neighbour of a search."""
+
+    def fewest_microbatches(state: State) -> Proposals:
+        return with_fewest_microbatches(state, fewest)
+
+    return fewest_microbatches
 
 
 def one_stage_again(state: State) -> Proposals:
@@ -187,6 +198,8 @@ def fewer_microbatches(state: State) -> Proposals:
         return
     if state.plan.schedule != state.evaluator.schedule:
         return  # see `interleaved`
+    if len(state.plan.stages) == 1 and state.plan is state.found_by.get(more_microbatches.__name__):
+        return  # it has the fewest that fit
     are_free = method.stages is None and method.mesh_shape is None
     plan: Plan | None = state.plan
     last = None  # the number of the best plan on given groups
@@ -281,7 +294,7 @@ def zero_bubble(state: State) -> Proposals:
         return
     m, last = plan.num_microbatches, math.inf
     for n in (m,) if state.fixed is not None else (m, *(n for n in state.space.many if n < m)):
-        outcome = yield Proposal(Candidate(n, like=plan, schedule="zero-bubble"), seconds if n == m else 0.0)
+        outcome = yield Proposal(Candidate(n, like=plan), seconds if n == m else 0.0)
         if outcome.found is None or outcome.found[0].step_time >= last:
             return
         last = outcome.found[0].step_time
@@ -291,11 +304,8 @@ def _plan(outcome: Outcome) -> Plan | None:
     return None if outcome.better is None else outcome.better[0]
 
 
-def _worth_one_stage(state: State, fewest: int) -> Iterator[tuple[int, float]]:
-    """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best.
-
-    With the seconds per step that it takes in any memory.
-    """
+def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
+    """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best."""
     evaluator, space = state.evaluator, state.space
     number = space.cluster.num_devices
     meshes = [mesh_at(0, shape) for shape in space.first_shapes(space.cluster, 0, number)]
@@ -312,7 +322,7 @@ def _worth_one_stage(state: State, fewest: int) -> Iterator[tuple[int, float]]:
                 if m == 1 or in_vain == _IN_VAIN:
                     return
             if seconds < state.estimate and m >= fewest and m not in state.in_one_stage:
-                yield m, seconds
+                yield m
 
 
 def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, below: float) -> tuple[int, float]:
@@ -347,8 +357,9 @@ def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, 
     return (numbers[at], found.step_time) if found is not None else (most, below)
 
 
-# In this order: those of one line, of which none needs the other's plan, in the order of what they expect.
-PHASES: tuple[tuple[Neighbour, ...], ...] = (
+# In this order. Those of one line, of which none needs the other's plan, take turns: who expects the least number of
+# seconds is heard next. (Interleaving expects 0, and so comes before a schedule without a bubble.)
+PHASES: Phases = (
     (one_stage, stage_per_host),
     (equal_stages,),
     (likely_microbatches,),

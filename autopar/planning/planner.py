@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import heapq
 import itertools
 import math
+import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from autopar.errors import PlanError, UnsplitWarning, UserError, warn
+from autopar.errors import InternalError, PlanError, UnsplitWarning, UserError, warn
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
@@ -25,13 +24,12 @@ from autopar.passes.lower import LoweredStep
 from autopar.passes.unsplit import find_unsplit
 from autopar.planning.candidate import Found, Incumbent, Outcome, Proposal, Proposals
 from autopar.planning.evaluator import DEAR, Evaluator, OutOfTime
-from autopar.planning.neighbours import PHASES, Neighbour, State, with_fewest_microbatches
+from autopar.planning.neighbours import PHASES, Neighbour, Phases, State, one_stage_from
+from autopar.planning.parts import Part
 
 # Relative: what the stage search estimates to be slower than the best plan by more than this is not made, both of one
 # stage: its errors are much alike for plans of one step.
 _EQUALLY_OFF = 0.02
-
-Phases = tuple[tuple[Neighbour, ...], ...]
 
 
 class Planner:
@@ -49,7 +47,10 @@ class Planner:
         self.analysis, self.cluster, self.method = analysis, cluster, method
         known = None if like is None else like.evaluator
         self.evaluator: Evaluator = Evaluator(analysis, cluster, method, num_layers, known)
-        self.proposals: Counter[str] = Counter()  # of the latest search, by neighbour
+        self.state: State | None = None  # of the latest search
+        names = {*Part, *(neighbour.__name__ for phase in PHASES for neighbour in phase)}
+        if unknown := method.without - names:
+            raise InternalError(f"no part of the search is called {', '.join(map(repr, sorted(unknown)))}")
 
     def plan(self, num_microbatches: int | None = None) -> Found:
         """The best plan found and its programs.
@@ -101,9 +102,7 @@ class Planner:
         rival.evaluator.best = Incumbent(self.evaluator.best.step_time, self.most_estimate, self.most_estimate)
         # What is to be warned of was when the search began.
         quietly = warnings.catch_warnings(action="ignore")
-        phases: Phases = PHASES
-        if fewest is not None:
-            phases = ((functools.partial(with_fewest_microbatches, fewest=fewest),),)
+        phases = PHASES if fewest is None else ((one_stage_from(fewest),),)
         with quietly, contextlib.suppress(OutOfTime, UserError):
             for found in rival._improving(num_microbatches, phases):
                 best = found
@@ -117,8 +116,7 @@ class Planner:
         fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
         if fixed is not None:
             self.evaluator.layering.layered(fixed, self.method.num_stages != 1)  # raises what is wrong with it
-        state = State(self.evaluator, fixed)
-        self.proposals = state.proposals
+        self.state = state = State(self.evaluator, fixed)
         for phase in phases:
             yield from better_plans(state, phase)
 
@@ -143,19 +141,23 @@ def better_plans(state: State, neighbours: Sequence[Neighbour]) -> Iterator[Foun
     order = itertools.count()
 
     def hear(name: str, proposals: Proposals, answer: Outcome | None) -> None:
+        started = time.process_time()
         with contextlib.suppress(StopIteration):
             proposal = next(proposals) if answer is None else proposals.send(answer)
             seconds = math.inf if proposal.seconds is None else proposal.seconds
             heapq.heappush(pending, (proposal.seconds is None, seconds, next(order), proposal, proposals, name))
+        state.seconds[name] += time.process_time() - started
 
     for neighbour in neighbours:
-        name = getattr(neighbour, "__name__", "")
+        name = neighbour.__name__
         if state.evaluator.method.has(name):
             state.least_expected = pending[0][1] if pending else math.inf
             hear(name, neighbour(state), None)
     while pending:
         *_, proposal, proposals, name = heapq.heappop(pending)
+        started = time.process_time()
         outcome = state.evaluator.outcome(proposal.candidate)
+        state.seconds[name] += time.process_time() - started
         state.proposals[name] += 1
         if outcome.better is not None:
             state.plan = state.found_by[name] = outcome.better[0]
