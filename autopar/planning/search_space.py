@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import PlanError
@@ -75,21 +74,16 @@ class SearchSpace:
         return [m for m in self.many[::-1] if m > self.likely[-1]]
 
     def fewer(self, plan: Plan) -> int | None:
-        """A number of microbatches below the plan's: one for which there is memory if its stages stay as they are.
+        """A number of microbatches below the plan's: of one stage, the least for which there is memory as it is.
 
-        If there is none, the next: other shardings, or what is computed again, may need less.
+        Of several stages, or if there is none, the next: other shardings, or what is computed again, may need less.
         """
         m = plan.num_microbatches
-        held: dict[tuple[int, ...], float] = defaultdict(float)  # activations of all stages on the same devices
-        for stage in plan.stages:
-            held[stage.mesh.devices] += stage.memory.activations
         numbers = [n for n in self.many if n < m]
-        for n in sorted(numbers) if len(plan.stages) == 1 else numbers[:1]:
-            if all(
-                s.memory.total + (m / n - 1) * (held[s.mesh.devices] + s.memory.temporaries) <= s.memory.capacity
-                for s in plan.stages
-            ):
-                return n
+        if len(plan.stages) == 1:
+            memory = plan.stages[0].memory
+            growing = memory.activations + memory.temporaries
+            numbers = [n for n in numbers[::-1] if memory.total + (m / n - 1) * growing <= memory.capacity] or numbers
         return numbers[0] if numbers else None
 
     def rounds(self, stages: int, m: int, unevenness: float = 0.0) -> Sequence[int]:
