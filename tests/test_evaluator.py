@@ -123,9 +123,9 @@ def test_pipelines_that_compute_too_long_are_vain() -> None:
 def test_what_is_better_is_what_others_must_beat() -> None:
     evaluator = Evaluator(_analysis(), _CLUSTER, AUTO)
     first = evaluator.outcome(Candidate(8, 2))
-    assert first.is_better and first.found is not None
-    assert evaluator.best.step_time == first.found[0].step_time
-    assert evaluator.best.of_equal_groups is first.found[0]
+    assert first.is_better and first.finished is not None
+    assert evaluator.best.step_time == first.finished[0].step_time
+    assert evaluator.best.of_equal_groups is first.finished[0]
     again = evaluator.outcome(Candidate(8, 2))
     assert not again.is_better and again.better is None
 
@@ -136,18 +136,18 @@ def test_layers_of_its_own_share_the_best_plan() -> None:
     assert evaluator.num_layers(Candidate(8, num_layers=2)) == 2
     assert evaluator.num_layers(Candidate(8)) == 4
     whole = evaluator.outcome(Candidate(8, 2))
-    assert whole.found is not None
-    assert evaluator.outcome(Candidate(8, 2, num_layers=2)).found is None
+    assert whole.finished is not None
+    assert evaluator.outcome(Candidate(8, 2, num_layers=2)).finished is None
     # Also one that was made before, when another plan becomes the best.
     evaluator.best = Incumbent()
     assert evaluator.outcome(Candidate(8, 2, num_layers=2)).is_better
     evaluator.best = Incumbent(step_time=0.0, estimate=0.0, first_estimate=0.0)
-    assert evaluator.outcome(Candidate(8, 2, num_layers=2)).found is None
+    assert evaluator.outcome(Candidate(8, 2, num_layers=2)).finished is None
 
 
 def test_equal_stages_of_a_shape() -> None:
     evaluator = Evaluator(_analysis(), _CLUSTER, AUTO)
-    found = evaluator.outcome(Candidate(8, 4, mesh_shape=(1,))).found
+    found = evaluator.outcome(Candidate(8, 4, mesh_shape=(1,))).finished
     assert found is not None
     assert [stage.mesh.shape for stage in found[0].stages] == [(1,)] * 4
     assert evaluator.outcome(Candidate(8, 3, mesh_shape=(1,))) == (None, False)  # of 4 devices

@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import Pipeline
 from autopar.planning import neighbours
-from autopar.planning.candidate import Candidate, Found, Outcome, Proposal, Proposals, groups_of
+from autopar.planning.candidate import Candidate, Finished, Outcome, Proposal, Proposals, groups_of
 from autopar.planning.evaluator import Evaluator
 from autopar.planning.neighbours import Neighbour, State
 from autopar.planning.planner import Planner, better_plans
@@ -35,7 +35,7 @@ def _analysis() -> BatchAnalysis:
 
 
 @functools.cache
-def _two_stages() -> Found:
+def _two_stages() -> Finished:
     """Of one host each, in 16 microbatches."""
     return Planner(_analysis(), _HOSTS, recipes.pipeline([(4, (2,)), (4, (2,))], 16, "1f1b")).plan()
 

@@ -38,20 +38,20 @@ def explain(finisher: Finisher, restored: Restored, where: str, most: int) -> tu
     plan, lowered, layered = restored
     rules = layered.rules
     m = layered.step.num_microbatches
-    found = [
+    operators = [
         ((m if program.in_loop else 1) * rules[eqn.id].work({}), program.stage, program.index, eqn)
         for program in lowered.placed.programs
         for eqn in program.equations
         if where in eqn.primitive.name or where in eqn.source
     ]
-    if not found:
+    if not operators:
         names = {e.primitive.name for p in lowered.placed.programs for e in p.equations}
         raise PlanError(
             f"why(where={where!r}): no operator of {plan.function} has this in its name or line of code; its operators "
             f"are {', '.join(sorted(names))}."
         )
-    found.sort(key=lambda one: -one[0])
-    chosen = sorted(found[:most], key=lambda one: (one[2], one[3].id))
+    operators.sort(key=lambda one: -one[0])
+    chosen = sorted(operators[:most], key=lambda one: (one[2], one[3].id))
     solved = Solved(finisher, plan, layered, lowered)
     return tuple(why for _, stage, program, eqn in chosen for why in solved.why(stage, program, eqn))
 
@@ -98,7 +98,7 @@ class _Stage:
 
     def why(self, program: int, eqn: Equation, most: int | None) -> list[Why]:
         """One for each part of an operator."""
-        found = []
+        whys = []
         for (at, eqn_id, _), (node, options) in self.problem.parts.items():
             if (at, eqn_id) != (program, eqn.id) or len(options.assignments) < 2:
                 continue
@@ -113,8 +113,8 @@ class _Stage:
             others.sort(key=lambda one: one.stage_seconds)
             # A program of several phases is named by the first.
             phase = eqn.phase if self.phases[program] in (Phase.FORWARD, Phase.UPDATE) else self.phases[program]
-            found.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, chosen, tuple(others)))
-        return found
+            whys.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, chosen, tuple(others)))
+        return whys
 
     def _likely(self, node: int, mine: int, most: int | None) -> list[int]:
         """The other strategies that cost least with neighbours at their best for them."""
@@ -165,18 +165,18 @@ class _Stage:
 def _choice(problem: StageProblem, sharding: StageSharding) -> list[int]:
     """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be."""
     numbers = problem.numbers
-    found: dict[int, int] = {}
+    choice: dict[int, int] = {}
     for (program, eqn_id, part), (node, options) in problem.parts.items():
-        found[node] = options.assignments.index(sharding.strategies[program, eqn_id][part])
+        choice[node] = options.assignments.index(sharding.strategies[program, eqn_id][part])
     for slot, (node, shardings) in problem.layouts.items():
-        found[node] = shardings.each.index(sharding.layouts[slot])
+        choice[node] = shardings.each.index(sharding.layouts[slot])
     for node, costs in enumerate(numbers.costs):
-        if node not in found:
+        if node not in choice:
             total = costs.copy()
             for u, v, matrix in numbers.edges:
-                if u == node and v in found:
-                    total = total + matrix[:, found[v]]
-                elif v == node and u in found:
-                    total = total + matrix[found[u]]
-            found[node] = int(total.argmin())
-    return [found[node] for node in range(len(numbers.costs))]
+                if u == node and v in choice:
+                    total = total + matrix[:, choice[v]]
+                elif v == node and u in choice:
+                    total = total + matrix[choice[u]]
+            choice[node] = int(total.argmin())
+    return [choice[node] for node in range(len(numbers.costs))]

@@ -24,7 +24,7 @@ from autopar.planning.planner import Planner
 _CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
 _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
 
-_Found = tuple[Plan, LoweredStep]
+_Finished = tuple[Plan, LoweredStep]
 
 
 def plan_beside_recipes(
@@ -47,11 +47,11 @@ def plan_beside_recipes(
         return _best_recipe(planner, num_microbatches)
     except InfeasiblePlanError:
         rivals = (*_within_one_stage(fixed), *_degrees(planner.evaluator, fixed)) if method.baselines else ()
-        found = [better for rival in rivals if (better := _better(planner, rival)) is not None]
-        if not found:
+        plans = [better for rival in rivals if (better := _better(planner, rival)) is not None]
+        if not plans:
             raise
-        text = f"The search found no plan that fits; {found[-1][0].method} is the best recipe that does."
-        return _with_note(found[-1], text)
+        text = f"The search found no plan that fits; {plans[-1][0].method} is the best recipe that does."
+        return _with_note(plans[-1], text)
     if not method.baselines or cluster.num_devices == 1:
         return best
     if (least := _least_within_one_stage(planner.evaluator, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
@@ -82,11 +82,11 @@ def plan_beside_recipes(
     return _with_note(best, f"{text}.")
 
 
-def _with_note(found: _Found, note: str) -> _Found:
-    return dataclasses.replace(found[0], notes=(*found[0].notes, note)), found[1]
+def _with_note(finished: _Finished, note: str) -> _Finished:
+    return dataclasses.replace(finished[0], notes=(*finished[0].notes, note)), finished[1]
 
 
-def _better(planner: Planner, recipe: Method) -> _Found | None:
+def _better(planner: Planner, recipe: Method) -> _Finished | None:
     """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
     if not planner.method.allows(recipe):
         return None
@@ -153,15 +153,15 @@ def usual_methods(cluster: Cluster) -> tuple[Method, ...]:
     """What people would try on a cluster, with as many microbatches as is best."""
     devices = min(host.num_devices for host in cluster.hosts)
     hosts = cluster.num_devices // devices
-    found = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
+    methods = [recipes.data_parallel(), *map(recipes.zero, (1, 2, 3)), recipes.intra_op_only()]
     if cluster.num_devices > 1:
-        found.append(recipes.megatron(hosts, devices, 1, 1))
+        methods.append(recipes.megatron(hosts, devices, 1, 1))
         if hosts > 1:
-            found.append(recipes.megatron(1, devices, hosts, 1))
+            methods.append(recipes.megatron(1, devices, hosts, 1))
         elif devices % 2 == 0:
-            found.append(recipes.megatron(1, devices // 2, 2, 1))
-        found.append(recipes.inter_op_only())
-    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in found)
+            methods.append(recipes.megatron(1, devices // 2, 2, 1))
+        methods.append(recipes.inter_op_only())
+    return AUTO, *(dataclasses.replace(method, num_microbatches=None) for method in methods)
 
 
 def _within_one_stage(num_microbatches: int | None) -> tuple[Method, ...]:
@@ -201,18 +201,18 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, 
         most = analysis.most_microbatches
         number = max(m for m in range(1, min(most, 8 * cluster.num_devices) + 1) if most % m == 0)
         candidates.append(recipes.megatron(1, hosts[0].num_devices, len(hosts), fixed or number))
-    found = []
+    plans = []
     for recipe in candidates:
         if method.allows(recipe):
             with contextlib.suppress(UserError):
-                found.append(Planner(analysis, cluster, recipe.within(method)).plan())
+                plans.append(Planner(analysis, cluster, recipe.within(method)).plan())
     limit = f"time_limit={method.time_limit}: that is too short"
-    if not found:
+    if not plans:
         raise InfeasiblePlanError(
             f"{limit} to find a plan of {analysis.graph.name} under method {method.name!r}, and none of "
             f"{', '.join(recipe.name for recipe in candidates)} is one. Give it more time."
         )
-    best = min(found, key=lambda one: one[0].step_time)
+    best = min(plans, key=lambda one: one[0].step_time)
     warn(
         f"{limit} to search for a plan of {analysis.graph.name}. It runs by {best[0].method}, the best recipe that "
         "fits. Give it more time.",

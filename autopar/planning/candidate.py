@@ -12,7 +12,7 @@ from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import ShapesFn
 
 Groups = Mapping[tuple[int, int], tuple[int, ...]]  # first device, number of devices -> the shape of their mesh
-Found = tuple[Plan, LoweredStep]
+Finished = tuple[Plan, LoweredStep]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,13 +43,13 @@ class Proposal:
 class Outcome(NamedTuple):
     """What became of a proposal."""
 
-    found: Found | None  # None: nothing fits, or it is known to take longer than the best plan
+    finished: Finished | None  # None: nothing fits, or it is known to take longer than the best plan
     is_better: bool = False  # than all before
 
     @property
-    def better(self) -> Found | None:
+    def better(self) -> Finished | None:
         """The plan, if it is better than all before."""
-        return self.found if self.is_better else None
+        return self.finished if self.is_better else None
 
 
 Proposals = Generator[Proposal, Outcome, None]  # each is answered by what became of it

@@ -70,8 +70,8 @@ def gather_details(
     for k in sorted(range(len(listed)), key=lambda k: not listed[k].is_heavy):
         if len(whys) == most_explained:
             break
-        if found := listed[k].why(solved):
-            whys[k] = found
+        if why := listed[k].why(solved):
+            whys[k] = why
     operators = [row.operator(whys.get(k, ())) for k, row in enumerate(listed)]
     model_flops, ideal_seconds = _model_flops(finisher.graph, plan.cluster)
     return Details(
@@ -135,13 +135,13 @@ def _waiting(group: Group, timeline: Timeline, beside: Collection[int]) -> float
 
 
 def _union(intervals: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
+    merged: list[tuple[float, float]] = []
     for start, end in sorted(intervals):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
         else:
-            found.append((start, end))
-    return found
+            merged.append((start, end))
+    return merged
 
 
 def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline: Timeline) -> tuple[TimelineSpan, ...]:
@@ -153,7 +153,7 @@ def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline:
         inside[program.phases[0] if program.phases else program.phase] += program.launch
         for phase, cost in zip(program.phases, program.costs, strict=True):
             inside[phase] += cost.seconds
-    found = []
+    spans = []
     for event in timeline.events:
         if event.end == event.start:
             continue
@@ -163,9 +163,9 @@ def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline:
         parts = [(phase, inside[phase]) for phase in Phase if inside.get(phase)]
         for k, (phase, seconds) in enumerate(parts):
             end = event.end if k == len(parts) - 1 else at + (event.end - event.start) * seconds / total
-            found.append(TimelineSpan(group_of[event.stage], event.stage, phase.value, event.microbatch, at, end))
+            spans.append(TimelineSpan(group_of[event.stage], event.stage, phase.value, event.microbatch, at, end))
             at = end
-    return tuple(found)
+    return tuple(spans)
 
 
 def _model_flops(graph: Graph, cluster: Cluster) -> tuple[float, float]:
@@ -316,13 +316,13 @@ def _roots(layered: Layered) -> Mapping[Value, frozenset[Value]]:
     """The state that a value is, or that it is made of by cheap equations which are copied to wherever it is used."""
     step = layered.step
     state = {step.graph.inputs[i] for i in step.graph.carried.values()}
-    found: dict[Value, frozenset[Value]] = {v: frozenset({v}) for v in state}
+    roots_of: dict[Value, frozenset[Value]] = {v: frozenset({v}) for v in state}
     for eqn in step.equations:
         if eqn.id in step.replicable or not eqn.phase.in_loop:
-            roots = frozenset().union(*(found[v] for v in eqn.values if v in found))
+            roots = frozenset().union(*(roots_of[v] for v in eqn.values if v in roots_of))
             if roots:
-                found.update((v, roots) for v in eqn.outputs if v not in found)
-    return found
+                roots_of.update((v, roots) for v in eqn.outputs if v not in roots_of)
+    return roots_of
 
 
 _FUNCTION = re.compile(r"\(([^()]*)\)")

@@ -26,7 +26,7 @@ from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import Pipeline, plan_stages
 from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight
 from autopar.passes.submeshes import ShapesFn, mesh_at
-from autopar.planning.candidate import Candidate, Found, Incumbent, Outcome, has_equal_groups, shapes_on
+from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, has_equal_groups, shapes_on
 from autopar.planning.finisher import Finisher, with_layers
 from autopar.planning.layering import Layered
 from autopar.planning.parts import Part
@@ -98,9 +98,9 @@ class Evaluator:
         """Of which its stages are made. Raises MicrobatchError, PlanError where the step cannot be cut so."""
         return self._within(candidate).layering.layered(candidate.num_microbatches, True).num_layers
 
-    def is_tight(self, found: Pipeline) -> bool:
+    def is_tight(self, pipeline: Pipeline) -> bool:
         """Whether stages need about all the memory that there is."""
-        return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in found.stages)
+        return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in pipeline.stages)
 
     def seconds_without_bubble(self, plan: Plan) -> float:
         """Seconds of a step, about, if gradients of parameters take their share of it by matrix products."""
@@ -133,11 +133,11 @@ class Evaluator:
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """The plan of a candidate, and whether it is better than any before; then it is what others must beat."""
-        found = self._found(candidate)
-        return Outcome(found, found is not None and self._is_better(found))
+        finished = self._found(candidate)
+        return Outcome(finished, finished is not None and self._is_better(finished))
 
-    def _is_better(self, found: Found) -> bool:
-        plan = found[0]
+    def _is_better(self, finished: Finished) -> bool:
+        plan = finished[0]
         if plan.step_time >= self.best.step_time:
             return False
         if len(plan.stages) > 1 and has_equal_groups(plan):
@@ -162,7 +162,7 @@ class Evaluator:
         self._narrower[key].best = self.best
         return self._narrower[key]
 
-    def _found(self, candidate: Candidate) -> Found | None:
+    def _found(self, candidate: Candidate) -> Finished | None:
         """A plan that may be better than any before, if there is one."""
         self.check_time()
         if candidate.like is not None:
@@ -176,16 +176,16 @@ class Evaluator:
             return at._searched(candidate)
         return None
 
-    def _of_known_stages(self, plan: Plan, candidate: Candidate) -> Found | None:
+    def _of_known_stages(self, plan: Plan, candidate: Candidate) -> Finished | None:
         """The stages of a plan, interleaved or without a bubble."""
         meshes, m = [stage.mesh for stage in plan.stages], candidate.num_microbatches
         if candidate.rounds > 1:
             return self._dealt_out(m, meshes, candidate.rounds)
         way = self._apart(dataclasses.replace(plan, num_microbatches=m))
-        found = self.finisher.finish(*way, meshes, "zero-bubble")
-        return found and (with_layers(found[0], [stage.layers for stage in plan.stages]), found[1])
+        finished = self.finisher.finish(*way, meshes, "zero-bubble")
+        return finished and (with_layers(finished[0], [stage.layers for stage in plan.stages]), finished[1])
 
-    def _searched(self, candidate: Candidate) -> Found | None:
+    def _searched(self, candidate: Candidate) -> Finished | None:
         """The stages that the stage search finds, or that the method fixes, as a plan."""
         m, stages = candidate.num_microbatches, candidate.num_stages
         may_be_one = stages is None and self.space.may_be_one_stage and not (m > 1 and self._one_stage_fits)
@@ -195,25 +195,25 @@ class Evaluator:
             layered = self.layering.layered(m, stages != 1)
         except MicrobatchError:
             return None
-        first = found = None
+        first = pipeline = None
         if self.method.stages is None:
-            first, found = self._search(layered, candidate)
-            if found is None:
+            first, pipeline = self._search(layered, candidate)
+            if pipeline is None:
                 return None
-            chosen = [(choice.span, choice.mesh) for choice in found.stages]
+            chosen = [(choice.span, choice.mesh) for choice in pipeline.stages]
         else:
             chosen = self.space.fixed_stages()
         if candidate.rounds > 1:
             finished = self._dealt_out(m, [mesh for _, mesh in chosen], candidate.rounds)
         else:
-            finished = self._finished(layered, chosen, found)
+            finished = self._finished(layered, chosen, pipeline)
         if finished is not None and finished[0].step_time < self.best.step_time:
-            self._note_estimates(finished[0], first, found, candidate.groups is not None)
+            self._note_estimates(finished[0], first, pipeline, candidate.groups is not None)
         return finished
 
-    def _note_estimates(self, plan: Plan, first: Pipeline | None, found: Pipeline | None, on_groups: bool) -> None:
+    def _note_estimates(self, plan: Plan, first: Pipeline | None, pipeline: Pipeline | None, on_groups: bool) -> None:
         """What the stage search thought of what will be the best plan; `first`: with few shapes of meshes."""
-        estimate = math.inf if found is None else found.step_time
+        estimate = math.inf if pipeline is None else pipeline.step_time
         # One that turned out to be dear must not bar others that are not.
         error = plan.step_time / estimate
         error = error if error > 1 + DEAR else 1.0
@@ -223,7 +223,7 @@ class Evaluator:
             self.best.first_estimate *= error * estimate / self.best.estimate
         self.best.estimate = error * estimate
 
-    def _dealt_out(self, m: int, meshes: Sequence[Mesh], rounds: int) -> Found | None:
+    def _dealt_out(self, m: int, meshes: Sequence[Mesh], rounds: int) -> Finished | None:
         """The stages on these meshes divided into so many rounds."""
         stages = tuple(StageMethod(1, mesh.shape) for mesh in meshes) * rounds
         method = dataclasses.replace(self.method, stages=stages, schedule="interleaved", mesh_shape=None)
@@ -232,36 +232,38 @@ class Evaluator:
             return at._finished(at.layering.layered(m, True), at.space.fixed_stages(), None)
         return None
 
-    def _finished(self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], found: Pipeline | None) -> Found | None:
+    def _finished(
+        self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], pipeline: Pipeline | None
+    ) -> Finished | None:
         """The plan of these layers on these meshes, which the stage search found if it did."""
         spans, meshes = zip(*stages, strict=True)
-        levels = self._levels(layered, len(spans), found)
-        finished = self._finished_at(layered, spans, meshes, levels, found)
+        levels = self._levels(layered, len(spans), pipeline)
+        finished = self._finished_at(layered, spans, meshes, levels, pipeline)
         # What the solver did not count may be more than there is: then less is kept for the backward pass.
         while finished is None and self.method.remat is None and self.method.has(Part.MORE_RECOMPUTED):
             leaner = [min(level + 1, len(self.stages.levels(layered)) - 1) for level in levels]
             if leaner == levels:
                 break
             levels = leaner
-            finished = self._finished_at(layered, spans, meshes, levels, found)
+            finished = self._finished_at(layered, spans, meshes, levels, pipeline)
         return None if finished is None else (with_layers(finished[0], spans), finished[1])
 
-    def _levels(self, layered: Layered, num_stages: int, found: Pipeline | None) -> list[int]:
+    def _levels(self, layered: Layered, num_stages: int, pipeline: Pipeline | None) -> list[int]:
         """How much each stage computes again in the backward pass: which of `StageCosts.levels`."""
-        if found is None:
+        if pipeline is None:
             return [len(self.stages.levels(layered)) - 1 if self.method.remat else 0] * num_stages
         return [
             self.stages.level(
                 layered, self.schedule, stage.span, stage.mesh,
                 in_flight(self.schedule, layered.step.num_microbatches, num_stages - i),
             )
-            for i, stage in enumerate(found.stages)
+            for i, stage in enumerate(pipeline.stages)
         ]  # fmt: skip
 
     def _finished_at(
         self, layered: Layered, spans: Sequence[Span], meshes: Sequence[Mesh], levels: Sequence[int],
-        found: Pipeline | None,
-    ) -> Found | None:  # fmt: skip
+        pipeline: Pipeline | None,
+    ) -> Finished | None:  # fmt: skip
         """The plan where each stage computes so much again in the backward pass."""
         cuts = [start for start, _ in spans[1:]]
         if any(levels):
@@ -273,9 +275,9 @@ class Evaluator:
             # The gradients of a loop are stacked until its end: in parts they take less memory.
             joined = self.layering.joined(layered, cuts)
             ways.append(self.layering.placed(joined, range(1, len(spans)), self.schedule))
-            if found is None or not self.is_tight(found):
+            if pipeline is None or not self.is_tight(pipeline):
                 ways.reverse()
-        estimate = math.inf if found is None else found.step_time
+        estimate = math.inf if pipeline is None else pipeline.step_time
         finished = None
         for way, placed in ways:
             if finished is None or _is_dear(finished[0], estimate):
@@ -295,8 +297,8 @@ class Evaluator:
         if groups is not None:
             return None, self._stages(layered, num_stages, shapes_on(groups), estimate, rounds)
         if self.method.mesh_shape is not None or not self.method.has(Part.FEW_SHAPES_FIRST):
-            found = self._stages(layered, num_stages, self.space.shapes, estimate, rounds)
-            return found, found
+            pipeline = self._stages(layered, num_stages, self.space.shapes, estimate, rounds)
+            return pipeline, pipeline
         first = self._stages(layered, num_stages, self.space.first_shapes, self.best.first_estimate, rounds)
         if first is None:
             number = self.cluster.num_devices
@@ -310,8 +312,8 @@ class Evaluator:
         def shapes(cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
             return self.space.shapes(cluster, start, size) if (start, size) in chosen else ()
 
-        found = self._stages(layered, len(first.stages), shapes, min(first.step_time, estimate), rounds)
-        return first, found or (first if first.step_time < estimate else None)
+        pipeline = self._stages(layered, len(first.stages), shapes, min(first.step_time, estimate), rounds)
+        return first, pipeline or (first if first.step_time < estimate else None)
 
     def _stages(
         self, layered: Layered, num_stages: int | None, shapes: ShapesFn, below: float, rounds: int
@@ -321,13 +323,13 @@ class Evaluator:
             return None
 
         m = layered.step.num_microbatches
-        found = plan_stages(
+        pipeline = plan_stages(
             StageSpace(layered.num_layers, self.cluster, num_stages, shapes), _Oracle(self, layered),
             Turns(m, self.schedule, rounds), below=below, gain=LEAST_GAIN,
         )  # fmt: skip
-        if found is None and num_stages != 1 and m > 1:
+        if pipeline is None and num_stages != 1 and m > 1:
             self._least[m] = self.stages.least_of_pipelines(layered)
-        return found
+        return pipeline
 
     def _least_cost(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
         """What a span of layers costs at least on a mesh, if it may be part of a better plan."""

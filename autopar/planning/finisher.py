@@ -170,9 +170,9 @@ class Finisher:
                 if alike is None or alike.gap > _CLOSE:
                     alike = _solve(tied.numbers.problem(in_flight), start=None if alike is None else alike.choice)
                 start = problem.untied(tied, alike.choice)
-        found = _solve(numbers.problem(in_flight), start=start)
-        known.append((numbers, in_flight, found))
-        return problem, found
+        solution = _solve(numbers.problem(in_flight), start=start)
+        known.append((numbers, in_flight, solution))
+        return problem, solution
 
     def follow(self, like: Sequence[StagePlan], num_microbatches: int, lies: Mapping[int, LeafHome]) -> Restored:
         """Plan on the meshes of stages where some argument leaves lie: no search, equations go where parameters are."""
@@ -200,10 +200,10 @@ class Finisher:
         placed = place(layered.step, stages, len(meshes), homes)
         interleaved = len({mesh.devices for mesh in meshes}) < len(meshes)
         reshard_after_forward = [i for i, stage in enumerate(like) if stage.reshard_after_forward]
-        found = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", reshard_after_forward)
-        if found is None:
+        finished = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", reshard_after_forward)
+        if finished is None:
             raise self.stages.infeasible(self.graph.name)
-        return Restored(*found, layered)
+        return Restored(*finished, layered)
 
     def _recomputed(self, layered: Layered, like: Sequence[StagePlan]) -> list[Sequence[Block]]:
         """What each stage computes again where one of these does: nothing, some, or as much as can be."""
@@ -280,10 +280,10 @@ class Finisher:
 
 
 def _solve(problem: Problem, start: Sequence[int] | None = None) -> Solution:
-    found = solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start)
-    if found.cost > (1 + _WIDE_GAP) * found.lower_bound > 0:
-        found = solve(problem, seconds=_MORE_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=found.choice)
-    return found
+    solution = solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start)
+    if solution.cost > (1 + _WIDE_GAP) * solution.lower_bound > 0:
+        solution = solve(problem, seconds=_MORE_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=solution.choice)
+    return solution
 
 
 def with_layers(plan: Plan, spans: Sequence[tuple[int, int]]) -> Plan:
@@ -299,9 +299,9 @@ def _above(plan: Plan) -> dict[int, StageMemory]:
 
 def _all_values(placed: PlacedStep) -> list[Value]:
     step = placed.step
-    found = [*step.graph.inputs, *step.constants, step.microbatch, *step.accumulate.values()]
-    found += [v for pieces in step.keep.values() for v in pieces]
+    values = [*step.graph.inputs, *step.constants, step.microbatch, *step.accumulate.values()]
+    values += [v for pieces in step.keep.values() for v in pieces]
     for program in placed.programs:
-        found += program.inputs
-        found += [v for e in program.equations for v in e.outputs]
-    return found
+        values += program.inputs
+        values += [v for e in program.equations for v in e.outputs]
+    return values

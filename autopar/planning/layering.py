@@ -123,11 +123,11 @@ class Layered:
 
     def recomputing_at(self, spans: Sequence[tuple[int, int]], blocks: Sequence[Sequence[Block]]) -> Layered:
         """It with what lies in each of these spans of layers of its blocks computed again."""
-        found = []
+        parts = []
         for span, some in zip(spans, blocks, strict=True):
             start, stop = np.searchsorted(self.layers, span).tolist()
-            found += [part for block in some if (part := block.within(start, stop)).start < part.stop]
-        return self.recomputing(found)
+            parts += [part for block in some if (part := block.within(start, stop)).start < part.stop]
+        return self.recomputing(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,10 +175,10 @@ class Layering:
         wanted = self.method.num_stages or 1
         if wanted == 1 and (self.cluster.num_devices == 1 or not (forward or self.method.stages)):
             return self._in_layers(analysis, step, rules, 1)
-        found = heavy_equations(np.array([flops(e) for e in forward]))
-        heavy = int(found.sum())
+        is_heavy = heavy_equations(np.array([flops(e) for e in forward]))
+        heavy = int(is_heavy.sum())
         if wanted > max(1, heavy):
-            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(found)], step, rules))
+            raise PlanError(self._too_many_stages(wanted, [forward[i] for i in np.flatnonzero(is_heavy)], step, rules))
         if self.method.stages is not None:
             number = sum(stage.num_layers for stage in self.method.stages)
             if number > max(1, heavy):
@@ -321,19 +321,19 @@ class Layering:
                 inside[f"{gradient} in the {eqn.primitive.name} at {line}"] = None
             elif before.phase is Phase.FORWARD and eqn.phase is Phase.BACKWARD and rules[eqn.id].products:
                 later[line] = None
-        found = ""
+        text = ""
         if inside:
-            found += (
+            text += (
                 f" {self.graph.name} has several gradient computations, a round each: at {', '.join(inside)}. What a "
                 "loop's body differentiates is no forward pass of the step."
             )
         if later:
             lines = [*itertools.islice(later, _MOST_LINES), *[".."] * (len(later) > _MOST_LINES)]
-            found += (
+            text += (
                 f" {self.graph.name} has several gradient computations: what those after the first compute forward, at "
                 f"{', '.join(lines)}, follows its backward pass."
             )
-        return found
+        return text
 
 
 _MOST_LINES = 4  # that a message names

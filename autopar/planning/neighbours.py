@@ -66,9 +66,9 @@ def one_stage(state: State) -> Proposals:
     if state.fixed is not None or not state.space.may_be_one_stage:
         return
     whole = Candidate(1, 1)
-    found = state.evaluator.estimate(whole, state.space.first_shapes, state.estimate)
-    outcome = yield Proposal(whole, None if found is None else found.step_time)
-    if outcome.better is None and found is not None:
+    pipeline = state.evaluator.estimate(whole, state.space.first_shapes, state.estimate)
+    outcome = yield Proposal(whole, None if pipeline is None else pipeline.step_time)
+    if outcome.better is None and pipeline is not None:
         yield from with_fewest_microbatches(state)  # it takes more memory than the stage search counts
 
 
@@ -89,7 +89,7 @@ def equal_stages(state: State) -> Proposals:
 
     Interleaved, if they may be. What the stage search thinks best is finished first: others are then rarely worth it.
     """
-    found: list[tuple[float, int, Candidate]] = []  # estimate, number of stages
+    candidates: list[tuple[float, int, Candidate]] = []  # estimate, number of stages
     best, in_vain = state.estimate, 0
     for stages, shape, m in state.space.uniform(state.fixed):
         if in_vain == _IN_VAIN:
@@ -99,10 +99,10 @@ def equal_stages(state: State) -> Proposals:
             candidate = Candidate(m, stages, mesh_shape=shape, rounds=rounds)
             estimate = state.evaluator.estimate(candidate, below=state.estimate)
             if estimate is not None:
-                found.append((estimate.step_time, stages, candidate))
+                candidates.append((estimate.step_time, stages, candidate))
                 in_vain = 0 if estimate.step_time < best else in_vain + 1
                 best = min(best, estimate.step_time)
-    for seconds, _, candidate in sorted(found, key=lambda each: each[:2]):
+    for seconds, _, candidate in sorted(candidates, key=lambda each: each[:2]):
         outcome = yield Proposal(candidate, seconds)
         if outcome.better is None and candidate.rounds > 1:
             yield Proposal(dataclasses.replace(candidate, rounds=1), seconds)
@@ -133,16 +133,16 @@ def with_fewest_microbatches(state: State, fewest: int = 2) -> Proposals:
 
     The fewest that fit are best, or that fit with nothing recomputed.
     """
-    found = False
+    is_any_better = False
     in_vain = 0
     for m in _worth_one_stage(state, fewest):
         state.in_one_stage.add(m)
         outcome = yield Proposal(Candidate(m, 1))
         in_vain = 0 if outcome.is_better else in_vain + 1
-        if found and in_vain == _IN_VAIN:
+        if is_any_better and in_vain == _IN_VAIN:
             return
-        found |= outcome.is_better
-        if outcome.found is not None and not any(stage.recomputed for stage in outcome.found[0].stages):
+        is_any_better |= outcome.is_better
+        if outcome.finished is not None and not any(stage.recomputed for stage in outcome.finished[0].stages):
             return
 
 
@@ -269,16 +269,16 @@ def interleaved(state: State) -> Proposals:
                 candidate = Candidate(m, stages, groups, own_layers=own_layers, rounds=rounds)
             else:  # the estimate of the stage search knows nothing of parts that are more even than whole stages
                 candidate = Candidate(m, rounds=rounds, like=plan)
-            found = _plan((yield Proposal(candidate)))
-            if found is None:
+            better = _plan((yield Proposal(candidate)))
+            if better is None:
                 break  # what is sent more often costs more than the bubble
-            best, plan = rounds, found
+            best, plan = rounds, better
     if best == 1 or state.fixed is not None:
         return
     # Shardings that need less memory may cost less than the bubble of so many stages.
     for n in (n for n in space.many if n < m and n % stages == 0):
-        found = _plan((yield Proposal(Candidate(n, stages, groups, own_layers=own_layers, rounds=best))))
-        if found is None:
+        better = _plan((yield Proposal(Candidate(n, stages, groups, own_layers=own_layers, rounds=best))))
+        if better is None:
             return
 
 
@@ -295,9 +295,9 @@ def zero_bubble(state: State) -> Proposals:
     m, last = plan.num_microbatches, math.inf
     for n in (m,) if state.fixed is not None else (m, *(n for n in state.space.many if n < m)):
         outcome = yield Proposal(Candidate(n, like=plan), seconds if n == m else 0.0)
-        if outcome.found is None or outcome.found[0].step_time >= last:
+        if outcome.finished is None or outcome.finished[0].step_time >= last:
             return
-        last = outcome.found[0].step_time
+        last = outcome.finished[0].step_time
 
 
 def _plan(outcome: Outcome) -> Plan | None:
@@ -343,18 +343,18 @@ def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, 
         least = 1 - DEAR if state.evaluator.is_tight(fewer) else 1.0
         return fewer.step_time < least * more.step_time
 
-    found, first = look(at, below), at
-    while found is not None and at + 1 < len(numbers):
-        fewer = look(at + 1, found.step_time)
-        if fewer is None or not is_gain(fewer, found):
+    pipeline, first = look(at, below), at
+    while pipeline is not None and at + 1 < len(numbers):
+        fewer = look(at + 1, pipeline.step_time)
+        if fewer is None or not is_gain(fewer, pipeline):
             break
-        found, at = fewer, at + 1
+        pipeline, at = fewer, at + 1
     while at <= first and at > 0:
-        more = look(at - 1, below if found is None else found.step_time / (1 - DEAR))
-        if found is not None and (more is None or is_gain(found, more)):
+        more = look(at - 1, below if pipeline is None else pipeline.step_time / (1 - DEAR))
+        if pipeline is not None and (more is None or is_gain(pipeline, more)):
             break
-        found, at = more, at - 1
-    return (numbers[at], found.step_time) if found is not None else (most, below)
+        pipeline, at = more, at - 1
+    return (numbers[at], pipeline.step_time) if pipeline is not None else (most, below)
 
 
 # In this order. Those of one line, of which none needs the other's plan, take turns: who expects the least number of

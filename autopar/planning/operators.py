@@ -99,7 +99,7 @@ def rows_of_operators(
     step = lowered.placed.step
     maker = {v: e for e in step.equations for v in e.outputs}
     paths = dict(zip(step.graph.inputs, step.graph.input_paths, strict=True))
-    found: dict[Hashable, OperatorRow] = {}
+    rows: dict[Hashable, OperatorRow] = {}
     for program in programs:
         mesh, where = program.local.mesh, (program.stage, program.local.program.index)
         names = {op.copy: op.value for op in program.local.ops if isinstance(op, Reread)}
@@ -120,15 +120,15 @@ def rows_of_operators(
             else:
                 key = op.partial_sum.shape, op.partial_sum.dtype, op.sharding
             key = key, type(op), source, phase, mesh.shape, mesh.axes, program.runs
-            if key not in found:
-                found[key] = _row(op, cost, source, phase, program, where, eqn)
-            row = found[key]
+            if key not in rows:
+                rows[key] = _row(op, cost, source, phase, program, where, eqn)
+            row = rows[key]
             row.count += 1
             row.compute[program.stage] += program.runs * cost.compute
             row.communication[program.stage] += program.runs * cost.communication
             if eqn is not None and eqn.id in layer_of:
                 row.layers.add(layer_of[eqn.id])
-    return sorted(found.values(), key=lambda row: -row.seconds)
+    return sorted(rows.values(), key=lambda row: -row.seconds)
 
 
 _INDEX = re.compile(r"(?<=\[)\d+(?=\])|(?<=_)\d+")
@@ -177,11 +177,11 @@ def links_used(
 ) -> tuple[LinkUse, ...]:
     """Collectives and transfers by kind, link, axes, stage and phase, the longest first."""
     prices = finisher.stages.prices
-    found: dict[tuple[str, str, str, int, str], tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
+    totals: dict[tuple[str, str, str, int, str], tuple[int, int, float]] = defaultdict(lambda: (0, 0, 0.0))
 
     def add(key: tuple[str, str, str, int, str], number: int, nbytes: int, seconds: float) -> None:
-        before = found[key]
-        found[key] = before[0] + number, before[1] + number * nbytes, before[2] + number * seconds
+        before = totals[key]
+        totals[key] = before[0] + number, before[1] + number * nbytes, before[2] + number * seconds
 
     for program in programs:
         mesh = program.local.mesh
@@ -198,5 +198,5 @@ def links_used(
         key = "transfer", link, f"stage {crossing.source} → {crossing.target}", crossing.source, phase.value
         runs = plan.num_microbatches if phase.in_loop else 1
         add(key, runs, local_bytes(crossing.value, crossing.plan.received, meshes[1]), crossing.plan.seconds)
-    uses = [LinkUse(*key, *numbers) for key, numbers in found.items()]
+    uses = [LinkUse(*key, *numbers) for key, numbers in totals.items()]
     return tuple(sorted(uses, key=lambda use: -use.seconds))

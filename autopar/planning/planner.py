@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.unsplit import find_unsplit
-from autopar.planning.candidate import Found, Incumbent, Outcome, Proposal, Proposals
+from autopar.planning.candidate import Finished, Incumbent, Outcome, Proposal, Proposals
 from autopar.planning.evaluator import DEAR, Evaluator, OutOfTime
 from autopar.planning.neighbours import PHASES, Neighbour, Phases, State, one_stage_from
 from autopar.planning.parts import Part
@@ -52,17 +52,17 @@ class Planner:
         if unknown := method.without - names:
             raise InternalError(f"no part of the search is called {', '.join(map(repr, sorted(unknown)))}")
 
-    def plan(self, num_microbatches: int | None = None) -> Found:
+    def plan(self, num_microbatches: int | None = None) -> Finished:
         """The best plan found and its programs.
 
         Raises:
           InfeasiblePlanError: nothing fits; says what is missing where.
           OutOfTime: before any plan was found.
         """
-        best: Found | None = None
+        best: Finished | None = None
         try:
-            for found in self._improving(num_microbatches):
-                best = found
+            for better in self._improving(num_microbatches):
+                best = better
         except OutOfTime:
             if best is None:
                 raise
@@ -93,25 +93,27 @@ class Planner:
         """A planner by another method that looks for what is better than what this has found."""
         return Planner(self.analysis, self.cluster, method, like=self)
 
-    def better_by(self, rival: Planner, num_microbatches: int | None = None, fewest: int | None = None) -> Found | None:
+    def better_by(
+        self, rival: Planner, num_microbatches: int | None = None, fewest: int | None = None
+    ) -> Finished | None:
         """The best plan that a rival finds, if it is quicker than the best so far.
 
         `fewest`: it has one stage, for which no fewer microbatches than these are enough.
         """
-        best: Found | None = None
+        best: Finished | None = None
         rival.evaluator.best = Incumbent(self.evaluator.best.step_time, self.most_estimate, self.most_estimate)
         # What is to be warned of was when the search began.
         quietly = warnings.catch_warnings(action="ignore")
         phases = PHASES if fewest is None else ((one_stage_from(fewest),),)
         with quietly, contextlib.suppress(OutOfTime, UserError):
-            for found in rival._improving(num_microbatches, phases):
-                best = found
+            for better in rival._improving(num_microbatches, phases):
+                best = better
         if best is None:
             return None
         self.evaluator.best = rival.evaluator.best
         return rival._noted(best)
 
-    def _improving(self, num_microbatches: int | None, phases: Phases = PHASES) -> Iterator[Found]:
+    def _improving(self, num_microbatches: int | None, phases: Phases = PHASES) -> Iterator[Finished]:
         """Plans, each better than all before."""
         fixed = num_microbatches if num_microbatches is not None else self.method.num_microbatches
         if fixed is not None:
@@ -120,21 +122,21 @@ class Planner:
         for phase in phases:
             yield from better_plans(state, phase)
 
-    def _noted(self, found: Found) -> Found:
-        plan, lowered = found
+    def _noted(self, finished: Finished) -> Finished:
+        plan, lowered = finished
         return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
 
     def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
         """What is left whole for want of a divisor; what costs most is a warning, too."""
         prices = self.evaluator.prices
-        found = find_unsplit(lowered, self.method, prices.kind, lambda mesh: prices.resharder(mesh)[1], step_time)
-        for cause in found:
+        causes = find_unsplit(lowered, self.method, prices.kind, lambda mesh: prices.resharder(mesh)[1], step_time)
+        for cause in causes:
             if cause.is_dear:
                 warn(f"{self.analysis.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning)
-        return tuple(map(str, found))
+        return tuple(map(str, causes))
 
 
-def better_plans(state: State, neighbours: Sequence[Neighbour]) -> Iterator[Found]:
+def better_plans(state: State, neighbours: Sequence[Neighbour]) -> Iterator[Finished]:
     """What is better than all before of what some neighbours propose; the one that expects least is heard first."""
     # Whether the stage search found nothing for a proposal, the seconds that it expects; in the order of proposals.
     pending: list[tuple[bool, float, int, Proposal, Proposals, str]] = []

@@ -148,11 +148,11 @@ class Prices:
             costs.append(program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]))
 
         def seconds(stage: int, *phases: Phase) -> float:
-            found = 0.0
+            total = 0.0
             for local, cost in zip(lowered.programs, costs, strict=True):
                 if local.program.stage == stage and local.program.phase in phases:
-                    found += cost.start + cost.seconds
-            return found
+                    total += cost.start + cost.seconds
+            return total
 
         times = tuple(
             StageTimes(
@@ -239,12 +239,12 @@ class Prices:
 
     def _turns(self, schedule: Schedule, lowered: LoweredStep) -> tuple[int, ...]:
         """Per group of devices a number, the same for those whose programs take turns: of one host of virtual ones."""
-        found = []
+        turns = []
         for group in range(schedule.num_groups):
             first = next(s for s in range(schedule.num_stages) if schedule.group_of(s) == group)
             host = self.cluster.host_of(lowered.shardings[first].mesh.devices[0])
-            found.append(-1 - host if self.cluster.hosts[host].busy else group)
-        return tuple(found)
+            turns.append(-1 - host if self.cluster.hosts[host].busy else group)
+        return tuple(turns)
 
     def _memory(
         self, lowered: LoweredStep, stage: int, mine: Sequence[tuple[LocalProgram, ProgramCost]],
@@ -263,12 +263,12 @@ def _seconds_by_phase(mine: Sequence[tuple[LocalProgram, ProgramCost]], num_micr
 
     What a loop's programs compute for themselves in each of several microbatches is of their phase.
     """
-    found = dict.fromkeys(Phase, 0.0)
+    seconds_by_phase = dict.fromkeys(Phase, 0.0)
     for local, cost in mine:
         often = local.program.in_loop and num_microbatches > 1
         for phase, seconds in cost.by_phase.items():
-            found[phase if phase.in_loop or not often else local.program.phase] += seconds
-    return found
+            seconds_by_phase[phase if phase.in_loop or not often else local.program.phase] += seconds
+    return seconds_by_phase
 
 
 def stage_holds(
@@ -319,18 +319,18 @@ def while_running(lowered: LoweredStep, mine: Sequence[tuple[LocalProgram, Progr
     sums = set(step.accumulate.values())
     read = {port for local, _ in mine for port in local.inputs}
     renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
-    found = []
+    nbytes = []
     for local, cost in mine:
         in_place = sums | {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
         fresh = (port for port in local.outputs if port not in read and port.value not in in_place)
-        found.append(cost.temporaries + sum(port_bytes(port, local.mesh) for port in fresh))
-    return found
+        nbytes.append(cost.temporaries + sum(port_bytes(port, local.mesh) for port in fresh))
+    return nbytes
 
 
 def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ...]:
     graph = analysis.graph
     carried = set(graph.carried.values())
-    found = []
+    leaves = []
     windows = {
         k: (cut.axis, *window)
         for leaf, cut in graph.input_cuts.items()
@@ -339,7 +339,7 @@ def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ..
     for i, (value, path) in enumerate(zip(graph.inputs, graph.input_paths, strict=True)):
         batch = analysis.states[value].batch
         port = lowered.homes[value]
-        found.append(
+        leaves.append(
             LeafPlan(
                 path,
                 value.shape,
@@ -351,7 +351,7 @@ def _leaves(analysis: BatchAnalysis, lowered: LoweredStep) -> tuple[LeafPlan, ..
                 windows.get(i),
             )
         )
-    return tuple(found)
+    return tuple(leaves)
 
 
 def _sending_phase(value: Value, placed: PlacedStep) -> Phase:

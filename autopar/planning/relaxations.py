@@ -62,16 +62,16 @@ def smallest_relaxations(
     parts = _parts(request, analysis, method)
     tries = 0
     for count in range(1, min(len(parts), _MOST_AT_ONCE) + 1):
-        found = []
+        ways = []
         for names in itertools.combinations(parts, count):
             relaxed = request
             for name in names:
                 relaxed = parts[name](relaxed)
             tries += 1
             if tries <= _MOST_TRIES and (plan := relaxed.any_plan(analysis, cluster, method)) is not None:
-                found.append(_found_text(names, plan, request, relaxed, analysis, cluster, method))
-        if found:
-            return f"What works: {'; or '.join(found)}."
+                ways.append(_way_text(names, plan, request, relaxed, analysis, cluster, method))
+        if ways:
+            return f"What works: {'; or '.join(ways)}."
     if not parts:
         return ""
     return f"No plan was found either without up to {min(len(parts), _MOST_AT_ONCE)} of: {', '.join(parts)}."
@@ -79,22 +79,22 @@ def smallest_relaxations(
 
 def _parts(request: Request, analysis: BatchAnalysis, method: Method) -> dict[str, Relaxation]:
     """What may be left out, by its name."""
-    found: dict[str, Relaxation] = {
+    parts: dict[str, Relaxation] = {
         f"{name}={value!r}": functools.partial(_without_option, name)
         for name, value in method.excluding_options.items()
     }
     if request.num_microbatches is not None:
-        found[f"num_microbatches={request.num_microbatches}"] = _without_number
+        parts[f"num_microbatches={request.num_microbatches}"] = _without_number
     alike: dict[Hint, list[int]] = defaultdict(list)
     for leaf, hint in request.hints.items():
         alike[hint].append(leaf)
     for hint, leaves in alike.items():
         others = f" and {count_text(len(leaves) - 1, 'other')}" if len(leaves) > 1 else ""
         name = f"the hint {hint} for {analysis.graph.input_paths[leaves[0]]}{others}"
-        found[name] = functools.partial(_without_hint, hint)
+        parts[name] = functools.partial(_without_hint, hint)
     if any(rule.hints for rule in analysis.rules.values()):
-        found["the hints inside the step"] = _without_inner_hints
-    return found
+        parts["the hints inside the step"] = _without_inner_hints
+    return parts
 
 
 def _without_option(name: str, request: Request) -> Request:
@@ -113,7 +113,7 @@ def _without_inner_hints(request: Request) -> Request:
     return dataclasses.replace(request, heeds_hints=False)
 
 
-def _found_text(
+def _way_text(
     names: Sequence[str], plan: Plan, request: Request, relaxed: Request, analysis: BatchAnalysis, cluster: Cluster,
     method: Method,
 ) -> str:  # fmt: skip

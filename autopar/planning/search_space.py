@@ -140,7 +140,7 @@ class SearchSpace:
 
     def fixed_stages(self) -> list[tuple[tuple[int, int], Mesh]]:
         """As the method has them. Raises PlanError where the cluster's devices cannot be dealt out so."""
-        found: list[tuple[tuple[int, int], Mesh]] = []
+        stages: list[tuple[tuple[int, int], Mesh]] = []
         layer = device = 0
         interleaved = self.method.schedule == "interleaved"
         for at, stage in enumerate(self.method.stages or ()):
@@ -153,19 +153,19 @@ class SearchSpace:
                     f"{device} to {device + size - 1} of cluster {self.cluster.name!r}; a stage must have whole hosts, "
                     "or lie in one host and have a power of two or a divisor of its devices."
                 )
-            found.append(((layer, layer + stage.num_layers), mesh_at(device, stage.mesh_shape)))
+            stages.append(((layer, layer + stage.num_layers), mesh_at(device, stage.mesh_shape)))
             layer, device = layer + stage.num_layers, device + size
         if device != self.cluster.num_devices:
             raise PlanError(
                 f"method {self.method.name!r}: its stages have {count_text(device, 'device')}, cluster "
                 f"{self.cluster.name!r} has {self.cluster.num_devices}; choose mesh shapes that have them all."
             )
-        groups = len({mesh.devices for _, mesh in found})
-        if len(found) % groups or any(mesh != found[at % groups][1] for at, (_, mesh) in enumerate(found)):
+        groups = len({mesh.devices for _, mesh in stages})
+        if len(stages) % groups or any(mesh != stages[at % groups][1] for at, (_, mesh) in enumerate(stages)):
             raise PlanError(
                 f"method {self.method.name!r}: each round of interleaved stages must have the mesh shapes of the first."
             )
-        return found
+        return stages
 
     def first_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
         """Those of one axis of several devices, and of several hosts that of hosts x width.

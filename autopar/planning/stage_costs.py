@@ -99,11 +99,11 @@ class StageCosts:
         for level in self._allowed(layered):
             if best is not None and seconds * least <= free * self._least_of(layered, level, span, mesh):
                 break  # to compute so much again takes longer
-            found = self._solved(layered, level, schedule, span, mesh, lambda priced: priced.solution(in_flight))
-            if found is None:
+            cost = self._solved(layered, level, schedule, span, mesh, lambda priced: priced.solution(in_flight))
+            if cost is None:
                 continue
-            if m * found.per_microbatch + found.per_step < seconds:
-                best, best_level, seconds = found, level, m * found.per_microbatch + found.per_step
+            if m * cost.per_microbatch + cost.per_step < seconds:
+                best, best_level, seconds = cost, level, m * cost.per_microbatch + cost.per_step
             priced = self._priced_stage(layered, level, schedule, span, mesh)
             assert priced is not None
             free = priced.cheapest.cost
@@ -127,11 +127,11 @@ class StageCosts:
         self, layered: Layered, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh, in_flight: int
     ) -> StageCost | None:
         """What it costs whatever memory that takes; None if it cannot fit with so many microbatches in flight."""
-        found = (
+        costs = (
             self._solved(layered, level, schedule, span, mesh, lambda priced: priced.bound(in_flight))
             for level in self._allowed(layered)
         )
-        return next((cost for cost in found if cost is not None), None)
+        return next((cost for cost in costs if cost is not None), None)
 
     def _solved(
         self, layered: Layered, level: int, schedule: ScheduleName, span: tuple[int, int], mesh: Mesh,
@@ -228,9 +228,9 @@ class StageCosts:
         for priced in self._by_size.get(_size(numbers), ()):
             if numbers.is_like(priced.numbers):
                 with contextlib.suppress(Infeasible):
-                    found = priced.solution(in_flight)
-                    if numbers.memory_limit is None or found.peak <= numbers.memory_limit:
-                        return found
+                    solution = priced.solution(in_flight)
+                    if numbers.memory_limit is None or solution.peak <= numbers.memory_limit:
+                        return solution
         return None
 
     def least(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:

@@ -142,7 +142,7 @@ def trace_step(
 
 def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
     """The hints by number of the argument leaf. Raises PlanError where one fits no leaf, or two contradict."""
-    found: dict[int, tuple[str, Hint]] = {}
+    pinned: dict[int, tuple[str, Hint]] = {}
     for pattern, hint in hints.items():
         # Brackets are those of paths, not sets of characters.
         matching = re.compile(re.escape(pattern).replace(r"\*", ".*").replace(r"\?", "."))
@@ -155,10 +155,10 @@ def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
             )
         for i in numbers:
             hint.check(graph.inputs[i].shape, f"hints[{pattern!r}], {graph.input_paths[i]}")
-            before, other = found.setdefault(i, (pattern, hint))
+            before, other = pinned.setdefault(i, (pattern, hint))
             if other != hint:
                 raise PlanError(
                     f"hints[{before!r}] and hints[{pattern!r}] both match {graph.input_paths[i]} of {graph.name}, with "
                     f"{other} and {hint}: let one pattern match it."
                 )
-    return {i: hint for i, (_, hint) in found.items()}
+    return {i: hint for i, (_, hint) in pinned.items()}
