@@ -63,8 +63,8 @@ def load_call(target: str) -> TargetCall:
             f"TARGET {target!r}: {where} has no {name!r}; {nearest(name, names)}"
             f"it has {', '.join(names[:_MOST_NAMED]) or 'no functions'}{', ..' if len(names) > _MOST_NAMED else ''}."
         )
-    found = getattr(module, name)
-    return _call_of(target, _made(target, found) if callable(found) else found)
+    attribute = getattr(module, name)
+    return _call_of(target, _made(target, attribute) if callable(attribute) else attribute)
 
 
 def _import(name: str) -> types.ModuleType:
@@ -138,15 +138,15 @@ def read_cluster(text: str) -> Cluster:
     name, colon, counts = text.partition(":")
     if name not in preset_names() and (text.endswith(".json") or pathlib.Path(text).is_file()):
         return cluster_from_json(pathlib.Path(text))
-    found = re.fullmatch(r"(\d+)(?:x(\d+))?", counts)
-    if colon and not found:
+    match = re.fullmatch(r"(\d+)(?:x(\d+))?", counts)
+    if colon and not match:
         raise ArgumentError(
             f"{text!r}: {counts!r} is no number of hosts; write {name}:8 for 8 hosts, {name}:8x4 for 8 hosts of 4 "
             "devices."
         )
-    if found is None:
+    if match is None:
         return load_preset(name)
-    hosts, devices = found.groups()
+    hosts, devices = match.groups()
     return load_preset(name, num_hosts=int(hosts), devices_per_host=None if devices is None else int(devices))
 
 

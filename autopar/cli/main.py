@@ -142,11 +142,11 @@ def plan(
         _wake_compilers(source.known, chip)
     elif chip is not None:
         raise click.UsageError("--target is what --verify compiles for. Add --verify, or leave out --target.")
-    found = _planned(target, source, (chip or True) if verified else False)
+    planned = _planned(target, source, (chip or True) if verified else False)
     if output is not None:
-        found.save(output)
+        planned.save(output)
         click.echo(f"autopar: the plan is in {output}", err=True)
-    return (_EveryRow(found) if every_row else found), True
+    return (_EveryRow(planned) if every_row else planned), True
 
 
 @on_target
@@ -184,16 +184,16 @@ def report(
     planned = _planned(target, source)
     with_bar = sys.stderr.isatty()
     verdict = planned.verify_with_xla(show_progress=with_bar) if verify else None
-    found = planned.report(
+    answer = planned.report(
         verification=verdict, against=against, show_progress=with_bar, compare=compare, explain=explain
     )
     if page is not None:
-        found.save(page)
+        answer.save(page)
         click.echo(f"autopar: the report is in {page}", err=True)
     if trace is not None:
-        found.save_trace(trace)
+        answer.save_trace(trace)
         click.echo(f"autopar: the timeline is in {trace}", err=True)
-    return (_EveryRow(found) if every_row else found), verdict is None or verdict.fits
+    return (_EveryRow(answer) if every_row else answer), verdict is None or verdict.fits
 
 
 @on_target
@@ -362,7 +362,7 @@ def calibrate(output: pathlib.Path, seconds: float, devices: int | None) -> tupl
       autopar plan model:train --cluster mine.json
     """
     there = _devices_at_hand(devices)
-    found = measure(there, seconds=seconds, show_progress=sys.stderr.isatty())
-    found.save(output)
+    calibration = measure(there, seconds=seconds, show_progress=sys.stderr.isatty())
+    calibration.save(output)
     click.echo(f"autopar: the cluster is in {output}", err=True)
-    return found, True
+    return calibration, True

@@ -36,9 +36,9 @@ class Noun(click.ParamType):  # type: ignore[type-arg]  # generic in the newest 
             self.fail(str(error), param, ctx)
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        found = [name for name in self._names() if name.startswith(incomplete)]
-        if found:
-            return [CompletionItem(name) for name in found]
+        names = [name for name in self._names() if name.startswith(incomplete)]
+        if names:
+            return [CompletionItem(name) for name in names]
         return [CompletionItem(incomplete, type="file")]
 
 

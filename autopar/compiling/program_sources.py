@@ -42,9 +42,11 @@ def write_sources(
 
     def arrays(local: LocalProgram, ports: Sequence[Port], results: bool = False) -> tuple[Array, ...]:
         stage = local.program.stage
-        found = [border_array(port, local.mesh, meshes[stage]) for port in ports]
+        border_arrays = [border_array(port, local.mesh, meshes[stage]) for port in ports]
         weakly = [results and (stage, port) in weak for port in ports]
-        return tuple(dataclasses.replace(a, weak_type=True) if w else a for a, w in zip(found, weakly, strict=True))
+        return tuple(
+            dataclasses.replace(a, weak_type=True) if w else a for a, w in zip(border_arrays, weakly, strict=True)
+        )
 
     return [
         Source(

@@ -36,10 +36,10 @@ def programs_as_text(lowered: LoweredStep) -> dict[str, str]:
         leaving[crossing.source, Port(value, plan.sent)].append(
             f"        to stage {crossing.target} as {plan.received}, {bytes_text(value.nbytes)} in all"
         )
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for local in lowered.programs:
         mesh, program = local.mesh, local.program
-        lines = found[program.name] = [
+        lines = texts[program.name] = [
             f"{program.name}: stage {program.stage}, mesh {mesh.text or 'of one'}, devices {ranges_text(mesh.devices)}"
         ]
         for port in local.inputs:
@@ -51,7 +51,7 @@ def programs_as_text(lowered: LoweredStep) -> dict[str, str]:
         for port in local.outputs:
             lines.append(f"  out {_port(port, mesh)}")
             lines += leaving[program.stage, port]
-    return {name: "\n".join(lines) for name, lines in found.items()}
+    return {name: "\n".join(lines) for name, lines in texts.items()}
 
 
 def _op(op: LocalOp, mesh: Mesh) -> Iterator[str]:

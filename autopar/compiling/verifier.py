@@ -76,14 +76,14 @@ def verify(
         local, ahead = lowered.programs[first], results[first][0]
         on_cpu = targets[local.program.stage] == CPU
         traffic = _traffic(plan.cluster, local, costs[first], ahead, as_sent=not on_cpu)
-        found = ProgramBytes(ahead.arguments, ahead.outputs, ahead.aliased, ahead.temporaries)
+        set_aside = ProgramBytes(ahead.arguments, ahead.outputs, ahead.aliased, ahead.temporaries)
         checks.append(
             ProgramCheck(
                 tuple(lowered.programs[k].program.name for k in members),
                 tuple(sorted({lowered.programs[k].program.stage for k in members})),
-                local.program.phase.value, predicted[first], found, traffic,
+                local.program.phase.value, predicted[first], set_aside, traffic,
                 KernelTraffic(costs[first].launches, costs[first].moved), _kernels(ahead.text),
-                _remarks(local, predicted[first], found, traffic, ahead), ahead.seconds,
+                _remarks(local, predicted[first], set_aside, traffic, ahead), ahead.seconds,
             )
         )  # fmt: skip
     excess = [ahead.total - p.total for (ahead, _), p in zip(results, predicted, strict=True)]
@@ -94,7 +94,7 @@ def verify(
 
 def _device_meshes(cluster: Cluster, meshes: Sequence[Mesh], targets: Sequence[str]) -> list[jax.sharding.Mesh]:
     """Each mesh on the first devices of its target that lie in hosts as its own do."""
-    found: list[jax.sharding.Mesh] = []
+    device_meshes: list[jax.sharding.Mesh] = []
     per_host = max(host.num_devices for host in cluster.hosts)
     places = []
     for mesh in meshes:
@@ -114,8 +114,8 @@ def _device_meshes(cluster: Cluster, meshes: Sequence[Mesh], targets: Sequence[s
         else:
             chosen = [there[host * per_host + inside] for host, inside in place]
         moved = dataclasses.replace(mesh, devices=tuple(range(mesh.size)))
-        found.append(device_mesh(moved, chosen))
-    return found
+        device_meshes.append(device_mesh(moved, chosen))
+    return device_meshes
 
 
 def _devices(target: str, places: Sequence[Sequence[tuple[int, int]]], per_host: int) -> Sequence[jax.Device]:
@@ -143,13 +143,13 @@ def _traffic(
     cluster: Cluster, local: LocalProgram, cost: ProgramCost, ahead: Ahead, *, as_sent: bool
 ) -> tuple[CollectiveTraffic, ...]:
     predicted = _counted(cost.collectives)
-    found = _counted(collectives_in_hlo(ahead.text, local.mesh, as_sent=as_sent))
+    sent = _counted(collectives_in_hlo(ahead.text, local.mesh, as_sent=as_sent))
     return tuple(
         CollectiveTraffic(
             kind, axes, cluster.link_among(local.mesh.group(axes)).name, predicted.get((kind, axes), (0, 0)),
-            found.get((kind, axes), (0, 0)),
+            sent.get((kind, axes), (0, 0)),
         )
-        for kind, axes in dict.fromkeys([*predicted, *found])
+        for kind, axes in dict.fromkeys([*predicted, *sent])
     )  # fmt: skip
 
 
@@ -162,11 +162,11 @@ def _kernels(text: str) -> KernelTraffic | None:
 
 
 def _counted(collectives: Sequence[Collective]) -> Mapping[tuple[str, tuple[str, ...]], tuple[int, int]]:
-    found: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
+    totals: dict[tuple[str, tuple[str, ...]], tuple[int, int]] = {}
     for each in collectives:
-        count, nbytes = found.get((each.kind, each.axes), (0, 0))
-        found[each.kind, each.axes] = count + 1, nbytes + each.payload
-    return found
+        count, nbytes = totals.get((each.kind, each.axes), (0, 0))
+        totals[each.kind, each.axes] = count + 1, nbytes + each.payload
+    return totals
 
 
 def _stage(
@@ -184,17 +184,18 @@ def _stage(
 def _remarks(
     local: LocalProgram,
     predicted: ProgramBytes,
-    found: ProgramBytes,
+    set_aside: ProgramBytes,
     traffic: Sequence[CollectiveTraffic],
     ahead: Ahead,
 ) -> tuple[str, ...]:
     remarks = []
-    if abs(predicted.total - found.total) > MEMORY_TOLERANCE * found.total:
-        more = "more" if found.total > predicted.total else "less"
-        difference = bytes_text(abs(found.total - predicted.total))
+    if abs(predicted.total - set_aside.total) > MEMORY_TOLERANCE * set_aside.total:
+        more = "more" if set_aside.total > predicted.total else "less"
+        difference = bytes_text(abs(set_aside.total - predicted.total))
         remarks.append(
-            f"XLA sets aside {difference} {more} than predicted ({bytes_text(found.temporaries)} of temporaries, not "
-            f"{bytes_text(predicted.temporaries)}). At its peak it holds {_largest(local, held_at_peak(ahead.text))}."
+            f"XLA sets aside {difference} {more} than predicted ({bytes_text(set_aside.temporaries)} of temporaries, "
+            f"not {bytes_text(predicted.temporaries)}). At its peak it holds "
+            f"{_largest(local, held_at_peak(ahead.text))}."
         )
     for each in traffic:
         (count, nbytes), (found_count, found_bytes) = each.predicted, each.found

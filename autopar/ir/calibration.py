@@ -56,7 +56,7 @@ class Calibration:
         groups: dict[str, list[float]] = {}
         for each in self.measurements:
             groups.setdefault(each.group, []).append(abs(each.error))
-        return {group: (len(found), statistics.median(found), max(found)) for group, found in groups.items()}
+        return {group: (len(errors), statistics.median(errors), max(errors)) for group, errors in groups.items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the cluster file, whole or not at all.

@@ -184,10 +184,10 @@ _read_side = number("a size above 0", above=0)
 def _read_curve(value: Any, path: str) -> tuple[tuple[float, float], ...]:
     expected = "a list of pairs: bytes, ascending, and bytes per second above 0"
     pair = sequence(number(expected, above=0), expected, length=2)
-    found: tuple[tuple[float, float], ...] = sequence(pair, expected)(value, path)
-    if any(low >= high for (low, _), (high, _) in itertools.pairwise(found)):
+    curve: tuple[tuple[float, float], ...] = sequence(pair, expected)(value, path)
+    if any(low >= high for (low, _), (high, _) in itertools.pairwise(curve)):
         raise bad(path, value, expected)
-    return found
+    return curve
 
 
 def _read_products(value: Any, path: str) -> tuple[ProductSpeed, ...]:

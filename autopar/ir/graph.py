@@ -252,13 +252,13 @@ class Graph:
 
 
 def _numbers(cuts: Mapping[int, LeafCut], count: int) -> tuple[range, ...]:
-    found: list[range] = []
+    ranges: list[range] = []
     first = 0
     while first < count:
-        number = len(cuts[len(found)].windows) if len(found) in cuts else 1
-        found.append(range(first, first + number))
+        number = len(cuts[len(ranges)].windows) if len(ranges) in cuts else 1
+        ranges.append(range(first, first + number))
         first += number
-    return tuple(found)
+    return tuple(ranges)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -356,5 +356,5 @@ class StepGraph:
     def hints(self) -> Mapping[Value, Hint]:
         """By argument, and by microbatch of one."""
         graph = self.graph
-        found = {graph.inputs[k]: hint for leaf, hint in graph.hints.items() for k in graph.inputs_of[leaf]}
-        return found | {v: found[source] for v, (source, _) in self.feeds.items() if source in found}
+        hints = {graph.inputs[k]: hint for leaf, hint in graph.hints.items() for k in graph.inputs_of[leaf]}
+        return hints | {v: hints[source] for v, (source, _) in self.feeds.items() if source in hints}

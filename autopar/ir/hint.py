@@ -79,14 +79,14 @@ class Hint:
 
     def shardings(self, shape: tuple[int, ...], mesh: Mesh) -> list[Sharding]:
         """All that it allows an array of this shape."""
-        found: dict[Sharding, None] = {}
+        shardings: dict[Sharding, None] = {}
         axes = [axis for axis in mesh.axes if mesh.axis_size(axis) > 1]
         for where in itertools.product(range(-1, len(shape)), repeat=len(axes)):
             dims = tuple(tuple(a for a, d in zip(axes, where, strict=True) if d == dim) for dim in range(len(shape)))
             sharding = Sharding(dims)
             if self.allows(dims, mesh) and sharding.divides(shape, mesh):
-                found[sharding] = None
-        return list(found)
+                shardings[sharding] = None
+        return list(shardings)
 
     def __str__(self) -> str:
         return f"({', '.join('FREE' if entry is FREE else repr(entry) for entry in self.entries)})"

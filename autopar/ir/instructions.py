@@ -64,22 +64,22 @@ class InstructionList:
 
         All of them may be made where the first is: none copies what another one has brought.
         """
-        found: dict[int, int] = {}
+        together: dict[int, int] = {}
         first: dict[tuple[int, int], int] = {}
         for instruction in self.instructions:
             if isinstance(instruction, Run):
                 first = {}
             elif isinstance(instruction, Copy):
                 number = instruction.number
-                found[number] = first.setdefault((instruction.stage, instruction.to), number)
-        return found
+                together[number] = first.setdefault((instruction.stage, instruction.to), number)
+        return together
 
     def of_stages(self, stages: Set[int]) -> tuple[Instruction, ...]:
         """What a process plays that has devices of these stages: its part of all, in the order of all.
 
         Programs of its stages, copies that leave or reach them, and after each what may be forgotten then.
         """
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         kept = False
         for instruction in self.instructions:
             if isinstance(instruction, Run):
@@ -87,5 +87,5 @@ class InstructionList:
             elif isinstance(instruction, Copy):
                 kept = not stages.isdisjoint((instruction.stage, instruction.to))
             if kept:
-                found.append(instruction)
-        return tuple(found)
+                instructions.append(instruction)
+        return tuple(instructions)

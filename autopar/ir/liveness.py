@@ -24,12 +24,12 @@ def last_reads(steps: Sequence[LivenessStep[Key]], leaving: Iterable[Key]) -> di
 
     What is fused is read where its kernels are, a view's operand where the view is.
     """
-    found: dict[Key, int] = dict.fromkeys(leaving, len(steps))
+    last_read: dict[Key, int] = dict.fromkeys(leaving, len(steps))
     for position in reversed(range(len(steps))):
         step = steps[position]
-        ends = [found.get(key, position) for key in step.makes]
+        ends = [last_read.get(key, position) for key in step.makes]
         latest = position if step.here else max(ends, default=position)
         for k, key in enumerate(step.reads):
             if key is not None:
-                found[key] = max(found.get(key, position), ends[k] if step.in_pairs else latest)
-    return found
+                last_read[key] = max(last_read.get(key, position), ends[k] if step.in_pairs else latest)
+    return last_read

@@ -101,23 +101,23 @@ class PlanRecord:
     @property
     def leaf_cuts(self) -> dict[int, LeafCut]:
         """How argument leaves are cut between stages, by their number."""
-        found: dict[int, LeafCut] = {}
+        cuts: dict[int, LeafCut] = {}
         for i, pieces in enumerate(self.pieces):
             windows = [piece.window for piece in pieces if piece.window is not None]
             if windows:
-                found[i] = LeafCut(windows[0][0], (0, *(stop for _, _, stop in windows)))
-        return found
+                cuts[i] = LeafCut(windows[0][0], (0, *(stop for _, _, stop in windows)))
+        return cuts
 
     @property
     def pieces(self) -> tuple[tuple[LeafPlan, ...], ...]:
         """`leaves`, those of one argument leaf together."""
-        found: list[list[LeafPlan]] = []
+        pieces: list[list[LeafPlan]] = []
         for leaf in self.leaves:
             if leaf.window is not None and leaf.window[1] > 0:
-                found[-1].append(leaf)
+                pieces[-1].append(leaf)
             else:
-                found.append([leaf])
-        return tuple(map(tuple, found))
+                pieces.append([leaf])
+        return tuple(map(tuple, pieces))
 
     @property
     def num_devices(self) -> int:

@@ -86,13 +86,13 @@ def _recomputed(stage: StagePlan) -> str:
 def _leaves(plan: PlanRecord, max_rows: int | None) -> list[RenderableType]:
     batch = [leaf for leaf in plan.leaves if leaf.batch_axis is not None]
     rest = [leaf for leaf in plan.leaves if leaf.batch_axis is None]
-    found: list[RenderableType] = []
+    parts: list[RenderableType] = []
     if batch:
         table = _table("batch argument", "shape", "axis", "sharding", right=("axis",))
         for row in fold(batch):
             leaf = row.leaf
             table.add_row(Text(row.path), _shape(leaf), str(leaf.batch_axis), Text(str(leaf.sharding)))
-        found += [table, Text()]
+        parts += [table, Text()]
     if rest:
         rows = fold(rest)
         table = _table("state", "shape", "stage", "sharding", right=("stage",))
@@ -100,12 +100,12 @@ def _leaves(plan: PlanRecord, max_rows: int | None) -> list[RenderableType]:
             leaf = row.leaf
             kept = "" if leaf.state else " (read only)"
             table.add_row(Text(row.path + kept), _shape(leaf), str(leaf.stage), Text(str(leaf.sharding)))
-        found.append(table)
+        parts.append(table)
         if max_rows is not None and len(rows) > max_rows:
-            found.append(Text(f"... and {len(rows) - max_rows} more rows: plan.to_text(max_rows=None) shows all"))
+            parts.append(Text(f"... and {len(rows) - max_rows} more rows: plan.to_text(max_rows=None) shows all"))
         whole = sum(_is_replicated(leaf, plan) for leaf in rest)
-        found.append(Text(f"{whole} of {len(rest)} state leaves lie whole on every device of their stage"))
-    return found
+        parts.append(Text(f"{whole} of {len(rest)} state leaves lie whole on every device of their stage"))
+    return parts
 
 
 def _shape(leaf: LeafPlan) -> Text:

@@ -319,7 +319,7 @@ class Rule:
         """Factors that mesh axes may split: contiguous pieces in every operand and result."""
         maps = (*self.inputs, *self.outputs)
         present = {f for dims in maps for dim in dims for f in dim}
-        found = []
+        splittable = []
         for factor, size in enumerate(self.factors):
             if size <= 1 or factor in self.whole or factor not in present:
                 continue
@@ -331,8 +331,8 @@ class Rule:
             once = all(sum(factor in dim for dim in dims) <= 1 for dims in maps)
             held = any(factor in dim for dims in self.outputs for dim in dims)
             if major and once and (held or factor in self.reduced or factor in self.unaffected):
-                found.append(factor)
-        return tuple(found)
+                splittable.append(factor)
+        return tuple(splittable)
 
     @property
     def products(self) -> float:

@@ -36,10 +36,10 @@ _known: WeakValueDictionary[Hashable, Signature[Any]] = WeakValueDictionary()
 
 def signature_of(of: T, structure: Hashable) -> Signature[T]:
     """The same object for all that is equal, as long as it is in use: so it is quickly compared."""
-    found = _known.get(structure)
-    if found is None:
-        found = _known[structure] = Signature(of, structure)
-    return found
+    signature = _known.get(structure)
+    if signature is None:
+        signature = _known[structure] = Signature(of, structure)
+    return signature
 
 
 class _This:
@@ -110,5 +110,5 @@ def _parameter(value: Any) -> Hashable:
         hash(value)
     except TypeError:
         return _This(value)
-    found: Hashable = value
-    return found
+    hashable: Hashable = value
+    return hashable

@@ -54,12 +54,12 @@ class Schedule:
         What other stages send counts as made in the forward pass: it may come long before it is read.
         """
         returning = self._most(stage, Phase.FORWARD, Phase.BACKWARD)
-        found: dict[tuple[Phase, Phase], int] = {}
+        counts: dict[tuple[Phase, Phase], int] = {}
         for made in _LOOP:
-            found |= {(made, Phase.FORWARD): returning, (made, Phase.BACKWARD): returning}
+            counts |= {(made, Phase.FORWARD): returning, (made, Phase.BACKWARD): returning}
         if self.weights_apart:
-            found |= {(made, Phase.WEIGHTS): self._most(stage, made, Phase.WEIGHTS) for made in _LOOP}
-        return found
+            counts |= {(made, Phase.WEIGHTS): self._most(stage, made, Phase.WEIGHTS) for made in _LOOP}
+        return counts
 
     def shares(self, stage: int) -> Mapping[tuple[Phase, Phase], float]:
         """`held`, relative to the microbatches in flight."""

@@ -169,12 +169,12 @@ class Verification:
     def _programs(self) -> Table:
         table = _table("program", "stages", "predicted", "XLA", "error", "moved", "XLA moves", "sent", "XLA sends")
         for p in self.programs:
-            sent, found = p.bytes_sent
+            sent, xla_sends = p.bytes_sent
             moves = "?" if p.found_kernels is None else bytes_text(round(p.found_kernels.nbytes))
             table.add_row(
                 Text(p.names[0]), ranges_text(p.stages), bytes_text(p.predicted.total), bytes_text(p.found.total),
                 f"{p.memory_error:+.1%}", bytes_text(round(p.kernels.nbytes)), moves, bytes_text(sent),
-                bytes_text(found),
+                bytes_text(xla_sends),
             )  # fmt: skip
         return table
 

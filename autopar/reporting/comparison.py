@@ -71,15 +71,15 @@ class Comparison:
 
         `say` gets a line of each as soon as it is there.
         """
-        found = []
+        candidates = []
         for number, (name, cluster, planned) in enumerate(trials):
             progress(number, len(trials))
             try:
-                found.append(Candidate(name, cluster, planned()))
+                candidates.append(Candidate(name, cluster, planned()))
             except UserError as error:
-                found.append(Candidate(name, cluster, None, str(error)))
-            say(str(found[-1]))
-        return Comparison.of(function, found)
+                candidates.append(Candidate(name, cluster, None, str(error)))
+            say(str(candidates[-1]))
+        return Comparison.of(function, candidates)
 
     @property
     def best(self) -> PlanRecord | None:

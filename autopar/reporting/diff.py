@@ -63,12 +63,12 @@ class PlanDiff:
 
     def content(self) -> dict[str, Any]:
         """As JSON has it."""
-        found: dict[str, Any] = {"other": self.other, "same_leaves": self.same_leaves}
+        content: dict[str, Any] = {"other": self.other, "same_leaves": self.same_leaves}
         for name in ("plan", "stages", "leaves"):
-            found[name] = [
+            content[name] = [
                 {"what": c.what, "mine": c.mine, "other": c.other, "ratio": c.ratio} for c in getattr(self, name)
             ]
-        return found
+        return content
 
 
 def _name(leaf: LeafPlan) -> str:

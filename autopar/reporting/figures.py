@@ -216,14 +216,14 @@ def memory_columns(curve: MemoryCurve, step_time: float) -> dict[str, Any]:
 
     def runs(*which: int) -> list[list[float]]:
         """Without seams between neighbours of the same height."""
-        found: list[list[float]] = []
+        spans: list[list[float]] = []
         for start, stop, *held in merged:
             sizes = [rounded(held[k] / _GIB) for k in which]
-            if found and found[-1][2:] == sizes:
-                found[-1][1] = rounded(stop * scale)
+            if spans and spans[-1][2:] == sizes:
+                spans[-1][1] = rounded(stop * scale)
             elif stop > start:
-                found.append([rounded(start * scale), rounded(stop * scale), *sizes])
-        return found
+                spans.append([rounded(start * scale), rounded(stop * scale), *sizes])
+        return spans
 
     return {
         "base": [[kind, rounded(nbytes / _GIB)] for kind, nbytes in base.items()],
@@ -236,13 +236,13 @@ def memory_columns(curve: MemoryCurve, step_time: float) -> dict[str, Any]:
 
 def _quads(columns: dict[str, Any]) -> dict[str, list[Any]]:
     """As the page's script makes them for other groups."""
-    found: dict[str, list[Any]] = {name: [] for name in ("left", "right", "bottom", "top", "colour", "kind", "held")}
+    quads: dict[str, list[Any]] = {name: [] for name in ("left", "right", "bottom", "top", "colour", "kind", "held")}
     base = 0.0
 
     def add(left: float, right: float, bottom: float, size: float, kind: str) -> None:
         values = (left, right, bottom, bottom + size, KINDS[kind], kind, f"{size:.2f} GiB")
-        for name, value in zip(found, values, strict=True):
-            found[name].append(value)
+        for name, value in zip(quads, values, strict=True):
+            quads[name].append(value)
 
     for kind, size in columns["base"]:
         add(0.0, columns["end"], base, size, kind)
@@ -251,4 +251,4 @@ def _quads(columns: dict[str, Any]) -> dict[str, list[Any]]:
         add(left, right, base, size, "activations")
     for left, right, below, size in columns["temporaries"]:
         add(left, right, base + below, size, "temporaries")
-    return found
+    return quads

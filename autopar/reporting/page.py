@@ -173,7 +173,7 @@ def _phases_met(details: Details | None) -> dict[str, tuple[str, str]]:
 
 def _memory_bars(report: ReportRecord) -> list[dict[str, Any]]:
     """By group of devices: bytes by kind at the peak that the plan counts with, as shares of the capacity."""
-    found = []
+    bars = []
     for k, group in enumerate(report.groups):
         stages = [report.plan.stages[stage].memory for stage in group.stages]
         if report.details is None:
@@ -185,14 +185,14 @@ def _memory_bars(report: ReportRecord) -> list[dict[str, Any]]:
             "temporaries": group.temporaries,
         }  # fmt: skip
         most = max(group.capacity, group.total) or 1
-        found.append(
+        bars.append(
             {
                 "name": _group_name(group.stages, group.devices), "total": group.total, "capacity": group.capacity,
                 "share": group.total / group.capacity if group.capacity else math.inf,
                 "kinds": [(kind, nbytes, nbytes / most) for kind, nbytes in kinds.items() if nbytes],
             }
         )  # fmt: skip
-    return found
+    return bars
 
 
 def _stage_rows(report: ReportRecord) -> list[dict[str, Any]]:
@@ -230,18 +230,18 @@ def _links(details: Details) -> list[dict[str, Any]]:
     groups: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for use in details.links:
         groups[use.link, use.kind].append(use)
-    found = []
+    rows = []
     for (link, kind), uses in groups.items():
         seconds: dict[int, float] = defaultdict(float)  # by stage that sends
         for use in uses:
             seconds[use.stage] += use.seconds
-        found.append(
+        rows.append(
             {
                 "link": link, "kind": kind, "count": sum(use.count for use in uses),
                 "nbytes": sum(use.nbytes for use in uses), "seconds": max(seconds.values()), "uses": uses,
             }
         )  # fmt: skip
-    return sorted(found, key=lambda row: -row["seconds"])
+    return sorted(rows, key=lambda row: -row["seconds"])
 
 
 def _comparison(report: ReportRecord) -> list[dict[str, Any]]:
@@ -295,10 +295,10 @@ def _abbreviated(operands: Sequence[str], results: Sequence[str]) -> str:
 
 def _short(source: str) -> str:
     """ "model.py:55 mlp" of a line of code."""
-    found = re.match(r"(?:.*[/\\])?([^/\\:]+):(\d+)(?::\d+)?(?: \(([^()]*)\))?", source)
-    if found is None:
+    match = re.match(r"(?:.*[/\\])?([^/\\:]+):(\d+)(?::\d+)?(?: \(([^()]*)\))?", source)
+    if match is None:
         return source
-    file, line, function = found.groups()
+    file, line, function = match.groups()
     return f"{file}:{line}" + (f" {function.split('.')[-1]}" if function else "")
 
 
@@ -397,13 +397,13 @@ _LABEL = 38  # characters in a node
 def _stage_colours(count: int) -> list[str]:
     """Dark enough for white text: from blue over green to brown."""
     stops = ((0, 78, 137), (0, 114, 120), (60, 125, 70), (140, 110, 20), (150, 70, 30))
-    found = []
+    colours = []
     for k in range(count):
         at = k / max(1, count - 1) * (len(stops) - 1)
         low = min(int(at), len(stops) - 2)
         mixed = (round(a + (at - low) * (b - a)) for a, b in zip(stops[low], stops[low + 1], strict=True))
-        found.append("#" + "".join(f"{part:02x}" for part in mixed))
-    return found
+        colours.append("#" + "".join(f"{part:02x}" for part in mixed))
+    return colours
 
 
 def _data(report: ReportRecord) -> dict[str, Any]:

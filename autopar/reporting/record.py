@@ -193,12 +193,12 @@ class ReportRecord:
     @property
     def tokens_per_second(self) -> float | None:
         """Where whole numbers of shape (examples, length) are among the examples, all of one length."""
-        found = [
+        lengths = [
             leaf.shape[1 - leaf.batch_axis]
             for leaf in self.plan.leaves
             if leaf.batch_axis is not None and len(leaf.shape) == 2 and leaf.batch_axis < 2 and _is_whole(leaf)
         ]
-        return self.examples_per_second * found[0] if len(set(found)) == 1 else None
+        return self.examples_per_second * lengths[0] if len(set(lengths)) == 1 else None
 
     @property
     def utilisation(self) -> float | None:
@@ -213,18 +213,18 @@ class ReportRecord:
         stages: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for index, stage in enumerate(self.plan.stages):
             stages[stage.mesh.devices].append(index)
-        found = []
+        groups = []
         for devices, mine in stages.items():
             memories = [self.plan.stages[k].memory for k in mine]
             kept = sum(memory.kept for memory in memories)
-            found.append(
+            groups.append(
                 Group(
                     tuple(mine), devices, kept, max(memory.temporaries for memory in memories),
                     memories[0].capacity + kept - memories[0].kept,
                     max(kind.memory_reserve for kind in self.plan.cluster.kinds_of(devices)),
                 )
             )  # fmt: skip
-        return tuple(found)
+        return tuple(groups)
 
     @property
     def fullest(self) -> Group:

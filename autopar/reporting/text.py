@@ -91,55 +91,55 @@ def rate_text(number: float) -> str:
 
 def table(first: str, *headers: str, left: Sequence[str] = ()) -> Table:
     """Numbers to the right."""
-    found = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    found.add_column(first, overflow="fold")
+    empty_table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    empty_table.add_column(first, overflow="fold")
     for header in headers:
-        found.add_column(header, justify="left" if header in left else "right", overflow="fold")
-    return found
+        empty_table.add_column(header, justify="left" if header in left else "right", overflow="fold")
+    return empty_table
 
 
 def _splits(report: ReportRecord, details: Details) -> Table:
-    found = table("seconds of a step", *PART_TITLES.values())
+    split_table = table("seconds of a step", *PART_TITLES.values())
     rows = [(f"stage {ranges_text(split.stages)}", split) for split in details.splits]
     if len(rows) > 1 and report.split is not None:
         rows.append(("mean", report.split))
     for name, split in rows:
         total = math.fsum(split.parts.values()) or 1.0
-        found.add_row(
+        split_table.add_row(
             name, *(f"{seconds_text(part)} {part / total:.0%}" if part else "-" for part in split.parts.values())
         )
-    return found
+    return split_table
 
 
 def _memory(report: ReportRecord) -> Table:
-    found = table("devices", "stages", "peak", "capacity", "of it", "reserve")
+    memory_table = table("devices", "stages", "peak", "capacity", "of it", "reserve")
     for group in report.groups:
         share = f"{group.total / group.capacity:.1%}" if group.capacity else "-"
-        found.add_row(
+        memory_table.add_row(
             ranges_text(group.devices), ranges_text(group.stages), bytes_text(group.total),
             bytes_text(group.capacity), share, bytes_text(group.reserve),
         )  # fmt: skip
-    return found
+    return memory_table
 
 
 def _layers(details: Details) -> Table:
-    found = table("layer", "stage", "name", "parameters", "forward", "hands on", left=("name",))
+    layer_table = table("layer", "stage", "name", "parameters", "forward", "hands on", left=("name",))
     for k, layer in enumerate(details.layers):
-        found.add_row(
+        layer_table.add_row(
             str(k), str(layer.stage), Text(layer.name + (f" ×{layer.count}" if layer.count > 1 else "")),
             bytes_text(layer.parameters), metric_text(layer.flops, "FLOP"), bytes_text(layer.handed_on),
         )  # fmt: skip
-    return found
+    return layer_table
 
 
 def _operators(details: Details, max_rows: int | None) -> list[RenderableType]:
     left = ("phase", "sharding, source")
-    found = table("operator", "phase", "stages", "count", "compute", "sent", "sharding, source", left=left)
+    operator_table = table("operator", "phase", "stages", "count", "compute", "sent", "sharding, source", left=left)
     rows = details.operators[:max_rows]
-    parts: list[RenderableType] = [found]
+    parts: list[RenderableType] = [operator_table]
     for each in rows:
         sharding = f"{' '.join(map(sharding_of, each.operands))} -> {' '.join(map(sharding_of, each.results))}"
-        found.add_row(
+        operator_table.add_row(
             Text(each.name), each.phase, ranges_text(each.stages), f"{each.count} × {each.runs}",
             seconds_text(each.compute), seconds_text(each.communication) if each.communication else "-",
             Text(f"{sharding}  {each.source}"),
@@ -165,11 +165,11 @@ def _links(details: Details, max_rows: int | None) -> list[RenderableType]:
         total = sums[use.link, use.kind]
         for k, number in enumerate((use.count, use.nbytes, use.seconds)):
             total[k] += number
-    found = table("link", "kind", "per step", "bytes per device", "seconds of all stages", left=("kind",))
+    link_table = table("link", "kind", "per step", "bytes per device", "seconds of all stages", left=("kind",))
     rows = sorted(sums.items(), key=lambda item: -item[1][2])
     for (link, kind), (count, nbytes, seconds) in rows[:max_rows]:
-        found.add_row(Text(link), kind, f"{count:.0f}", bytes_text(nbytes), seconds_text(seconds))
-    return [found] if rows else [Text("Nothing is sent between devices.")]
+        link_table.add_row(Text(link), kind, f"{count:.0f}", bytes_text(nbytes), seconds_text(seconds))
+    return [link_table] if rows else [Text("Nothing is sent between devices.")]
 
 
 def _diff(diff: PlanDiff, max_rows: int | None) -> list[RenderableType]:
@@ -184,8 +184,8 @@ def _diff(diff: PlanDiff, max_rows: int | None) -> list[RenderableType]:
 
 
 def _changes(changes: Sequence[Change]) -> Table:
-    found = table("what differs", "here", "there", "ratio")
+    change_table = table("what differs", "here", "there", "ratio")
     for each in changes:
         ratio = "" if each.ratio is None else f"{each.ratio:.3f}"
-        found.add_row(Text(each.what), Text(each.mine_text), Text(each.other_text), ratio)
-    return found
+        change_table.add_row(Text(each.what), Text(each.mine_text), Text(each.other_text), ratio)
+    return change_table

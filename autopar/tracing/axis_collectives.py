@@ -118,8 +118,8 @@ def _scan(body: Callable[..., list[Any]], params: Mapping[str, Any], operands: S
     fixed, start, xs = operands[:consts], operands[consts : consts + carries], operands[consts + carries :]
 
     def one_round(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
-        found = body(*fixed, *carry, *x)
-        return found[:carries], found[carries:]
+        results = body(*fixed, *carry, *x)
+        return results[:carries], results[carries:]
 
     start = [jnp.asarray(x) for x in start]
     end, ys = jax.lax.scan(one_round, start, list(xs), length=params["length"], reverse=params["reverse"])

@@ -135,8 +135,8 @@ class Builder:
     def _applied(self, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
         """The results of an equation of a jaxpr, whose calls are inlined."""
         rule = _TAKEN_APART.get(eqn.primitive.name)
-        found = None if rule is None else rule(self, eqn, inputs, at)
-        return self.as_it_stands(eqn, eqn.params, inputs, at) if found is None else found
+        results = None if rule is None else rule(self, eqn, inputs, at)
+        return self.as_it_stands(eqn, eqn.params, inputs, at) if results is None else results
 
     def as_it_stands(
         self, eqn: Any, params: Mapping[str, Any], inputs: Sequence[Operand], at: _Where
@@ -167,13 +167,13 @@ class Builder:
             operands = [known(x) for x in maker.inputs]
             if any(x is None for x in operands):
                 return None
-            found = maker.primitive.bind(*operands, **maker.params)
-            return found[0] if maker.primitive.multiple_results else found
+            result = maker.primitive.bind(*operands, **maker.params)
+            return result[0] if maker.primitive.multiple_results else result
 
         if not isinstance(operand, Literal):
             makers.update((v, eqn) for eqn in self.equations for v in eqn.outputs)
-        found = known(operand)
-        return None if found is None else int(found)
+        number = known(operand)
+        return None if number is None else int(number)
 
     def constant(self, const: Any, aval: Any) -> Value:
         value = self.value(aval)
@@ -242,9 +242,9 @@ def _scan(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequ
     if not loop_callbacks.calls_back(eqn):
         return None
     silenced = loop_callbacks.Silenced(eqn.params, CALLS)
-    found = builder.traced(silenced.run, inputs, at)
-    builder.callbacks.append(_rounds(silenced.rounds, iter(found[len(eqn.outvars) :]), at.source))
-    return found[: len(eqn.outvars)]
+    results = builder.traced(silenced.run, inputs, at)
+    builder.callbacks.append(_rounds(silenced.rounds, iter(results[len(eqn.outvars) :]), at.source))
+    return results[: len(eqn.outvars)]
 
 
 def _while(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
@@ -310,16 +310,16 @@ def _callback(primitive: Any, params: Mapping[str, Any], inputs: Sequence[Operan
 
 
 def _rounds(rounds: loop_callbacks.Loop, given: Iterator[Operand], source: str) -> Rounds:
-    found: list[Callback] = []
+    callbacks: list[Callback] = []
     for call in rounds.calls:
         if isinstance(call, loop_callbacks.Loop):
-            found.append(_rounds(call, given, source))
+            callbacks.append(_rounds(call, given, source))
             continue
         inputs = [
             next(given) if literal is None else Literal(literal.val, literal.aval.dtype) for literal in call.operands
         ]
-        found.append(_callback(call.primitive, call.params, inputs, source))
-    return Rounds(rounds.length, rounds.reverse, tuple(found))
+        callbacks.append(_callback(call.primitive, call.params, inputs, source))
+    return Rounds(rounds.length, rounds.reverse, tuple(callbacks))
 
 
 def _without_unread(params: Mapping[str, Any], inputs: list[Operand]) -> tuple[Mapping[str, Any], list[Operand]]:
@@ -391,9 +391,9 @@ def gradient_inside(params: Mapping[str, Any]) -> str | None:
         for eqn in jaxpr.eqns:
             if _phase(str(eqn.source_info.name_stack)) is Phase.BACKWARD:
                 return source_of(eqn) or "an unknown line"
-            found = gradient_inside(eqn.params)
-            if found is not None:
-                return found
+            line = gradient_inside(eqn.params)
+            if line is not None:
+                return line
     return None
 
 

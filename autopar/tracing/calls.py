@@ -90,12 +90,12 @@ class StepFunction:
         numbers = resolved(self._donate_argnums, count)
         dynamic = [i for i in range(count) if i not in static]
         first = 0
-        found: set[int] = set()
+        asked_for: set[int] = set()
         for i, child in zip(dynamic, args_tree.children(), strict=True):
             if i in numbers:
-                found.update(range(first, first + child.num_leaves))
+                asked_for.update(range(first, first + child.num_leaves))
             first += child.num_leaves
-        return frozenset(found) & carried
+        return frozenset(asked_for) & carried
 
     def _static(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]

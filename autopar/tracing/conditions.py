@@ -80,10 +80,10 @@ def _groups(
                 heavy.add(k)
     if light := [k for k, v in enumerate(outputs) if k not in heavy and _is_small(v)]:
         join(light)
-    found: dict[int, list[int]] = defaultdict(list)
+    groups: dict[int, list[int]] = defaultdict(list)
     for k in range(len(outputs)):
-        found[find(k)].append(k)
-    return list(found.values())
+        groups[find(k)].append(k)
+    return list(groups.values())
 
 
 def _is_small(value: Operand) -> bool:

@@ -63,8 +63,8 @@ class Silenced:
         def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], Any]:
             silencer.seen.clear()
             silencer.shown.clear()
-            found = silencer.interpreter.function_of(closed)(*operands[:consts], *carry, *xs)
-            return found[:carries], (found[carries:], [*silencer.shown])
+            results = silencer.interpreter.function_of(closed)(*operands[:consts], *carry, *xs)
+            return results[:carries], (results[carries:], [*silencer.shown])
 
         start = [jnp.asarray(x) for x in operands[consts : consts + carries]]
         how = {name: self.params[name] for name in ("length", "reverse", "unroll")}
@@ -98,7 +98,7 @@ class _Silencer:
         if not calls_back(eqn):
             return bind_again(eqn, operands)
         silenced = Silenced(eqn.params, self._calls)
-        found = silenced.run(*operands)
+        results = silenced.run(*operands)
         self.seen.append(silenced.rounds)
-        self.shown += found[len(eqn.outvars) :]
-        return found[: len(eqn.outvars)]
+        self.shown += results[len(eqn.outvars) :]
+        return results[: len(eqn.outvars)]

@@ -301,9 +301,9 @@ def _effectful(jaxpr: Any, inside: str = "") -> tuple[Any, str] | None:
         if not eqn.effects or (name in CALLBACKS and not inside):
             continue
         for inner in jex_core.jaxprs_in_params(eqn.params):
-            found = _effectful(inner, inside if name in _TRANSPARENT else name)
-            if found:
-                return found
+            effectful = _effectful(inner, inside if name in _TRANSPARENT else name)
+            if effectful:
+                return effectful
         if name not in _TRANSPARENT:
             return eqn, inside
     return None
@@ -355,7 +355,7 @@ def matching_leaves(
             key = _structure_hash(tree), tuple(outs[start : start + tree.num_leaves])
             unmatched.setdefault(key, collections.deque()).append((tree, start))
 
-    def found(tree: Any, first: int, position: int | None) -> int | None:
+    def output_start(tree: Any, first: int, position: int | None) -> int | None:
         """The first leaf of what a subtree comes out as."""
         n = tree.num_leaves
         if tree == leaf:
@@ -376,7 +376,7 @@ def matching_leaves(
         n = tree.num_leaves
         if n == 0:
             return
-        start = found(tree, first, position)
+        start = output_start(tree, first, position)
         if start is not None:
             matches.update({start + k: first + k for k in range(n)})
             return
