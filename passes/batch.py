@@ -124,12 +124,12 @@ class BatchAnalysis:
     @property
     def _arguments(self) -> str:
         """The batch arguments, each with its batch axis."""
-        found = [
+        arguments = [
             f"axis {batch.dim} of {path}"
             for v, path in zip(self.graph.inputs, self.graph.input_paths, strict=True)
             if (batch := self.states[v].batch) is not None
         ]
-        return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        return ", ".join(arguments[:3]) + (f" and {len(arguments) - 3} more" if len(arguments) > 3 else "")
 
     def check_shards(self, num_microbatches: int, data_shards: int, method: str) -> None:
         """Raise unless every microbatch has a whole number of examples for each of a method's data shards.
@@ -159,12 +159,12 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
       BatchAxisError: no batch input, an axis out of range, or different batch sizes.
     """
     batch_size = _batch_size(graph, batch_axes)
-    found = _Analysis(graph, batch_axes, {eqn.id: rule_of(eqn) for eqn in graph.equations}, batch_size)
+    analysis = _Analysis(graph, batch_axes, {eqn.id: rule_of(eqn) for eqn in graph.equations}, batch_size)
     for eqn in graph.equations:
-        found.add(eqn)
+        analysis.add(eqn)
     return BatchAnalysis(
-        graph, found.rules, batch_size, found.states, found.when, found.splits, found.before,
-        _on_the_way_to_a_gradient(graph, found.couplings), math.gcd(found.units, batch_size),
+        graph, analysis.rules, batch_size, analysis.states, analysis.when, analysis.splits, analysis.before,
+        _on_the_way_to_a_gradient(graph, analysis.couplings), math.gcd(analysis.units, batch_size),
     )  # fmt: skip
 
 

@@ -49,16 +49,16 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
                 f"batch_axes={batch_axes!r} is no pytree prefix of the positional arguments of {graph.name}: {error}"
             ) from error
     axes += [None] * kwargs_tree.num_leaves
-    found = {}
+    resolved = {}
     for value, path, axis in zip(graph.inputs, graph.input_paths, axes, strict=True):
         if axis is None:
             continue
         if not isinstance(axis, int) or not -len(value.shape) <= axis < len(value.shape):
             raise BatchAxisError(f"batch_axes: {axis!r} for {path}, which has shape {value.shape}: no such axis.")
-        found[value] = axis % len(value.shape)
-    if not found and batch_axes is not None:
+        resolved[value] = axis % len(value.shape)
+    if not resolved and batch_axes is not None:
         raise BatchAxisError(_none_found(graph))
-    return found
+    return resolved
 
 
 def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
@@ -86,8 +86,8 @@ def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
             f"leading sizes{hint}. {_REMEDY}"
         )
     (size,) = leading
-    found = {*candidates, *_replaced_by_rows(graph, candidates.keys(), size, {*known, *keys})}
-    return dict.fromkeys((v for v in graph.inputs if v in found), 0)
+    examples = {*candidates, *_replaced_by_rows(graph, candidates.keys(), size, {*known, *keys})}
+    return dict.fromkeys((v for v in graph.inputs if v in examples), 0)
 
 
 def _replaced_by_rows(graph: Graph, examples: Set[Value], size: int, others: Set[Value]) -> Iterator[Value]:
@@ -119,12 +119,12 @@ def _without_parameters(candidates: Mapping[Value, str]) -> Mapping[Value, str]:
     sizes: dict[str, list[int]] = {}
     for value, path in candidates.items():
         sizes.setdefault(_argument(path), []).append(value.shape[0])
-    alike = {found[0] for found in sizes.values() if len(set(found)) == 1}
+    alike = {leading[0] for leading in sizes.values() if len(set(leading)) == 1}
     if len(alike) != 1:
         return candidates
     (size,) = alike
-    mixed = {argument: found for argument, found in sizes.items() if len(set(found)) > 1}
-    if any(2 * found.count(size) >= len(found) for found in mixed.values()):
+    mixed = {argument: leading for argument, leading in sizes.items() if len(set(leading)) > 1}
+    if any(2 * leading.count(size) >= len(leading) for leading in mixed.values()):
         return candidates
     return {value: path for value, path in candidates.items() if _argument(path) not in mixed}
 
@@ -142,11 +142,11 @@ def _listed(candidates: Mapping[Value, str]) -> str:
 
 def _keys(graph: Graph) -> set[Value]:
     """Arguments that are PRNG keys, typed or raw (what is wrapped into one)."""
-    found = {v for v in graph.inputs if v.is_key}
+    keys = {v for v in graph.inputs if v.is_key}
     for eqn in graph.equations:
         if eqn.primitive.name == "random_wrap":
-            found.update(eqn.values)
-    return found
+            keys.update(eqn.values)
+    return keys
 
 
 def _none_found(graph: Graph) -> str:

@@ -87,8 +87,8 @@ def extreme(x: Any, axes: Sequence[str], largest: bool) -> Any:
     # The bits of floats below zero rise as the floats fall; those of NaN stand above or below all others by their sign.
     keys = _as_ordered(jax.lax.bitcast_convert_type(wide, number), limits.max)
     keys = jnp.where(jnp.isnan(wide), jnp.asarray(limits.max if largest else limits.min, number), keys)
-    found = _as_ordered(reduce(keys, tuple(axes)), limits.max)
-    return jax.lax.bitcast_convert_type(found, wide.dtype).astype(x.dtype)
+    bits = _as_ordered(reduce(keys, tuple(axes)), limits.max)
+    return jax.lax.bitcast_convert_type(bits, wide.dtype).astype(x.dtype)
 
 
 def _as_ordered(bits: Any, most: int) -> Any:
@@ -214,26 +214,26 @@ def count_collectives(jaxpr: Any, mesh: Mesh) -> tuple[Collective, ...]:
     Raises InternalError where the number is not known: a `while` whose body communicates, a `cond` whose branches
     communicate differently, a communicating primitive that is not in the table.
     """
-    found: list[Collective] = []
+    collectives: list[Collective] = []
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
         axes = _mesh_axes(eqn.params, mesh)
         inner = [count_collectives(sub, mesh) for sub in _jaxprs_in(eqn.params)]
         if name in _PRIMITIVES and axes:
-            found += _collectives_of(eqn, axes, mesh)
+            collectives += _collectives_of(eqn, axes, mesh)
         elif axes and name not in _SILENT and not inner:
             raise InternalError(f"cannot count the collective `{name}` over {axes}")
         elif name == "scan":
-            found += [c for body in inner for c in body] * eqn.params["length"]
+            collectives += [c for body in inner for c in body] * eqn.params["length"]
         elif name == "while" and any(inner):
             raise InternalError("collectives inside a `while`: nobody knows how often they run")
         elif name == "cond":
             if any(branch != inner[0] for branch in inner):
                 raise InternalError("the branches of a `cond` communicate differently")
-            found += inner[0]
+            collectives += inner[0]
         else:
-            found += [c for body in inner for c in body]
-    return tuple(found)
+            collectives += [c for body in inner for c in body]
+    return tuple(collectives)
 
 
 def _collectives_of(eqn: Any, axes: tuple[str, ...], mesh: Mesh) -> list[Collective]:

@@ -291,17 +291,17 @@ class Cutter:
         for v, dims in zip(eqn.inputs, rule.inputs, strict=True):
             batch = batch_in_dims(split, dims, rule.factors)
             operands.append([self._whole(v)] * len(windows) if batch is None else self._cut(v, batch, cut.bounds))
-        found: list[list[Operand]] = []
+        window_results: list[list[Operand]] = []
         try:
             for k, window in enumerate(windows):
                 mine = [pieces[k] for pieces in operands]
                 values = [v for v in mine if isinstance(v, Value)]
-                found.append(self._inline(self._emission(eqn, rule, split, window, mine), values, window[0]))
+                window_results.append(self._inline(self._emission(eqn, rule, split, window, mine), values, window[0]))
         except Unsplittable:
             return False
         for o, (v, dims) in enumerate(zip(eqn.outputs, rule.outputs, strict=True)):
             batch = batch_in_dims(split, dims, rule.factors)
-            each = [results[o] for results in found]
+            each = [results[o] for results in window_results]
             if batch is not None:
                 self.pieces[v, batch, cut.bounds] = each
             elif rule.is_partial_sum(split.factor, o):
@@ -345,10 +345,10 @@ class Cutter:
             fenced: list[list[Operand]] = [[] for _ in mine]
             for k, start in enumerate(bounds[:-1]):
                 operands = [p[k] for p in pieces]
-                for found, result in zip(fenced, self._add(eqn, operands, _avals(operands), start), strict=True):
-                    found.append(result)
-            for (_, out, cut), found in zip(mine, fenced, strict=True):
-                self.pieces[out, cut.batch, bounds] = found
+                for each, result in zip(fenced, self._add(eqn, operands, _avals(operands), start), strict=True):
+                    each.append(result)
+            for (_, out, cut), each in zip(mine, fenced, strict=True):
+                self.pieces[out, cut.batch, bounds] = each
 
     def _write_loop(self, eqn: Equation, chain: Chain, bounds: Bounds) -> None:
         rounds = BatchDim(0, 1, chain.length, 1)

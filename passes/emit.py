@@ -136,7 +136,7 @@ def in_turn(ops: Sequence[LocalOp], rules: Mapping[int, Rule]) -> list[list[Loca
     indices = Counter(index for op in ops if (index := _index_of(op, rules)) is not None)
     if max(indices.values(), default=0) < 2:
         return [[op] for op in ops]
-    found: list[list[LocalOp]] = []
+    groups: list[list[LocalOp]] = []
     left = list(ops)
     while left:
         waiting: dict[_Held, list[LocalOp]] = {}
@@ -151,13 +151,13 @@ def in_turn(ops: Sequence[LocalOp], rules: Mapping[int, Rule]) -> list[list[Loca
             elif index is not None and indices[index] > 1:
                 waiting.setdefault(index, []).append(op)
             else:
-                found.append([op])
+                groups.append([op])
                 continue
             unmade.update(made)
             unread.update(read)
-        found += waiting.values()
+        groups += waiting.values()
         left = later
-    return found
+    return groups
 
 
 def _index_of(op: LocalOp, rules: Mapping[int, Rule]) -> _Held | None:
@@ -242,8 +242,8 @@ def _emit_as_one(
         return lambda: [list(part[number]()) for part in parts]
 
     index = env[_read(conditions[0])[0]]
-    found = jax.lax.switch(index, [branch(b) for b in range(len(parts[0]))])
-    for op, results in zip(conditions, found, strict=True):
+    all_results = jax.lax.switch(index, [branch(b) for b in range(len(parts[0]))])
+    for op, results in zip(conditions, all_results, strict=True):
         env.update(zip(_made(op), _combined(op, rules[op.equation.id], results, mesh), strict=True))
 
 
@@ -260,13 +260,13 @@ def _combined(op: Compute, rule: Rule, results: Sequence[Any], mesh: Mesh) -> Se
     assignment = op.strategy[0]
     for kind, over in combined_axes(rule, assignment, mesh).items():
         results = [_combine(kind, x, over) for x in results]
-    found = [(tuple(np.shape(x)), x.dtype) for x in results]
+    actual = [(tuple(np.shape(x)), x.dtype) for x in results]
     expected = [
         (s.local_shape(v.shape, mesh), v.held_dtype(bool(s.partial)))
         for v, s in zip(op.equation.outputs, op.results, strict=True)
     ]
-    if found != expected:
-        raise InternalError(f"{op.equation!r} with strategy {assignment} gives {found}, not {expected}")
+    if actual != expected:
+        raise InternalError(f"{op.equation!r} with strategy {assignment} gives {actual}, not {expected}")
     return results
 
 

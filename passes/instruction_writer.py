@@ -136,13 +136,13 @@ class _Writer:
 
     def _sent(self, local: LocalProgram) -> list[tuple[int, Port]]:
         """The crossings for which a program makes what is sent at once."""
-        found, made = [], set(local.outputs)
+        sent, made = [], set(local.outputs)
         for number in self.leaving[local.program.stage]:
             crossing = self.lowered.crossings[number]
             port = Port(crossing.value, crossing.plan.sent)
             if port in made and crossing.value not in self.totals and crossing.value not in self.kept:
-                found.append((number, port))
-        return found
+                sent.append((number, port))
+        return sent
 
     def _donated(self, local: LocalProgram) -> tuple[int, ...]:
         """Inputs whose buffers the outputs can take over: running sums, and leaves that this very program renews.
@@ -156,7 +156,7 @@ class _Writer:
             if result is not None:
                 renewed[self.step.graph.inputs[i]] = result[1]
         runs_once = not local.program.in_loop or self.step.num_microbatches == 1
-        found = []
+        donated = []
         for position, port in enumerate(local.inputs):
             if (port.value in self.totals and local.program.in_loop) or (
                 port.value in self.donate
@@ -165,8 +165,8 @@ class _Writer:
                 and renewed.get(port.value) in local.outputs
                 and not self._read_after(local, port)
             ):
-                found.append(position)
-        return tuple(found)
+                donated.append(position)
+        return tuple(donated)
 
     def _read_after(self, local: LocalProgram, port: Port) -> bool:
         later = self.lowered.programs[self.lowered.programs.index(local) + 1 :]
@@ -209,12 +209,12 @@ class _Writer:
         for register, position in last.items():
             if register not in permanent:
                 dying[position].append(register)
-        found: list[Instruction] = []
+        instructions: list[Instruction] = []
         for position, instruction in enumerate(self.instructions):
-            found.append(instruction)
+            instructions.append(instruction)
             if dying[position]:
-                found.append(Free(instruction.stage, tuple(dying[position])))
-        return found
+                instructions.append(Free(instruction.stage, tuple(dying[position])))
+        return instructions
 
 
 def write_instructions(lowered: LoweredStep, schedule: Schedule, donate: frozenset[Value]) -> InstructionList:

@@ -80,14 +80,14 @@ def plan_stages(
     places = Places.of(space, oracle)
     costs = KnownCosts(places, oracle, num_stages == 1)
     most = num_stages or most
-    found: Pipeline | None = None  # of stages whose costs are known
+    plan: Pipeline | None = None  # of stages whose costs are known
     while True:
-        least = below if found is None else found.step_time
+        least = below if plan is None else plan.step_time
         best = BestPipeline(turns, least * (1 - gain))
         steps = bound_suffixes(places, costs, best, most, num_stages is not None)
         best_of_suffixes(places, bound_prefixes(places, steps, best), best)
         if best.stages is None:
-            return found
+            return plan
         rows = unrolled(best.stages)
         numbers = [in_flight(turns.schedule, turns.num_microbatches, len(rows) - at) for at in range(len(rows))]
         unknown = costs.unknown(rows, numbers)
@@ -99,6 +99,6 @@ def plan_stages(
         if certain or time < least:
             stages = zip(rows, costs.of(rows, numbers), strict=True)
             choices = tuple(StageChoice((i, j), places.mesh(mesh), cost) for (mesh, i, j, *_), cost in stages)
-            found = Pipeline(choices, time)
+            plan = Pipeline(choices, time)
         if certain:
-            return found
+            return plan

@@ -214,18 +214,18 @@ def _natural_layouts(
     placed: PlacedStep, sharding: StageSharding, stage: int, rules: Mapping[int, Rule]
 ) -> dict[Value, Sharding]:
     """How each value lies on a stage: its layout, or as its equation leaves it."""
-    found: dict[Value, Sharding] = {}
+    layouts: dict[Value, Sharding] = {}
     for program in placed.programs:
         if program.stage != stage:
             continue
         for eqn in program.equations:
             strategy = sharding.strategies[program.index, eqn.id]
-            found.update(zip(eqn.outputs, results_of(rules[eqn.id], strategy, sharding.mesh), strict=True))
+            layouts.update(zip(eqn.outputs, results_of(rules[eqn.id], strategy, sharding.mesh), strict=True))
         for value in (*program.inputs, *program.outputs):
             layout = sharding.layout(program, value)
             if layout is not None:
-                found[value] = layout
+                layouts[value] = layout
     for (program_index, value), layout in sharding.layouts.items():
         if program_index is None:
-            found[value] = layout
-    return found
+            layouts[value] = layout
+    return layouts

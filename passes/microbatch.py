@@ -213,15 +213,15 @@ class _Splitter:
 
     def _find_behind_fence(self) -> set[Value]:
         """FREE values that come from what a fence of the loop passes on, by FREE values alone."""
-        found: set[Value] = set()
+        behind_fence: set[Value] = set()
         for eqn in self.graph.equations:
             if self._is_fence(eqn):
-                found.update(v for v in eqn.outputs if self.analysis.states[v].kind is Kind.FREE)
-            elif found.isdisjoint(eqn.values):
+                behind_fence.update(v for v in eqn.outputs if self.analysis.states[v].kind is Kind.FREE)
+            elif behind_fence.isdisjoint(eqn.values):
                 continue
             elif self.analysis.when[eqn.id] is When.FREE and not self.analysis.before[eqn.id]:
-                found.update(eqn.outputs)
-        return found
+                behind_fence.update(eqn.outputs)
+        return behind_fence
 
     def _key_in_loop(self, v: Value) -> Operand:
         """A key made behind the fence again, so that what is drawn from it is drawn again: it is not worth its memory.
@@ -262,14 +262,14 @@ class _Splitter:
             if split.batch.units != batch.units or split.factor in rule.whole:
                 return None
             first = len(self.builder.equations)
-            found = self._emit(eqn, rule, split)[eqn.outputs.index(v)]
+            sliced = self._emit(eqn, rule, split)[eqn.outputs.index(v)]
         except (Unsplittable, IndexError):
             return None
         emitted = self.builder.equations[first:]
         own = {self.microbatch, *self.keys_in_loop}
         if own.isdisjoint(x for e in emitted for x in e.values) and rule.unit != "matmul":
             self.replicable.update(e.id for e in emitted)  # alike in every microbatch
-        return found
+        return sliced
 
     def _slice(self, v: Operand, batch: BatchDim) -> Operand:
         def slice_out(x: Any, index: Any) -> Sequence[Any]:

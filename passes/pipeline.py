@@ -183,9 +183,9 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
             stages[eqn.id] = kept[0]
             where.update(dict.fromkeys(eqn.outputs, kept[0]))
     for eqn in reversed([e for e in todo if e.phase is Phase.PROLOGUE]):
-        found = [first_use[v] for v in eqn.outputs if v in first_use]
-        found += [stages[u.id] for v in eqn.outputs for u in users[v] if u.id in stages]
-        stages.setdefault(eqn.id, min(found, default=0))
+        user_stages = [first_use[v] for v in eqn.outputs if v in first_use]
+        user_stages += [stages[u.id] for v in eqn.outputs for u in users[v] if u.id in stages]
+        stages.setdefault(eqn.id, min(user_stages, default=0))
     for eqn in todo:
         if eqn.phase is Phase.PROLOGUE:
             where.update(dict.fromkeys(eqn.outputs, stages[eqn.id]))
@@ -344,7 +344,7 @@ def _name(phase: Phase, key: tuple[int, int, int], num_stages: int) -> str:
 
 def _through_copies(values: Sequence[Value], copied: Mapping[Value, Equation]) -> set[Value]:
     """The values that copied equations are computed from, instead of their results."""
-    found: set[Value] = set()
+    sources: set[Value] = set()
     seen: set[Value] = set()
     stack = list(values)
     while stack:
@@ -355,8 +355,8 @@ def _through_copies(values: Sequence[Value], copied: Mapping[Value, Equation]) -
         if v in copied:
             stack.extend(copied[v].values)
         else:
-            found.add(v)
-    return found
+            sources.add(v)
+    return sources
 
 
 def _with_copies(

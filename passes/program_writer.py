@@ -273,7 +273,7 @@ def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp,
 def _with_exchanges(ops: Sequence[LocalOp], rules: Mapping[int, Rule], mesh: Mesh) -> tuple[LocalOp, ...]:
     """Each exchange of a halo at the first equation that needs it."""
     made: set[tuple[object, ...]] = set()
-    found: list[LocalOp] = []
+    with_exchanges: list[LocalOp] = []
     for op in ops:
         if isinstance(op, Compute) and (rule := rules[op.equation.id]).halos:
             new = []
@@ -284,5 +284,5 @@ def _with_exchanges(ops: Sequence[LocalOp], rules: Mapping[int, Rule], mesh: Mes
                     made.add(key)
                     new.append(exchange.collective)
             op = dataclasses.replace(op, combined=(*op.combined, *new))
-        found.append(op)
-    return tuple(found)
+        with_exchanges.append(op)
+    return tuple(with_exchanges)

@@ -195,12 +195,12 @@ def leaner_blocks(
 
     def blocks_of(together: int, parts: int) -> tuple[list[Block], int, int]:
         """The blocks, the bytes that are kept, and those that one block has besides."""
-        found = forward.with_residuals(_cut(step, np.array(layers) // together, parts, flops))
+        candidates = forward.with_residuals(_cut(step, np.array(layers) // together, parts, flops))
         # What the backward pass begins with need not be computed again: it is all there at that time.
-        _, tie = _places(forward, [forward.rematerialization(block) for block in found])
-        found = [block for number, block in enumerate(found) if number in tie]
-        inside = max((sum(v.nbytes for v in forward.rematerialization(block).residuals) for block in found), default=0)
-        return found, forward.kept_bytes(found), inside
+        _, tie = _places(forward, [forward.rematerialization(block) for block in candidates])
+        tied = [block for number, block in enumerate(candidates) if number in tie]
+        inside = max((sum(v.nbytes for v in forward.rematerialization(block).residuals) for block in tied), default=0)
+        return tied, forward.kept_bytes(tied), inside
 
     num_layers = layers[-1] + 1 if layers else 0
     blocks, kept, inside = blocks_of(1, 1 if num_layers > 1 else _FEW_PARTS)
@@ -217,7 +217,7 @@ def leaner_blocks(
     if least >= (1 - _LEAST_STEP) * whole:
         return []
     times = seconds()
-    found: list[tuple[Block, ...]] = []
+    leaner: list[tuple[Block, ...]] = []
     kept = whole
     for share in _KEPT:
         known: dict[Hashable, Block] = {}
@@ -231,26 +231,26 @@ def leaner_blocks(
         some = forward.with_residuals(some)
         left = forward.kept_bytes(some)
         if kept - left >= _LEAST_STEP * whole and left - forward.kept_bytes(blocks) >= _LEAST_STEP * whole:
-            found.append(tuple(some))
+            leaner.append(tuple(some))
             kept = left
-    return [*found, tuple(blocks)]
+    return [*leaner, tuple(blocks)]
 
 
 def _cut(step: StepGraph, layers: Ints, parts: int, flops: FlopsFn) -> list[Block]:
     """Each layer in so many parts, or as many as it has heavy equations, where little is handed on."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     if not len(layers):
-        return found
+        return blocks
     for start, stop in itertools.pairwise(np.searchsorted(layers, np.arange(layers[-1] + 2)).tolist()):
         if parts == 1:
-            found.append(Block(start, stop))
+            blocks.append(Block(start, stop))
             continue
         inside = step.forward[start:stop]
         heavy = int(heavy_equations(np.array([flops(eqn) for eqn in inside])).sum())
         part = cluster_layers(inside, max(1, min(parts, heavy)), flops, lambda v: v in step.batched)
         bounds = np.searchsorted(part, np.arange(part[-1] + 2)).tolist()
-        found += [Block(start + a, start + b) for a, b in itertools.pairwise(bounds)]
-    return found
+        blocks += [Block(start + a, start + b) for a, b in itertools.pairwise(bounds)]
+    return blocks
 
 
 def _signature(forward: Forward, block: Block) -> Hashable:

@@ -33,21 +33,21 @@ def put_off(
     """
     waiting = set(waited_for)
     needed: set[int] = set()
-    found: set[int] = set()
+    postponed: set[int] = set()
     leading: set[Value] = set()
     for eqn in reversed(equations):
         if any(v in waiting for v in eqn.outputs):
             waiting.update(eqn.values)
             needed.add(eqn.id)
         elif heavy(eqn) or any(v in leading for v in eqn.outputs):
-            found.add(eqn.id)
+            postponed.add(eqn.id)
             leading.update(eqn.values)
     made = set(late)
     for eqn in equations:
-        if eqn.id in found or any(v in made for v in eqn.values):
-            found.add(eqn.id)
+        if eqn.id in postponed or any(v in made for v in eqn.values):
+            postponed.add(eqn.id)
             made.update(eqn.outputs)
-    return frozenset() if found & needed else frozenset(found)
+    return frozenset() if postponed & needed else frozenset(postponed)
 
 
 def split_loops(graph: Graph, rule_of: RuleOf) -> Graph:
@@ -144,8 +144,8 @@ class _Loop:
                 env = {**fixed, **{v: xs[v.id] for v in rounds}}
                 env.update(zip((v for v, _ in starts), carry, strict=True))
                 for eqn in equations:
-                    found = bind(eqn, [_read(env, v) for v in eqn.inputs])
-                    env.update(zip(eqn.outputs, found, strict=True))
+                    outputs = bind(eqn, [_read(env, v) for v in eqn.inputs])
+                    env.update(zip(eqn.outputs, outputs, strict=True))
                 out = [_read(env, body.outputs[k]) for k in mine]
                 return out[: len(starts)], [*out[len(starts) :], *(env[v] for v in extra)]
 

@@ -24,7 +24,7 @@ MOST_EVEN_PARTS = 16  # where there are as many hosts, or it takes so many to gi
 
 def layer_loops(analysis: BatchAnalysis, num_hosts: int, num_layers: int | None) -> dict[int, Bounds]:
     """The forward loops over stacked parameters that do matrix products, each with the finest cut worth a look."""
-    found = {}
+    loops = {}
     for eqn in analysis.graph.equations:
         chain = chain_of(eqn)
         rule = analysis.rules[eqn.id]
@@ -33,8 +33,8 @@ def layer_loops(analysis: BatchAnalysis, num_hosts: int, num_layers: int | None)
         states = [analysis.states[v] for i in chain.stacked_in if isinstance(v := eqn.inputs[i], Value)]
         layers = any(state.kind is Kind.FREE and state.parameters for state in states)
         if layers and analysis.when[eqn.id] is When.LOOP:
-            found[eqn.id] = finest(chain.length, num_hosts, num_layers)
-    return found
+            loops[eqn.id] = finest(chain.length, num_hosts, num_layers)
+    return loops
 
 
 def finest(length: int, num_hosts: int = 1, num_layers: int | None = None) -> Bounds:
@@ -101,9 +101,9 @@ def find_stacks(analysis: BatchAnalysis, num_hosts: int = 1, num_layers: int | N
             continue
         stacked = [eqn.inputs[i] for i in spread.chains[eqn.id].stacked_in]
         read = [spread.states[v].loop for v in stacked if isinstance(v, Value) and v in spread.states]
-        found = [loop for loop in read if loop in followed]
-        if found:
-            alike[eqn.id] = min(found)
+        common = [loop for loop in read if loop in followed]
+        if common:
+            alike[eqn.id] = min(common)
     return Stacks(leaves, {i: b for i, b in loops.items() if i in followed}, alike)
 
 

@@ -34,13 +34,13 @@ class Places:
     @staticmethod
     def of(space: StageSpace, oracle: StageOracle) -> Places:
         numbers: dict[tuple[Hashable, tuple[int, ...]], int] = {}
-        found: list[tuple[int, int, int]] = []
+        groups: list[tuple[int, int, int]] = []
         for start, stop in device_groups(space.cluster):
             alike = oracle.alike(start, stop - start)
             for shape in space.shapes(space.cluster, start, stop - start):
                 number = numbers.setdefault((alike, shape), len(numbers))
-                found.append((start, stop, number))
-        starts, stops, kind = np.array(found, dtype=np.int64).reshape(-1, 3).T
+                groups.append((start, stop, number))
+        starts, stops, kind = np.array(groups, dtype=np.int64).reshape(-1, 3).T
         return Places(
             space.num_layers, space.cluster.num_devices, starts, stops, kind, tuple(shape for _, shape in numbers)
         )
@@ -119,9 +119,9 @@ class KnownCosts:
             k, i, j = int(kind[at]), int(first[at]), int(last[at])
             if np.isnan(self.least[0, k, i, j]):
                 self.least[:, k, i, j] = _row(self.oracle.least((i, j), self.meshes[k]))
-        found = table[:, kind, first, last]
+        known = table[:, kind, first, last]
         # What is known of a stage itself is above what is known of its layers, if not in each criterion.
-        return np.where(np.isnan(found), self.least[:, kind, first, last] * self.factors[:, kind, first, last], found)
+        return np.where(np.isnan(known), self.least[:, kind, first, last] * self.factors[:, kind, first, last], known)
 
     def _ask(self, kind: int, first: int, last: int, held: int) -> None:
         cost = _row(self.oracle.cost((first, last), self.meshes[kind], held))
@@ -136,12 +136,12 @@ class KnownCosts:
 
     def unknown(self, rows: Sequence[StageRow], numbers: Sequence[int]) -> list[_Asked]:
         """Those of these stages with so many in flight whose costs have not been asked for."""
-        found = []
+        unknown = []
         for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
             place = (int(self.kind[mesh]), first, last)
             if not self.known[number][place] and not np.isinf(self.tables[number][(0, *place)]):
-                found.append((*place, number))
-        return found
+                unknown.append((*place, number))
+        return unknown
 
     def bound(self, unknown: Sequence[_Asked]) -> bool:
         """Ask for bounds; whether there was one to ask for."""
@@ -174,10 +174,10 @@ class KnownCosts:
 
     def of(self, rows: Sequence[StageRow], numbers: Sequence[int]) -> list[StageCost]:
         """The costs of these stages with so many in flight."""
-        found = []
-        for (mesh, first, last, *_), number in zip(rows, numbers, strict=True):
-            found.append(StageCost(*(float(x) for x in self.tables[number][:, self.kind[mesh], first, last])))
-        return found
+        return [
+            StageCost(*(float(x) for x in self.tables[number][:, self.kind[mesh], first, last]))
+            for (mesh, first, last, *_), number in zip(rows, numbers, strict=True)
+        ]
 
 
 def _row(cost: StageCost | None) -> tuple[float, float, float]:

@@ -53,12 +53,12 @@ def device_groups(cluster: Cluster) -> list[tuple[int, int]]:
     unit = 1  # a power of two, as most arrays' dimensions have many of
     while 2 * unit * _MANY_UNITS <= hosts and math.gcd(*runs) % (2 * unit) == 0:
         unit *= 2
-    found: set[tuple[int, int]] = set()
+    groups: set[tuple[int, int]] = set()
     if hosts <= _MANY_UNITS:
         for low, high in itertools.pairwise(bounds):
-            found.update((start, stop) for start in range(low, high) for stop in range(start + 1, high + 1))
+            groups.update((start, stop) for start in range(low, high) for stop in range(start + 1, high + 1))
     units = hosts // unit
     for size in range(1, units + 1):
         if size % (1 << max(0, size.bit_length() - _DIGITS)) == 0 or units % size == 0:
-            found.update((bounds[at * unit], bounds[(at + size) * unit]) for at in range(units - size + 1))
-    return sorted(found)
+            groups.update((bounds[at * unit], bounds[(at + size) * unit]) for at in range(units - size + 1))
+    return sorted(groups)

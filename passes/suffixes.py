@@ -159,7 +159,7 @@ def best_of_suffixes(places: Places, steps: list[tuple[_Stages, Floats]], best: 
     nothing: list[_Tail] = [None]
     suffixes = {places.num_states - 1: (np.zeros((3, 1)), nothing)}  # per state: criteria, and the stages of each
     for stages, prefix in steps:
-        found: dict[int, tuple[Floats, list[_Tail]]] = {}
+        longer: dict[int, tuple[Floats, list[_Tail]]] = {}
         starts = np.flatnonzero(np.diff(stages.source, prepend=-1))
         for low, high in itertools.pairwise([*starts.tolist(), len(stages.source)]):
             source = int(stages.source[low])
@@ -173,10 +173,10 @@ def best_of_suffixes(places: Places, steps: list[tuple[_Stages, Floats]], best: 
             if len(useful) == 0:
                 continue
             ends: list[_Tail] = [(stages.row(origin[k][0]), origin[k][1]) for k in useful]
-            found[source] = criteria[:, useful], ends
+            longer[source] = criteria[:, useful], ends
             if source == 0:
                 best.update(criteria[:, useful], ends)
-        suffixes = found
+        suffixes = longer
 
 
 def _undominated(criteria: Floats, best: BestPipeline) -> Ints:

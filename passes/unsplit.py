@@ -110,9 +110,9 @@ def find_unsplit(
         if mesh.size > 1:
             limits = method_limits(method, lowered.placed.step, lowered.rules, mesh)
             here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), limits, examples, method)
-            for found in here.found():
-                by_cause[found.cause].append(found)
-    unsplit = [_merged(cause, found, step_time) for cause, found in by_cause.items()]
+            for entry in here.found():
+                by_cause[entry.cause].append(entry)
+    unsplit = [_merged(cause, entries, step_time) for cause, entries in by_cause.items()]
     return sorted((u for u in unsplit if u.share >= _LEAST_SHARE), key=lambda u: -u.share)
 
 
@@ -131,7 +131,7 @@ class _Found:
     memory: float = 0.0  # bytes of a device
 
 
-def _merged(cause: Cause, found: Sequence[_Found], step_time: float) -> Unsplit:
+def _merged(cause: Cause, entries: Sequence[_Found], step_time: float) -> Unsplit:
     def names(each: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
         most: dict[str, float] = {}
         for sizes in each:
@@ -141,14 +141,14 @@ def _merged(cause: Cause, found: Sequence[_Found], step_time: float) -> Unsplit:
 
     return Unsplit(
         cause,
-        tuple(sorted({f.stage for f in found})),
-        {f.axis: f.devices for f in sorted(found, key=lambda f: f.axis)},
-        math.lcm(*(f.unit for f in found)),
-        names([f.leaves for f in found]),
-        names([f.lines for f in found]),
-        max(sum(f.lines.values()) for f in found) / step_time if step_time else 0.0,
-        max(sum(f.leaves.values()) / max(1.0, f.nbytes) for f in found),
-        max(sum(f.leaves.values()) / f.memory for f in found),
+        tuple(sorted({f.stage for f in entries})),
+        {f.axis: f.devices for f in sorted(entries, key=lambda f: f.axis)},
+        math.lcm(*(f.unit for f in entries)),
+        names([f.leaves for f in entries]),
+        names([f.lines for f in entries]),
+        max(sum(f.lines.values()) for f in entries) / step_time if step_time else 0.0,
+        max(sum(f.leaves.values()) / max(1.0, f.nbytes) for f in entries),
+        max(sum(f.leaves.values()) / f.memory for f in entries),
     )
 
 
@@ -165,11 +165,11 @@ class _Stage:
 
     def found(self) -> list[_Found]:
         step, placed = self.lowered.placed.step, self.lowered.placed
-        found: dict[tuple[str, Cause], _Found] = {}
+        entries: dict[tuple[str, Cause], _Found] = {}
 
         def at(axis: str, cause: Cause, unit: int) -> _Found:
             new = _Found(cause, self.stage, axis, self.mesh.axis_size(axis))
-            entry = found.setdefault((axis, cause), new)
+            entry = entries.setdefault((axis, cause), new)
             entry.unit = math.lcm(entry.unit, unit)
             return entry
 
@@ -196,9 +196,9 @@ class _Stage:
                     at(axis, Cause(size[0], False), size[1]).leaves[name] = held[v]
                 if could and axis in self.method.model_axes and fixed:
                     at(axis, Cause(0, False, True), 1).leaves[name] = held[v]
-        for entry in found.values():
+        for entry in entries.values():
             entry.nbytes, entry.memory = sum(held.values()), self.kind.memory
-        return list(found.values())
+        return list(entries.values())
 
     def _program(self, local: LocalProgram, at: Callable[[str, Cause, int], _Found]) -> None:
         """Notes which equations of a program are whole."""
@@ -266,12 +266,12 @@ class _Stage:
         devices = self.mesh.axis_size(axis)
         if devices == 1 or axis in sharding.axes:
             return None, False
-        found = []
+        undivided = []
         for d, (size, tiles) in enumerate(zip(v.shape, sharding.tiles(self.mesh), strict=True)):
             dims = (*sharding.dims[:d], (*sharding.dims[d], axis), *sharding.dims[d + 1 :])
             if size > 1 and self.limits.allow_layout(v, Sharding(dims)):
                 if size % (tiles * devices) == 0:
                     return None, True
                 if size > tiles * devices:
-                    found.append((size, tiles * devices))
-        return max(found, default=None), False
+                    undivided.append((size, tiles * devices))
+        return max(undivided, default=None), False

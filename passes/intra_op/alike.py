@@ -41,7 +41,7 @@ def alike_equations(
             for position, v in enumerate(eqn.inputs):
                 if not isinstance(v, Literal):
                     readers[slot(program, v)].append((number, position))
-    found: dict[Place, int] = {}
+    alike: dict[Place, int] = {}
     classes: dict[Hashable, int] = {}
     counts: dict[int, int] = defaultdict(int)
     for program in programs:
@@ -51,6 +51,6 @@ def alike_equations(
             sources = tuple(maker[s] if s in maker else (kind(s[1]),) for s in slots)
             targets = tuple(tuple(sorted(readers[slot(program, v)])) for v in eqn.outputs)
             role = classes.setdefault((signatures[place], sources, targets), len(classes))
-            found[place] = 2 * role + counts[role] % 2
+            alike[place] = 2 * role + counts[role] % 2
             counts[role] += 1
-    return found
+    return alike

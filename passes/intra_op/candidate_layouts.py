@@ -49,11 +49,11 @@ def strategies_by_round(rule: Rule, options: PartOptions) -> list[list[int]]:
     if not way:
         return []
     index = {assignment: i for i, assignment in enumerate(options.assignments)}
-    found = []
+    by_round = []
     for assignment in options.assignments:
         others = itertools.product(*([choice, way[choice]] if choice in way else [choice] for choice in assignment))
-        found.append([index[other] for other in others if other in index and other != assignment])
-    return found
+        by_round.append([index[other] for other in others if other in index and other != assignment])
+    return by_round
 
 
 def is_finer(shardings: Shardings, by_round: Sequence[Sequence[int]]) -> np.ndarray[Any, Any] | None:
@@ -68,10 +68,10 @@ def candidate_layouts(
     value: Value, ends: Sequence[Shardings], may_be_partial: bool, is_stored: bool, mesh: Mesh
 ) -> list[Sharding]:
     """The shardings in which a value may be kept that some end of its edges has, and for want of others replicated."""
-    found = dict.fromkeys(sharding for end in ends for sharding in end.each)
+    shardings = dict.fromkeys(sharding for end in ends for sharding in end.each)
     if is_stored:
-        found.update(dict.fromkeys(_simple_shardings(value, mesh)))
-    candidates = [s for s in found if (may_be_partial or not s.partial) and s.divides(value.shape, mesh)]
+        shardings.update(dict.fromkeys(_simple_shardings(value, mesh)))
+    candidates = [s for s in shardings if (may_be_partial or not s.partial) and s.divides(value.shape, mesh)]
     replicated = Sharding.replicated(len(value.shape))
     if replicated not in candidates:
         candidates.append(replicated)
@@ -83,10 +83,10 @@ def candidate_layouts(
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
     """Every way to cut a stored array: each axis in some dimension or none."""
     rank = len(value.shape)
-    found = []
+    shardings = []
     for where in itertools.product(range(-1, rank), repeat=len(mesh.axes)):
         dims = tuple(tuple(a for a, d in zip(mesh.axes, where, strict=True) if d == dim) for dim in range(rank))
         sharding = Sharding(dims)
         if sharding.divides(value.shape, mesh):
-            found.append(sharding)
-    return found
+            shardings.append(sharding)
+    return shardings

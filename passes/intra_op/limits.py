@@ -39,14 +39,14 @@ def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, froze
     They are several after a reshape such as `(32,) -> (4, 8)`: each of the two dimensions tells examples apart.
     """
     where: dict[Value, tuple[BatchDim, ...]] = {v: (batch,) for v, (_, batch) in _local_feeds(step).items()}
-    found: dict[int, frozenset[int]] = {}
+    by_equation: dict[int, frozenset[int]] = {}
 
     def follow(eqn: Equation, values: Sequence[Operand], maps: Sequence[DimMap]) -> None:
         rule = rules[eqn.id]
         factors = {f for v, dims in zip(values, maps, strict=True) if isinstance(v, Value)
                    for batch in where.get(v, ()) for f in _factors(batch, dims[batch.dim], rule)}  # fmt: skip
         if factors:
-            found[eqn.id] = frozenset(factors)
+            by_equation[eqn.id] = frozenset(factors)
             for v, dims in (*zip(eqn.outputs, rule.outputs, strict=True), *zip(eqn.inputs, rule.inputs, strict=True)):
                 held = _held(factors, dims, rule)
                 if isinstance(v, Value) and held:
@@ -55,9 +55,9 @@ def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, froze
     for eqn in step.equations:
         follow(eqn, eqn.inputs, rules[eqn.id].inputs)
     for eqn in reversed(step.equations):  # batch-free values that meet examples: masks, positions, random bits
-        if eqn.id not in found:
+        if eqn.id not in by_equation:
             follow(eqn, eqn.outputs, rules[eqn.id].outputs)
-    return found
+    return by_equation
 
 
 def _factors(batch: BatchDim, dim: Sequence[int], rule: Rule) -> set[int]:
@@ -76,15 +76,15 @@ def _factors(batch: BatchDim, dim: Sequence[int], rule: Rule) -> set[int]:
 
 def _held(factors: set[int], dims: DimMap, rule: Rule) -> tuple[BatchDim, ...]:
     """Where the factors lie in an array."""
-    found = []
+    batch_dims = []
     for d, dim in enumerate(dims):
         places = [i for i, f in enumerate(dim) if f in factors]
         if places:
             sizes = [rule.factors[f] for f in dim]
             first, last = places[0], places[-1] + 1
             parts = (math.prod(sizes[:first]), math.prod(sizes[first:last]), math.prod(sizes[last:]))
-            found.append(BatchDim(d, *parts))
-    return tuple(found)
+            batch_dims.append(BatchDim(d, *parts))
+    return tuple(batch_dims)
 
 
 def _local_feeds(step: StepGraph) -> dict[Value, tuple[Value, BatchDim]]:

@@ -155,24 +155,24 @@ class StageProblem:
 
     def untied(self, tied: StageProblem, choice: Sequence[int]) -> list[int]:
         """A choice of the same stage's problem with ties, in this one, which has none."""
-        found: dict[int, int] = {}
+        chosen: dict[int, int] = {}
         for key, (node, _) in self.parts.items():
-            found[node] = choice[tied.parts[key][0]]
+            chosen[node] = choice[tied.parts[key][0]]
         for slot, (node, _) in self.layouts.items():
-            found[node] = choice[tied.layouts[slot][0]]
+            chosen[node] = choice[tied.layouts[slot][0]]
         for place, node in self.copies.items():
-            found[node] = choice[tied.copies[place]]
+            chosen[node] = choice[tied.copies[place]]
         taken = {*(node for node, _ in (*tied.parts.values(), *tied.layouts.values())), *tied.copies.values()}
-        rest = [n for n in range(len(self.numbers.costs)) if n not in found]  # what is sent or returned is not tied
-        found.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
-        return [found[n] for n in range(len(self.numbers.costs))]
+        rest = [n for n in range(len(self.numbers.costs)) if n not in chosen]  # what is sent or returned is not tied
+        chosen.update(zip(rest, (choice[n] for n in range(len(tied.numbers.costs)) if n not in taken), strict=True))
+        return [chosen[n] for n in range(len(self.numbers.costs))]
 
     def read(self, solution: Solution) -> StageSharding:
         strategies: dict[tuple[int, int], list[AxisAssignment]] = defaultdict(list)
         for (program, eqn_id, _), (node, options) in self.parts.items():
             strategies[program, eqn_id].append(options.assignments[solution.choice[node]])
         layouts: dict[Slot, Sharding] = {(None, v): lies for v, lies in self.stage.pinned.items()}  # read or not
-        layouts.update({slot: found.each[solution.choice[node]] for slot, (node, found) in self.layouts.items()})
+        layouts.update({slot: held.each[solution.choice[node]] for slot, (node, held) in self.layouts.items()})
         return StageSharding(
             self.setting.mesh, {k: tuple(v) for k, v in strategies.items()}, layouts,
             solution.cost, solution.lower_bound,
@@ -346,18 +346,18 @@ class StageProblem:
     def _copy(self, slot: Slot, phase: ProgramPhase, source: End, readers: Sequence[End]) -> End:
         """A layout in which a phase of a program takes a leaf of the state, for all that read it there."""
         key = (source.node, id(source.shardings), *sorted((end.node, id(end.shardings)) for end in readers))
-        found = self._copies.get(key) if self.setting.tied else None
-        if found is None:
+        copy = self._copies.get(key) if self.setting.tied else None
+        if copy is None:
             ends = [source, *readers]
             shardings = dict.fromkeys(s for end in ends for s in end.shardings.each if not s.partial)
             choices = self.setting.remembered.options.shardings(
                 [s for s in shardings if s.divides(slot[1].shape, self.setting.mesh)]
             )
             in_loop = any(end.in_loop for end in readers)
-            found = self._copies[key] = End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
-        self._edge(slot[1], source, found)
-        self.copies[slot, phase] = found.node
-        return found
+            copy = self._copies[key] = End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
+        self._edge(slot[1], source, copy)
+        self.copies[slot, phase] = copy.node
+        return copy
 
     def _source(self, slot: Slot) -> End:
         """Where readers take a value from: its layout, or else its maker."""
@@ -371,14 +371,14 @@ class StageProblem:
     def _sent(self) -> list[Value]:
         """Values made here that another stage reads."""
         here = {v for p in self.programs for v in p.outputs}
-        found: dict[Value, None] = {}
+        sent: dict[Value, None] = {}
         for program in self.stage.placed.programs:
             if program.stage != self.stage.index:
                 for v in program.inputs:
                     is_kept = self.step.loop_values.get(v) in here and (None, v) in self.layouts
                     if is_kept or (v in here and v not in self.step.copied):
-                        found[v] = None
-        return list(found)
+                        sent[v] = None
+        return list(sent)
 
     def _edge(self, value: Value, source: End, target: End) -> None:
         key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
@@ -399,17 +399,17 @@ class StageProblem:
             if matrices is self._own_matrices:
                 matrix = without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
-        found = matrices[key]
-        if found is None:
+        costs = matrices[key]
+        if costs is None:
             return
         if source.node == target.node:  # tied: whatever it chooses, both choose
-            self.numbers.costs[source.node] = self.numbers.costs[source.node] + found.diagonal()
+            self.numbers.costs[source.node] = self.numbers.costs[source.node] + costs.diagonal()
             return
-        place = (source.node, target.node, id(found))
+        place = (source.node, target.node, id(costs))
         if place not in self._edges:
             self._edges[place] = len(self.numbers.edges)
             self._edge_counts.append(0)
-            self.numbers.edges.append((source.node, target.node, found))
+            self.numbers.edges.append((source.node, target.node, costs))
             self.numbers.edge_in_loop.append(target.in_loop)
         self._edge_counts[self._edges[place]] += 1
 

@@ -83,25 +83,25 @@ class Stage:
     @functools.cached_property
     def partial_sums(self) -> frozenset[Value]:
         """Values that can be partial sums: a sum over a split factor, or linear in such a value."""
-        found: set[Value] = set()
+        sums: set[Value] = set()
         for program in self.programs:
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
                 for index, part in enumerate(rule.parts):
                     positions = part_operands(eqn, rule, index)
-                    partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in found}
+                    partial = {i for i, p in enumerate(positions) if eqn.inputs[p] in sums}
                     if can_sum(part) or any(partial & operands for operands in part.linear):
-                        found.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
-            found.update(w for v, w in self.step.accumulate.items() if v in found)
-            found.update(w for v, ws in self.step.keep.items() if v in found for w in ws)
-        return frozenset(found)
+                        sums.update([eqn.outputs[index]] if rule.separable else eqn.outputs)
+            sums.update(w for v, w in self.step.accumulate.items() if v in sums)
+            sums.update(w for v, ws in self.step.keep.items() if v in sums for w in ws)
+        return frozenset(sums)
 
     @functools.cached_property
     def parts(self) -> Mapping[int, list[EquationPart]]:
         """Those of all equations in order, by program."""
-        found: dict[int, list[EquationPart]] = {}
+        by_program: dict[int, list[EquationPart]] = {}
         for program in self.programs:
-            traffic, parts = self.traffic[program.index], found.setdefault(program.index, [])
+            traffic, parts = self.traffic[program.index], by_program.setdefault(program.index, [])
             for eqn in program.equations:
                 rule = self.rules[eqn.id]
                 for index in range(len(rule.parts)):
@@ -114,7 +114,7 @@ class Stage:
                     parts.append(
                         EquationPart(eqn, rule, index, partial_sums, traffic[eqn.id], role, signature, inputs, outputs)
                     )
-        return found
+        return by_program
 
     @functools.cached_property
     def alike(self) -> Mapping[tuple[int, int], int]:
@@ -137,10 +137,10 @@ class Stage:
         """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""
         if kind.name not in self._least:
             self._least[kind.name] = [least_seconds(p, self.rules, self.traffic[p.index], kind) for p in self.programs]
-        found = [accumulate_seconds(kind, self._summed / num_devices), 0.0]
+        seconds = [accumulate_seconds(kind, self._summed / num_devices), 0.0]
         for program, (shared, fixed) in zip(self.programs, self._least[kind.name], strict=True):
-            found[not program.in_loop] += shared / num_devices + fixed
-        return found[0], found[1]
+            seconds[not program.in_loop] += shared / num_devices + fixed
+        return seconds[0], seconds[1]
 
 
 @functools.cache

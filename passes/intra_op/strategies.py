@@ -30,9 +30,9 @@ class Shardings:
 
     @staticmethod
     def of(each: Iterable[Sharding], mesh: Mesh) -> Shardings:
-        found = tuple(each)
-        share = np.array([1 / math.prod(s.tiles(mesh)) for s in found])
-        return Shardings(found, share, np.array([bool(s.partial) for s in found], bool))
+        shardings = tuple(each)
+        share = np.array([1 / math.prod(s.tiles(mesh)) for s in shardings])
+        return Shardings(shardings, share, np.array([bool(s.partial) for s in shardings], bool))
 
     def nbytes(self, value: Value) -> Any:
         """Bytes of the value that one device holds."""
@@ -62,10 +62,10 @@ class OptionsCache:
 
     def shardings(self, each: Iterable[Sharding]) -> Shardings:
         key = tuple(each)
-        found = self._lists.get(key)
-        if found is None:
-            found = self._lists[key] = Shardings.of(key, self._mesh)
-        return found
+        shardings = self._lists.get(key)
+        if shardings is None:
+            shardings = self._lists[key] = Shardings.of(key, self._mesh)
+        return shardings
 
     def of(self, rule: Rule, partial_sums: frozenset[int], allow: Callable[[AxisAssignment], bool]) -> PartOptions:
         """The axis assignments of one part that are allowed; the first, replicated, is always possible."""
@@ -79,10 +79,10 @@ class OptionsCache:
         allowed = tuple(assignment for assignment in every.assignments if allow(assignment)) or every.assignments[:1]
         if len(allowed) == len(every.assignments):
             return every
-        found = self._options.get((*key, allowed))
-        if found is None:
-            found = self._options[*key, allowed] = self._of_assignments(rule, allowed)
-        return found
+        options = self._options.get((*key, allowed))
+        if options is None:
+            options = self._options[*key, allowed] = self._of_assignments(rule, allowed)
+        return options
 
     def _of_assignments(self, rule: Rule, assignments: tuple[AxisAssignment, ...]) -> PartOptions:
         operands = zip(*(operand_shardings(rule, assignment, self._mesh) for assignment in assignments), strict=True)
@@ -155,7 +155,7 @@ def kept_results(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int
 
 def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) -> dict[int, Kept]:
     """In pieces along the first dimension after that of the rounds which nothing cuts and the pieces divide."""
-    found: dict[int, Kept] = {}
+    kept: dict[int, Kept] = {}
     split = factor_by_axis(rule, assignment, mesh) if rule.gatherings else {}
     for k, way in enumerate(rule.gatherings):
         choice = Gathered(k)
@@ -170,11 +170,11 @@ def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) ->
             sizes = [math.prod(rule.factors[f] for f in dim) for dim in dims]
             free = (d for d in range(1, len(dims)) if not cut[d] and sizes[d] % count == 0)
             dim = next(free, None)
-            if dim is not None and s.position not in found:
+            if dim is not None and s.position not in kept:
                 tiles = math.prod(mesh.axis_size(axis) for along in cut for axis in along)
                 collective = Collective(kind, axes, s.nbytes // tiles) if s.nbytes else None
-                found[s.position] = Kept(dim - len(dims), axes, collective, way.times)
-    return found
+                kept[s.position] = Kept(dim - len(dims), axes, collective, way.times)
+    return kept
 
 
 def _with_kept(dims: tuple[tuple[str, ...], ...], kept: Kept | None) -> tuple[tuple[str, ...], ...]:
@@ -186,7 +186,7 @@ def _with_kept(dims: tuple[tuple[str, ...], ...], kept: Kept | None) -> tuple[tu
 
 def operand_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each operand must be; literals get the sharding of a scalar."""
-    found = []
+    shardings = []
     kept, split = kept_operands(rule, assignment, mesh), factor_by_axis(rule, assignment, mesh)
     for position, dims in enumerate(rule.inputs):
         partial = tuple(
@@ -196,29 +196,29 @@ def operand_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tup
                 if isinstance(choice, Partial) and position in rule.linear[choice.linear_set]
             )
         )
-        found.append(Sharding(_with_kept(_lay(dims, split), kept.get(position)), partial))
-    return tuple(found)
+        shardings.append(Sharding(_with_kept(_lay(dims, split), kept.get(position)), partial))
+    return tuple(shardings)
 
 
 def result_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[Sharding, ...]:
     """What each result is: partial over axes that split a summed factor or whose operands are partial."""
-    found = []
+    shardings = []
     kept, split = kept_results(rule, assignment, mesh), factor_by_axis(rule, assignment, mesh)
     linear = [axis for axis, choice in zip(mesh.axes, assignment, strict=True) if isinstance(choice, Partial)]
     for k, dims in enumerate(rule.outputs):
         scattered = kept[k].axes if k in kept else ()
         summed = [axis for axis, f in split.items() if axis not in scattered and rule.is_partial_sum(f, k)]
-        found.append(Sharding(_with_kept(_lay(dims, split), kept.get(k)), tuple(sorted(linear + summed))))
-    return tuple(found)
+        shardings.append(Sharding(_with_kept(_lay(dims, split), kept.get(k)), tuple(sorted(linear + summed))))
+    return tuple(shardings)
 
 
 def combined_axes(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Axes over which results must be combined at once, by operation (max, min, ..): no sum can stay partial there."""
-    found: dict[str, tuple[str, ...]] = {}
+    axes: dict[str, tuple[str, ...]] = {}
     for axis, factor in factor_by_axis(rule, assignment, mesh).items():
         if mesh.axis_size(axis) > 1 and (op := rule.reduced.get(factor)) not in (None, "sum"):
-            found[op] = (*found.get(op, ()), axis)
-    return found
+            axes[op] = (*axes.get(op, ()), axis)
+    return axes
 
 
 def inner_collectives(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Iterator[tuple[Collective, int]]:

@@ -28,15 +28,15 @@ class KnownTraffic:
         """See `memory_traffic`."""
         equations = program.equations
         key = (xla, *_signature(program))
-        found = self._known.get(key)
-        if found is None:
+        known = self._known.get(key)
+        if known is None:
             traffic = memory_traffic(equations, rules, program.inputs, program.outputs, xla=xla)
             at = {eqn.id: k for k, eqn in enumerate(equations)}
             self._known[key] = [(traffic[eqn.id], at[traffic[eqn.id].kernel]) for eqn in equations]
             return traffic
         return {
             eqn.id: dataclasses.replace(traffic, kernel=equations[first].id)
-            for eqn, (traffic, first) in zip(equations, found, strict=True)
+            for eqn, (traffic, first) in zip(equations, known, strict=True)
         }
 
 
