@@ -82,11 +82,11 @@ def make_collective_pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
     lines: dict[tuple[StepKind, tuple[str, ...]], tuple[tuple[Line, ...], ...]] = {}
 
     def price(kind: StepKind, axes: tuple[str, ...], payload: int) -> float:
-        found = lines.get((kind, axes))
-        if found is None:
+        lines_by_link = lines.get((kind, axes))
+        if lines_by_link is None:
             links = _mesh_links(cluster, mesh, axes)
-            found = lines[kind, axes] = tuple({collective_lines(kind, each): None for each in links})
-        return max(_cheapest(each, payload) for each in found)
+            lines_by_link = lines[kind, axes] = tuple({collective_lines(kind, each): None for each in links})
+        return max(_cheapest(each, payload) for each in lines_by_link)
 
     return price
 

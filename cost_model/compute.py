@@ -61,8 +61,8 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> f
         return 1.0
     if kind.measured.products:
         measured = _product_speeds(kind)
-        if found := measured.flops(sizes, dtype):
-            return found / (peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency)
+        if flops := measured.flops(sizes, dtype):
+            return flops / (peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency)
     share = kind.convolution_share if sizes.patches else kind.batched_share if sizes.batch > 1 else 1.0
     return share * _share_of(kind.multiprocessors, sizes) if kind.multiprocessors else share
 

@@ -341,7 +341,7 @@ class _CountOnGpus(_Count):
         orders: dict[Value, set[Value | None]] = defaultdict(set)
         for v in needs:
             orders[self.bases.get(v, v)].add(v if v in self.moved else None)
-        apart.update(v for v, found in orders.items() if len(found) > 1)
+        apart.update(v for v, views in orders.items() if len(views) > 1)
         self.shared[eqn.id] = [
             isinstance(v, Value) and _is_element_by_element(rule, k)
             and apart.isdisjoint(self.bases.get(u, u) for u in self.sources.get(v, [v]) if u.nbytes == nbytes)
@@ -433,11 +433,11 @@ def _needed_otherwise(
     eqn: Equation, rule: Rule, sources: Mapping[Value, Collection[Value]], around: Mapping[Value, Collection[Value]]
 ) -> set[Value]:
     """What an equation needs, of what is in memory, otherwise than element by element."""
-    found = {source for v in eqn.values for source in around.get(v, ())}
+    needed = {source for v in eqn.values for source in around.get(v, ())}
     for position, v in enumerate(eqn.inputs):
         if isinstance(v, Value) and not _is_element_by_element(rule, position):
-            found.update(sources.get(v, [v]))
-    return found
+            needed.update(sources.get(v, [v]))
+    return needed
 
 
 def _by_operand(counts: Mapping[_Place, int], eqn: Equation) -> tuple[int, ...]:

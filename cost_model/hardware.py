@@ -151,8 +151,8 @@ def _attribute_of_hosts(devices: Sequence[jax.Device]) -> str:
     boot's id, or of a domain of NVLink that spans machines (https://github.com/openxla/xla/pull/24473).
     """
     names = _FAST_DOMAIN if all(device.platform == "gpu" for device in devices) else ()
-    found = (name for name in names if all(getattr(device, name, None) is not None for device in devices))
-    return next(found, "process_index")
+    attributes = (name for name in names if all(getattr(device, name, None) is not None for device in devices))
+    return next(attributes, "process_index")
 
 
 def _local_host(preset: str, num_devices: int, limit: int | None) -> tuple[Host, Link]:

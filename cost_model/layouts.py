@@ -76,12 +76,12 @@ class Layouts:
     def _sources(self, eqn: Equation, rule: Rule, result: int) -> list[Read]:
         """What a result of an elementwise equation is computed from; twice what is read in two orders."""
         operands = ((position, v) for position, v in enumerate(eqn.inputs) if isinstance(v, Value))
-        found = {
+        sources = {
             (source, _through(rule, position, result, order)): None
             for position, v in operands
             for source, order in self._read_for(v)
         }
-        return [*found]
+        return [*sources]
 
 
 def _made_transposed(
@@ -91,14 +91,14 @@ def _made_transposed(
     read = Counter(v for eqn in equations for v in eqn.values)
     read.update(outputs)
     products: set[Value] = set()
-    found: set[Value] = set()
+    transposed: set[Value] = set()
     for eqn in equations:
         rule = rules[eqn.id]
         if _is_of_matrices(eqn, rule):
             products.update(eqn.outputs)
         elif products.intersection(eqn.values) and read[eqn.values[0]] == 1 and _swaps_the_last_two(eqn, rule):
-            found.update(eqn.outputs)
-    return found
+            transposed.update(eqn.outputs)
+    return transposed
 
 
 def _is_of_matrices(eqn: Equation, rule: Rule) -> bool:

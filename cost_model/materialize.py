@@ -90,7 +90,7 @@ class _Queue:
             rule = rules[eqn.id]
             if all(v in views for v in eqn.outputs):
                 continue
-            found: dict[int, None] = {}
+            operands: dict[int, None] = {}
             for v in eqn.values:
                 v = views.get(v, v)
                 n = number.get(v)
@@ -98,14 +98,14 @@ class _Queue:
                     inputs -= 1
                     n = number[v] = inputs
                     self._result(n, [v])
-                found[n] = None
+                operands[n] = None
                 self.users[n][k] = None
             number.update(dict.fromkeys(eqn.outputs, k))
-            self.reads[k] = found
+            self.reads[k] = operands
             self._result(k, eqn.outputs)
             loop = eqn.values if is_reduction(eqn, rule) else eqn.outputs
             self.points[k] = max((math.prod(self._shape(v)) for v in loop), default=0.0)
-            self.work[k] = _cycles(eqn, rule) * self.points[k] if found or self.elements[k] > 1 else 0.0
+            self.work[k] = _cycles(eqn, rule) * self.points[k] if operands or self.elements[k] > 1 else 0.0
             if is_fusible(rule):
                 self.takes.add(k)
                 if not any(v in stored for v in eqn.outputs):
@@ -189,13 +189,13 @@ class _Queue:
 
     def _origins(self, k: int) -> set[int]:
         """What is before a chain of kernels that each have one operand and one reader, the links included."""
-        found = {k}
+        origins = {k}
         while k in self.reads and len(self.reads[k]) == 1 and (k in self.fusible or k in self.sums):
             (k,) = self.reads[k]
-            found.add(k)
+            origins.add(k)
             if len(self.users[k]) > 1:
                 break
-        return found
+        return origins
 
     def _fuse(self, p: int, times: float | None = None) -> None:
         """Compute p in its readers, so often for each; else once for each point that they go through."""

@@ -189,12 +189,12 @@ def live(told: ProgramKernels, *, combined: int = 0, contiguous: bool = False, h
     orders = (_greedy(graph), _deepest_first(graph), graph.post_order())
     order = min(orders, key=lambda order: _most([kernels[i] for i in order], told))
     if hides_latency and any(kernel.collective is not None for kernel in kernels):
-        found = _beside_collectives(graph, order)
+        ordered = _beside_collectives(graph, order)
     else:
-        found = [kernels[i] for i in order]
-    count = len(found)
-    ranges = _ranges(found, told.leaving)
-    return Live(tuple(found), {b: (at, count if b in leaving else end) for b, (at, end) in ranges.items()})
+        ordered = [kernels[i] for i in order]
+    count = len(ordered)
+    ranges = _ranges(ordered, told.leaving)
+    return Live(tuple(ordered), {b: (at, count if b in leaving else end) for b, (at, end) in ranges.items()})
 
 
 class _KernelGraph:
@@ -211,7 +211,7 @@ class _KernelGraph:
     def post_order(self, first: Callable[[int], tuple[int, ...]] | None = None) -> list[int]:
         """Kernels after those that they need, from the results on; `first` sorts what one needs."""
         before = self.before if first is None else [sorted(each, key=first) for each in self.before]
-        found: list[int] = []
+        order: list[int] = []
         seen = bytearray(len(self.kernels))  # 1: begun, 2: done
         for root in [*(self.maker[b] for b in self.leaving if b in self.maker), *range(len(self.kernels))]:
             todo = [root]
@@ -224,8 +224,8 @@ class _KernelGraph:
                 todo.pop()
                 if seen[i] == 1:
                     seen[i] = 2
-                    found.append(i)
-        return found
+                    order.append(i)
+        return order
 
 
 def _combine(
@@ -238,13 +238,13 @@ def _combine(
     joined: dict[Hashable, tuple[int, int]] = {}  # the group of a kind that takes more, and its bytes
 
     def all_before(some: int) -> int:
-        found, todo = some, some
+        reached, todo = some, some
         while todo:
             group = todo.bit_length() - 1
             todo ^= 1 << group
-            todo |= before[group] & ~found
-            found |= before[group]
-        return found
+            todo |= before[group] & ~reached
+            reached |= before[group]
+        return reached
 
     for i in graph.post_order():
         kernel, needed = kernels[i], 0
@@ -304,7 +304,7 @@ def _greedy(graph: _KernelGraph) -> list[int]:
     used = [sum(len(readers[b]) for b in kernel.makes) for kernel in kernels]
     ready: list[tuple[int, int, int, int]] = []
     current: list[tuple[int, int] | None] = [None] * len(kernels)
-    found: list[int] = []
+    order: list[int] = []
 
     def put(i: int) -> None:
         kernel = kernels[i]
@@ -312,7 +312,7 @@ def _greedy(graph: _KernelGraph) -> list[int]:
         rank = (-(freed - made[i]), -used[i])
         if current[i] != rank:
             current[i] = rank
-            heapq.heappush(ready, (*rank, -len(found), i))
+            heapq.heappush(ready, (*rank, -len(order), i))
 
     for i, count in enumerate(missing):
         if not count:
@@ -323,7 +323,7 @@ def _greedy(graph: _KernelGraph) -> list[int]:
         if done[i] or current[i] != (freed, most_read):
             continue
         done[i] = 1
-        found.append(i)
+        order.append(i)
         changed: dict[int, None] = {}
         for k in dict.fromkeys(k for b in kernels[i].makes for k in readers[b]):
             missing[k] -= 1
@@ -335,7 +335,7 @@ def _greedy(graph: _KernelGraph) -> list[int]:
                 changed.update(dict.fromkeys(k for k in readers[b] if not done[k] and not missing[k]))
         for k in changed:
             put(k)
-    return found
+    return order
 
 
 def _deepest_first(graph: _KernelGraph) -> list[int]:
@@ -400,8 +400,8 @@ def held_by(ranges: dict[int, tuple[int, int]], sizes: Sequence[int], order: Seq
         changes[at] += sizes[buffer]
         if end < len(order):
             changes[end + 1] -= sizes[buffer]
-    found, now = [], 0
+    held, now = [], 0
     for change, kernel in zip(changes, order, strict=False):
         now += change
-        found.append(now + kernel.held)
-    return found
+        held.append(now + kernel.held)
+    return held

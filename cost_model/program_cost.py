@@ -102,12 +102,12 @@ def phases_of(local: LocalProgram) -> tuple[Phase, ...]:
     phase = local.program.phase
     if phase not in _FUSED:
         return (phase,) * len(local.ops)
-    found = []
+    phases = []
     for op in local.ops:
         if isinstance(op, Compute):
             phase = op.equation.phase
-        found.append(phase)
-    return tuple(found)
+        phases.append(phase)
+    return tuple(phases)
 
 
 _FUSED = (Phase.FORWARD, Phase.UPDATE)  # phases of programs that may have equations of several
@@ -279,7 +279,7 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
 
 def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramKernels:
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums."""
-    mesh, sent, found = local.mesh, _sent(local), ProgramKernels()
+    mesh, sent, told = local.mesh, _sent(local), ProgramKernels()
     gathered: set[_Held] = set()  # in another layout than results have
     fused: dict[_Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
     for op in local.ops:
@@ -288,19 +288,19 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
             reads = [(v, s) for v, s in operands if isinstance(v, Value) and s is not None]
             results = [*zip(op.equation.outputs, op.results, strict=True)]
             if op.fence:
-                found.fence(zip(results, zip(op.equation.inputs, op.operands, strict=True), strict=True))
+                told.fence(zip(results, zip(op.equation.inputs, op.operands, strict=True), strict=True))
                 continue
             written = [k for k, own in zip(results, op.traffic.writes, strict=True) if own or k in sent]
             if op.equation.generates and not op.kernels and not sent.intersection(results):
                 written = []
-            taken = found.buffers(reads)
+            taken = told.buffers(reads)
             makes = [(key, local_bytes(*key, mesh)) for key in written]
             aliases = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
                       for k, i in op.traffic.aliases}  # fmt: skip
             moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
             if op.kernels:
                 seconds = sum(_kernel_seconds(k, kind) for k in op.kernels)
-                found.run_rounds(reads, makes, aliases, op.temporaries, seconds)
+                told.run_rounds(reads, makes, aliases, op.temporaries, seconds)
             elif written:
                 lie: dict[Hashable, Hashable] = {results[k]: place for k, place in aliases.items()}
                 shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
@@ -308,30 +308,30 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
                 seconds = _estimated_seconds(op, moved, kind)
                 part_of = None if aliases else op.traffic.kernel  # what is written where something lies is apart
                 held = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
-                found.run(reads, makes, held=held, aliases=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
+                told.run(reads, makes, held=held, aliases=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
             else:
                 fused.update(dict.fromkeys(results[:1], moved))
             for key in results:
                 if key not in written:
-                    found.fuse(key, taken)
+                    told.fuse(key, taken)
         elif isinstance(op, Reread):
-            found.fence([((op.copy, op.sharding), (op.value, op.sharding))], [] if op.after is None else [op.after])
+            told.fence([((op.copy, op.sharding), (op.value, op.sharding))], [] if op.after is None else [op.after])
         elif isinstance(op, Accumulate):
             seconds = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
-            found.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds)
+            told.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds)
         else:
-            _reshard(op, mesh, found, price)
+            _reshard(op, mesh, told, price)
             last = op.steps[-1]
             if last.kind == "all_gather" and last.dim > 0 and step_axes(last, mesh):
                 gathered.add((op.value, op.target))
     for port in local.outputs:
         key = (port.value, port.sharding)
         if key in gathered:
-            found.run_last(key, port, port_bytes(port, mesh))
+            told.run_last(key, port, port_bytes(port, mesh))
         else:
-            found.fuse(port, found.buffers([key]))
-        found.leave(port)
-    return found
+            told.fuse(port, told.buffers([key]))
+        told.leave(port)
+    return told
 
 
 def _indices_bytes(op: Compute, mesh: Mesh) -> int:
@@ -363,14 +363,14 @@ def _estimated_seconds(op: Compute, nbytes: float, kind: DeviceKind) -> float:
     return op.flops / speed
 
 
-def _reshard(op: Reshard, mesh: Mesh, found: ProgramKernels, price: StepPrice) -> None:
+def _reshard(op: Reshard, mesh: Mesh, told: ProgramKernels, price: StepPrice) -> None:
     """Step by step. What is summed is held in the type of the sum until it is read."""
     value = op.value
     here: Any = (value, op.source)
     for number, (step, axes, payload, after) in enumerate(_applied(op, mesh)):
         there: Any = (op, number)
         if not axes or step.kind in LOCAL_KINDS:
-            found.fuse(there, found.buffers([here]))
+            told.fuse(there, told.buffers([here]))
         else:
             sums = step.kind in SUM_KINDS
             wide = sums or bool(after.partial)
@@ -380,9 +380,9 @@ def _reshard(op: Reshard, mesh: Mesh, found: ProgramKernels, price: StepPrice) -
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
             collective = Combining((step.kind, axes, dtype) if combines else None, sums, latency)
             aliases = {there: here} if step.kind == "all_reduce" else {}
-            found.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds)
+            told.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds)
         here = there
-    found.fuse((value, op.target), found.buffers([here]))
+    told.fuse((value, op.target), told.buffers([here]))
 
 
 def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
@@ -400,10 +400,10 @@ def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
                 renewed.update(told.buffers([port]))
         told.lie_elsewhere(renewed)
     xla = kind.xla
-    found = live(
+    schedule = live(
         told, combined=xla.collective_combine_threshold, contiguous=xla.combines_contiguously,
         hides_latency=xla.hides_latency,
     )  # fmt: skip
-    ranges = {buffer: at for buffer, at in found.ranges.items() if buffer not in renewed}
-    results = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(found.order))
-    return max(0, max(held_by(ranges, told.sizes, found.order), default=0) - results)
+    ranges = {buffer: at for buffer, at in schedule.ranges.items() if buffer not in renewed}
+    results = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(schedule.order))
+    return max(0, max(held_by(ranges, told.sizes, schedule.order), default=0) - results)

@@ -158,12 +158,12 @@ def applied_steps(
 def shardings(rank: int, mesh: Mesh) -> tuple[Sharding, ...]:
     """Every sharding of an array of this rank, partial ones included: each axis unused, partial, or in a dimension."""
     unused, partial = rank, rank + 1
-    found = []
+    all_shardings = []
     for roles in itertools.product(range(rank + 2), repeat=len(mesh.axes)):
         members = [[a for a, role in zip(mesh.axes, roles, strict=True) if role == which] for which in range(rank + 2)]
         arranged = itertools.product(*(itertools.permutations(axes) for axes in members[:unused]))
-        found += [Sharding(dims, tuple(sorted(members[partial]))) for dims in arranged]
-    return tuple(found)
+        all_shardings += [Sharding(dims, tuple(sorted(members[partial]))) for dims in arranged]
+    return tuple(all_shardings)
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -309,8 +309,8 @@ class _StepPrices:
         asked = [
             (kind, axes, (sum_nbytes if wide else nbytes) // pieces) for kind, axes, pieces, wide in network.classes
         ]
-        found = {key: price(*key) if key[1] else 0.0 for key in dict.fromkeys(asked)}
-        prices = np.array([found[key] for key in asked])
+        seconds = {key: price(*key) if key[1] else 0.0 for key in dict.fromkeys(asked)}
+        prices = np.array([seconds[key] for key in asked])
         legal = self.divides[network.source] & self.divides[network.target]
         self.cost = np.where(legal, prices[network.price_class], np.inf) if network.steps else prices
         self.rows: dict[int, npt.NDArray[np.float64]] = {}  # source state -> seconds to each state

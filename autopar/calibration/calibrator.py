@@ -151,19 +151,19 @@ class _Calibrator:
 
     def _tasks(self) -> list[ProbeTask]:
         kind = self._host.kind
-        found: list[ProbeTask] = []
+        tasks: list[ProbeTask] = []
         for busy in self._counts:
-            found += [
+            tasks += [
                 ProbeTask("start of a program", "start", probes.launches(1), busy),
                 ProbeTask("launches", "launches", probes.launches(1 + LAUNCHES), busy, times=LAUNCHES),
             ]
-            found += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
+            tasks += self._buffers(busy) + self._memory(busy) + self._collectives(busy)
             if self._backend.reorders:
-                found += self._strided_reads(busy) + self._pooling(busy)
+                tasks += self._strided_reads(busy) + self._pooling(busy)
             every = busy == len(self._devices)
             for dtype in self._backend.products:
-                found += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
-        return found
+                tasks += self._some_products(dtype, busy, peak_flops(kind, dtype, matmul=True), every)
+        return tasks
 
     @staticmethod
     def _buffers(busy: int) -> list[ProbeTask]:
@@ -176,18 +176,18 @@ class _Calibrator:
         ]  # fmt: skip
 
     def _memory(self, busy: int) -> list[ProbeTask]:
-        found = []
+        tasks = []
         for kind, nbytes in itertools.product(probes.ELEMENTWISE, _CACHES):
             times = self._times(nbytes) if self._backend.loops else min(self._times(nbytes), _UNROLLED)
             rows = nbytes // (4 * _WIDTH)
             repeated, once = probes.elementwise(kind, rows, _WIDTH, times, looped=self._backend.loops)
             moved, kernels = traffic_of(once, self._host.kind)
             name = f"{kind} of {bytes_text(nbytes)}"
-            found.append(ProbeTask("memory", name, repeated, busy, moved=moved // kernels, times=kernels * times))
-        return found
+            tasks.append(ProbeTask("memory", name, repeated, busy, moved=moved // kernels, times=kernels * times))
+        return tasks
 
     def _strided_reads(self, busy: int) -> list[ProbeTask]:
-        found = []
+        tasks = []
         shapes = ((_WIDTH, 0), *_TURNED)
         # What tells most first: each size in order and in another one.
         cases = [(nbytes, each) for some in (shapes[:2], shapes[2:]) for nbytes in _REORDERED for each in some]
@@ -196,17 +196,17 @@ class _Calibrator:
             times = self._times(nbytes)
             name = f"{blocks} of {rows // blocks} x {width}" if blocks else f"{rows} x {width}, in order"
             probe = probes.addition(rows, width, times, blocks)
-            found.append(ProbeTask("order", name, probe, busy, moved=nbytes, times=times, strided=blocks > 0))
-        return found
+            tasks.append(ProbeTask("order", name, probe, busy, moved=nbytes, times=times, strided=blocks > 0))
+        return tasks
 
     @staticmethod
     def _pooling(busy: int) -> list[ProbeTask]:
-        found = []
+        tasks = []
         for (examples, size, channels, window, stride), of in itertools.product(_POOLED, POOLINGS):
             probe = probes.pooling("float32", examples, size, channels, window, stride, of)
             name = f"{of} of {examples} x {size}² x {channels}, {window}², stride {stride}"
-            found.append(ProbeTask("pooling", name, probe, busy, pooling=of))
-        return found
+            tasks.append(ProbeTask("pooling", name, probe, busy, pooling=of))
+        return tasks
 
     def _times(self, nbytes: int) -> int:
         """How often a kernel goes through arrays of so many bytes in a probe."""
@@ -236,16 +236,16 @@ class _Calibrator:
             """Of what takes so many FLOPs each, how many are enough work for a probe, at most so many."""
             return max(1, min(most, int(_WORK * peak / flops)))
 
-        found = []
+        tasks = []
         for rows, width, hidden in _spread(linear, None if every else len(_LINEAR) // 5):
             layers = filling(_LAYERS, 12.0 * rows * width * hidden)
             probe = probes.linear(dtype, rows, width, hidden, layers)
-            found.append(ProbeTask("products", f"{rows} x {width} x {hidden}, {dtype}", probe, busy, dtype=dtype))
+            tasks.append(ProbeTask("products", f"{rows} x {width} x {hidden}, {dtype}", probe, busy, dtype=dtype))
         for batch, length, width in _spread(batched, None if every else 1):
             layers = filling(_LAYERS, 12.0 * batch * length**2 * width)
             probe = probes.attention(dtype, batch, length, width, layers)
             name = f"{batch} of {length} x {width}, {dtype}"
-            found.append(ProbeTask("batched products", name, probe, busy, dtype=dtype))
+            tasks.append(ProbeTask("batched products", name, probe, busy, dtype=dtype))
         if dtype in self._backend.convolutions:
             for sizes, of in itertools.product(_CONVOLUTIONS if every else _CONVOLUTIONS[:1], _OF):
                 size, channels, filters, window, stride = sizes
@@ -258,8 +258,8 @@ class _Calibrator:
                     dtype, probes.ConvolutionSizes(examples, size, channels, filters, window, stride), of, images
                 )
                 name = f"{of} of {examples} x {size}² x {channels}, {window}² x {filters}, stride {stride}, {dtype}"
-                found.append(ProbeTask("convolutions", name, probe, busy, dtype=dtype))
-        return found
+                tasks.append(ProbeTask("convolutions", name, probe, busy, dtype=dtype))
+        return tasks
 
     # What it says
 
@@ -267,14 +267,14 @@ class _Calibrator:
         """The cluster, and for each number of busy devices what was measured and what it says."""
         reference = self._clock.reference
         every = {task: typical(timings, reference) for task, timings in self._found.items()}
-        found: list[tuple[Machine, Busy]] = []
+        machines: list[tuple[Machine, Busy]] = []
         for count in self._counts:
             machine = Machine({t: s for t, s in every.items() if t.busy == count}, self._host, count)
-            found.append((machine, Busy(count, *machine.fitted(found[0][1].kind if found else None))))
-        whole, *fewer = (busy for _, busy in found)
+            machines.append((machine, Busy(count, *machine.fitted(machines[0][1].kind if machines else None))))
+        whole, *fewer = (busy for _, busy in machines)
         host = Host(whole.kind, len(self._devices), whole.link, tuple(reversed(fewer)))
         name = f"{len(self._devices)} x {whole.kind.name}, calibrated"
-        return Cluster(name, (host,), self._guess.network), found
+        return Cluster(name, (host,), self._guess.network), machines
 
 
 _SIDES = (64, 256, 1024, 4096)
@@ -328,15 +328,15 @@ def _spread(sizes: Sequence[tuple[int, ...]], most: int | None) -> list[tuple[in
     """
     left = sorted(sizes, key=math.prod)
     distances = dict.fromkeys(left, math.inf)
-    found: list[tuple[int, ...]] = []
-    while left and (most is None or len(found) < most):
+    chosen: list[tuple[int, ...]] = []
+    while left and (most is None or len(chosen) < most):
         farthest = max(reversed(left), key=distances.__getitem__)
-        found.append(farthest)
+        chosen.append(farthest)
         left.remove(farthest)
         for each in left:
             between = sum(math.log(a / b) ** 2 for a, b in zip(each, farthest, strict=True))
             distances[each] = min(distances[each], between)
-    return found
+    return chosen
 
 
 def _in_turn(tasks: Sequence[ProbeTask]) -> list[ProbeTask]:

@@ -59,13 +59,13 @@ class ProbeTask:
 @functools.cache
 def products_of(probe: Probe) -> Products:
     """The products that a probe computes, as the rules see them."""
-    found = []
+    products = []
     for equation in _traced(probe).equations:
         rule = rule_of(equation)
         sizes = product_sizes(rule.sides, {})
         if sizes is not None:
-            found.append((sizes, equation.kernel_dtype(True), rule.work({})))
-    return tuple(found)
+            products.append((sizes, equation.kernel_dtype(True), rule.work({})))
+    return tuple(products)
 
 
 def traffic_of(probe: Probe, kind: DeviceKind) -> tuple[int, int]:
@@ -108,10 +108,10 @@ class Machine:
 
     def _buffers(self) -> dict[int, tuple[Timed, Timed]]:
         """By bytes: a new result, and one in place of an operand."""
-        found = {(task.moved, task.probe.in_place): timed for task, timed in self._found.items()
-                 if task.group == "buffers"}  # fmt: skip
-        return {nbytes: (found[nbytes, False], found[nbytes, True]) for nbytes, old in sorted(found)
-                if old and (nbytes, False) in found}  # fmt: skip
+        timings = {(task.moved, task.probe.in_place): timed for task, timed in self._found.items()
+                   if task.group == "buffers"}  # fmt: skip
+        return {nbytes: (timings[nbytes, False], timings[nbytes, True]) for nbytes, old in sorted(timings)
+                if old and (nbytes, False) in timings}  # fmt: skip
 
     def _allocations(self) -> tuple[tuple[float, float], ...]:
         """By what a new result takes longer than one in place of an operand."""
@@ -122,12 +122,12 @@ class Machine:
 
     def _seconds_of_a_fault(self) -> float:
         """What a new buffer takes longer than an old one, for each page more that was not there; 0 if few were not."""
-        found = []
+        seconds = []
         for nbytes, (new, old) in self._buffers().items():
             more, pages = new.faults - old.faults, self._busy * nbytes / resource.getpagesize()
             if more > pages / 2:
-                found.append(max(0.0, new.seconds - old.seconds) / more)
-        return statistics.median(found) if found else 0.0
+                seconds.append(max(0.0, new.seconds - old.seconds) / more)
+        return statistics.median(seconds) if seconds else 0.0
 
     def _starting(self, task: ProbeTask) -> float:
         """Seconds before a probe's first kernel."""
@@ -172,12 +172,12 @@ class Machine:
 
     def _strided_reads(self) -> tuple[tuple[float, float], ...]:
         """By what a kernel takes longer that reads one array against its order."""
-        found: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
+        per_byte: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
         for task, seconds in self._of("order"):
             nbytes = 4 * math.prod(task.probe.shapes[0].shape)
-            found[task.moved][task.strided].append(seconds / task.times / nbytes)
+            per_byte[task.moved][task.strided].append(seconds / task.times / nbytes)
         curve = []
-        for nbytes, each in sorted(found.items()):
+        for nbytes, each in sorted(per_byte.items()):
             if each[True] and each[False]:
                 (in_order,) = each[False]
                 more = [max(strided - in_order, in_order / 100) for strided in each[True]]
@@ -186,12 +186,12 @@ class Machine:
 
     def _pooled(self) -> dict[Pooling, float]:
         """Elements of windows per second."""
-        found: dict[Pooling, list[float]] = defaultdict(list)
+        speeds: dict[Pooling, list[float]] = defaultdict(list)
         for task, seconds in self._of("pooling"):
             if task.pooling is not None:
                 elements = pooled_by(task.probe, task.pooling)
-                found[task.pooling].append(elements / max(seconds - self._launch, seconds / 10))
-        both = {of: statistics.geometric_mean(speeds) for of, speeds in found.items()}
+                speeds[task.pooling].append(elements / max(seconds - self._launch, seconds / 10))
+        both = {of: statistics.geometric_mean(each) for of, each in speeds.items()}
         return both if len(both) == len(POOLINGS) else {}
 
     def _speeds(self) -> tuple[ProductSpeed, ...]:
@@ -210,8 +210,8 @@ class Machine:
         """Latency and bandwidth with the least squares of the logarithms' errors, near the preset's where few say."""
         import scipy.optimize  # slow to import, and changes the filters of warnings
 
-        found = [*self._of("collectives")]
-        if not found:
+        collectives = [*self._of("collectives")]
+        if not collectives:
             return self._link
 
         def made(logarithms: Sequence[float]) -> Link:
@@ -221,7 +221,7 @@ class Machine:
         def errors(logarithms: Sequence[float]) -> list[float]:
             link = made(logarithms)
             farther = [_DOUBT * each for each in logarithms]
-            return [math.log(self._collective_seconds(task, kind, link) / s) for task, s in found] + farther
+            return [math.log(self._collective_seconds(task, kind, link) / s) for task, s in collectives] + farther
 
         return made(scipy.optimize.least_squares(errors, (0.0, 0.0), bounds=(-_FARTHEST, _FARTHEST)).x)
 
@@ -278,7 +278,7 @@ def _faster(all_products: Sequence[ProductSpeed], some: Sequence[ProductSpeed]) 
     for each in some:
         if (each.sizes, each.dtype) in slow:
             ratios[sort(each)].append(each.flops / slow[each.sizes, each.dtype])
-    every = [ratio for found in ratios.values() for ratio in found] or [1.0]
+    every = [ratio for group in ratios.values() for ratio in group] or [1.0]
     measured = {(each.sizes, each.dtype) for each in some}
     others = (each for each in all_products if (each.sizes, each.dtype) not in measured)
     scaled = (

@@ -328,20 +328,20 @@ class Clock:
         """Seconds of the reference kernel, now; 1 where there is none."""
         if self._reference is None:
             return 1.0
-        found: list[float] = []
+        durations: list[float] = []
         ends = time.perf_counter() + _REFERENCE
-        while len(found) < _LEAST_RUNS or time.perf_counter() < ends:
+        while len(durations) < _LEAST_RUNS or time.perf_counter() < ends:
             started = time.perf_counter()
             jax.block_until_ready(self._reference())
-            found.append(time.perf_counter() - started)
-        return statistics.median(found)
+            durations.append(time.perf_counter() - started)
+        return statistics.median(durations)
 
     def with_reference(self, work: Callable[[], T]) -> tuple[T, float]:
         """Do some work; also the geometric mean of what the reference kernel takes before and after it."""
         before = self._take_reference()
-        found = work()
+        result = work()
         self.references.append(math.sqrt(before * self._take_reference()))
-        return found, self.references[-1]
+        return result, self.references[-1]
 
     def time(self, ready: Ready) -> Timed:
         """How long it takes."""
@@ -351,19 +351,19 @@ class Clock:
 
     def _run(self, ready: Ready, operands: Any) -> tuple[tuple[float, ...], float]:
         """Seconds of each run but the first, and the faults of one."""
-        found: list[float] = []
+        durations: list[float] = []
         faults = 0
         ends = math.inf  # the first run warms up
-        while len(found) <= _LEAST_RUNS or time.perf_counter() < ends:
+        while len(durations) <= _LEAST_RUNS or time.perf_counter() < ends:
             started = time.perf_counter()
             results = jax.block_until_ready(ready.program(*operands))
-            found.append(time.perf_counter() - started)
-            if len(found) == 1:
+            durations.append(time.perf_counter() - started)
+            if len(durations) == 1:
                 ends, faults = time.perf_counter() + self._seconds, _faults()
             if ready.in_place:
                 operands = results
             del results
-        return tuple(found[1:]), (_faults() - faults) / (len(found) - 1)
+        return tuple(durations[1:]), (_faults() - faults) / (len(durations) - 1)
 
 
 def _faults() -> int:

@@ -70,15 +70,15 @@ def run_steps(
                 wanted += [(probe, method) for method in _methods(len(devices), probe.couples)]
         if wanted and seconds > _LONG:
             break
-    found, late = [], 0
+    runs, late = [], 0
     with ProgramBar("measuring steps", show_progress) as bar, warnings.catch_warnings(action="ignore"):
         for done, (probe, method) in enumerate(wanted):
             bar(done, len(wanted))
             if time.monotonic() > ends:
                 late += 1
             elif (run := _run(probe, method, cluster, devices, clock)) is not None:
-                found.append(run)
-    return found, late
+                runs.append(run)
+    return runs, late
 
 
 def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Measurement]]:
@@ -88,23 +88,23 @@ def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Mea
     cluster = _with_temporaries(cluster, runs)
     alone = [run.predicted(cluster) for run in runs]
     ratios = [run.seconds / seconds for run, seconds in zip(runs, alone, strict=True)]
-    found = []
+    measurements = []
     for at, (run, seconds) in enumerate(zip(runs, alone, strict=True)):
         others = [*ratios[:at], *ratios[at + 1 :]] or [1.0]
         predicted = seconds * statistics.geometric_mean(others)
         name = f"{run.probe.name}, {run.plan.method}"
-        found.append(Measurement("steps", name, cluster.num_devices, run.seconds, predicted))
+        measurements.append(Measurement("steps", name, cluster.num_devices, run.seconds, predicted))
     factor = statistics.geometric_mean(ratios)
     slower = _changed(cluster, lambda kind: _slower_kind(kind, factor), lambda link: slower_link(link, factor, factor))
-    return slower, found
+    return slower, measurements
 
 
 def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
     """Whose programs set aside as much as those of steps did, where nothing else says how much that is."""
     factors = {}
     for name, convolves in (("convolutions", True), ("others", False)):
-        found = [run.temporaries for run in runs if run.convolves is convolves] or [run.temporaries for run in runs]
-        factors[name] = statistics.median(found)
+        ratios = [run.temporaries for run in runs if run.convolves is convolves] or [run.temporaries for run in runs]
+        factors[name] = statistics.median(ratios)
 
     def kind(of: DeviceKind) -> DeviceKind:
         return of if of.xla.hides_latency else of.with_measured(temporaries=factors)
@@ -167,9 +167,9 @@ def _run(
     except InfeasiblePlanError:
         return None
     timing, reference = clock.with_reference(lambda: time_steps(executable, _RUNS))
-    found = max(executable.temporaries.values())
+    actual = max(executable.temporaries.values())
     predicted = max(stage.memory.temporaries for stage in executable.plan.stages)
     rules = map(rule_of, traced.graph.equations)
     convolves = any(rule.patches is not None for rule in rules)
-    more = found / predicted if found and predicted else 1.0
+    more = actual / predicted if actual and predicted else 1.0
     return StepRun(probe, traced, executable.plan, timing.median, reference, more, convolves)

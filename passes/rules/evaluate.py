@@ -118,11 +118,11 @@ def evaluate(
         partial_sums = [bool(adding(v)) for v in eqn.outputs]
         for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, partial_sums), strict=True):
             define(v, x)
-    found = []
+    results = []
     for o in outputs:
         out = body.outputs[o]
         if isinstance(out, Literal):
-            found.append(jnp.asarray(out.value, out.dtype))
+            results.append(jnp.asarray(out.value, out.dtype))
         else:
-            found.append(total(out, tuple(p for p in pieces if o in p.cut.ends)))
-    return found
+            results.append(total(out, tuple(p for p in pieces if o in p.cut.ends)))
+    return results

@@ -87,8 +87,8 @@ def live_sets_of(
                 told.fuse(v, taken)
     for v in kept:
         told.leave(v)
-    found = live(told)
-    totals, count = held_by(found.ranges, told.sizes, found.order), len(found.order)
+    schedule = live(told)
+    totals, count = held_by(schedule.ranges, told.sizes, schedule.order), len(schedule.order)
     live_sets: list[LiveSet] = []
     for k in range(_STRETCHES):
         stretch = range(k * count // _STRETCHES, (k + 1) * count // _STRETCHES)
@@ -96,12 +96,12 @@ def live_sets_of(
             continue
         at = max(stretch, key=lambda p: totals[p])
         held_here: dict[frozenset[int | Gathered], int] = defaultdict(int)
-        for buffer, (first, last) in found.ranges.items():
+        for buffer, (first, last) in schedule.ranges.items():
             if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
                 piece = [in_pieces[held_value]] if held_value in in_pieces else []
                 held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
-        first_made: Any = told.values[found.order[at].makes[0]]
+        first_made: Any = told.values[schedule.order[at].makes[0]]
         live_sets += [(*now, *live_set) for live_set in inner.get(first_made, [()])]
     return tuple(live_sets)
 
@@ -133,29 +133,31 @@ def kernels_of_rounds(
     """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
     outputs = [v for v in body.outputs if isinstance(v, Value)]
     traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
-    found: list[BodyKernel] = []
+    kernels: list[BodyKernel] = []
     fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
     for e in body.equations:
         rule = body.rules[e.id]
         splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
         if rule.kernels:
-            found += [_renamed(kernel, splits, times) for kernel in rule.kernels]
+            kernels += [_renamed(kernel, splits, times) for kernel in rule.kernels]
             continue
         moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
         sides = _outer_sides(rule.sides, splits)
         dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
         if moved or sides:
             launches = times * traffic[e.id].launches
-            found.append(BodyKernel(flops, held, moved, sides, dtype, launches, e.rematerialized, rule.pooling, times))
+            kernels.append(
+                BodyKernel(flops, held, moved, sides, dtype, launches, e.rematerialized, rule.pooling, times)
+            )
         else:
             fused[held, dtype] += flops
-    found += [
+    kernels += [
         BodyKernel(
             0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count
         )
         for v, often, count in _stacked(body, layout)
     ]
-    return (*found, *(BodyKernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
+    return (*kernels, *(BodyKernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
 
 
 def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:

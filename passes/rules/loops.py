@@ -77,10 +77,10 @@ class LoopRules:
             fixed, start = operands[:consts], operands[consts : consts + carries]
 
             def one_round(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-                found = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
-                ys = [local.scatter(k, y) for k, y in enumerate(found[carries:], carries)]
+                outputs = evaluate(body, everything, pieces, [*fixed, *carry, *xs], made_whole)
+                ys = [local.scatter(k, y) for k, y in enumerate(outputs[carries:], carries)]
                 # What was a partial sum before is rounded, round by round.
-                return found[:carries], [
+                return outputs[:carries], [
                     y if y.dtype == t else y.astype(t) for y, t in zip(ys, types[carries:], strict=True)
                 ]
 
@@ -112,8 +112,8 @@ class LoopRules:
                 return evaluate(body, carries, pieces, [*operands[:first], *carry])
 
             start = _starts(body, range(first, first + len(carries)), operands[first:], pieces)
-            found: list[Any] = jax.lax.while_loop(go_on, one_round, start)
-            return found
+            end: list[Any] = jax.lax.while_loop(go_on, one_round, start)
+            return end
 
         return _rule(eqn, body, cuts, LoopLayout(tuple(range(len(body.inputs))), tuple(carries)), run, 1.0)
 
@@ -131,8 +131,8 @@ class LoopRules:
             return [functools.partial(evaluate, body, wanted, pieces, arrays) for wanted in outputs]
 
         def run(_: Local, pieces: Sequence[Piece], eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-            found: list[Any] = jax.lax.switch(operands[0], each(pieces, operands))
-            return found
+            results: list[Any] = jax.lax.switch(operands[0], each(pieces, operands))
+            return results
 
         layout = LoopLayout((None, *range(len(body.inputs))), tuple(range(count)))
         for_platforms = eqn.params.get("branches_platforms") is not None
@@ -225,7 +225,7 @@ def _adding(closed: Any, consts: int, carries: int) -> frozenset[int]:
             uses[v].append(e)
     for v in outputs:
         uses[v].append(None)
-    found = set()
+    adding = set()
     for k in range(carries):
         at: Operand | None = inputs[consts + k]
         added = False
@@ -233,8 +233,8 @@ def _adding(closed: Any, consts: int, carries: int) -> frozenset[int]:
             added |= reader.primitive.name in _ADDING
             at = _passed_on(reader, at)
         if added and at is not None and at is outputs[k] and uses[at] == [None]:
-            found.add(k)
-    return frozenset(found)
+            adding.add(k)
+    return frozenset(adding)
 
 
 _ADDING = frozenset({"add", "add_any", "sub"})
@@ -386,28 +386,28 @@ def _large(nbytes: Mapping[int, int]) -> dict[int, int]:
 
 def _hints(body: Body, numbered: Sequence[tuple[int, BodyCut]]) -> tuple[Hinted, ...]:
     """Of the equations in the body, in the factors of the whole."""
-    found: dict[Hinted, None] = {}
+    hints: dict[Hinted, None] = {}
     for e in body.equations:
         outer = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
         passing = [f for f, cut in numbered if e.id in cut.passing and e.id not in cut.splits]
-        found.update((hinted.renamed(outer, passing), None) for hinted in body.rules[e.id].hints)
-    return tuple(found)
+        hints.update((hinted.renamed(outer, passing), None) for hinted in body.rules[e.id].hints)
+    return tuple(hints)
 
 
 def _sums(body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int) -> tuple[InnerSum, ...]:
-    found = []
+    sums = []
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
-            found.append(InnerSum(f, math.prod(v.shape), v.dtype.itemsize, v.sum_itemsize, held, times))
+            sums.append(InnerSum(f, math.prod(v.shape), v.dtype.itemsize, v.sum_itemsize, held, times))
         for e in body.equations:
             if e.id in cut.splits:
                 for s in body.rules[e.id].sums:
                     if s.factor == cut.splits[e.id].factor:
                         cuts = ((g, other.splits.get(e.id)) for g, other in numbered)
                         held = frozenset(g for g, split in cuts if split is not None and split.factor in s.held)
-                        found.append(dataclasses.replace(s, factor=f, held=held, times=s.times * times))
-    return tuple(found)
+                        sums.append(dataclasses.replace(s, factor=f, held=held, times=s.times * times))
+    return tuple(sums)
 
 
 def _dim(
@@ -424,10 +424,10 @@ def _dim(
 
 def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces: Sequence[Piece]) -> list[Any]:
     """A running sum starts with its first value on the first piece, with zero on the others."""
-    found = []
+    starts = []
     for i, x in zip(positions, values, strict=True):
         for piece in pieces:
             if piece.cut.states.get(body.inputs[i]) is PARTIAL:
                 x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x)).astype(body.inputs[i].accumulator_dtype)
-        found.append(x)
-    return found
+        starts.append(x)
+    return starts

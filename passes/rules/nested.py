@@ -42,20 +42,20 @@ def find_cuts(body: Body) -> list[BodyCut]:
 
     A mesh axis can take one cut of a loop: heads and hidden units, say, are worth more as one than apart.
     """
-    found: list[BodyCut] = []
+    cuts: list[BodyCut] = []
     for value in body.inputs:
         if value.is_key:
             continue
         for dim, size in enumerate(value.shape):
-            if size < 2 or any(_holds(cut.states.get(value), dim) for cut in found):
+            if size < 2 or any(_holds(cut.states.get(value), dim) for cut in cuts):
                 continue
             cut = Propagation(body).run({value: BatchDim(dim, 1, size, 1)})
             if cut is not None and cut.splits:
-                found.append(cut)
+                cuts.append(cut)
     work = {e.id: body.flops(e) for e in body.equations}
-    found.sort(key=lambda cut: -sum(work[i] for i in cut.splits))
+    cuts.sort(key=lambda cut: -sum(work[i] for i in cut.splits))
     chosen: list[BodyCut] = []
-    for cut in found:
+    for cut in cuts:
         if any(_clash(cut, other) for other in chosen):
             continue
         for index, other in enumerate(chosen):

@@ -51,12 +51,12 @@ class Body:
     @functools.cached_property
     def readers(self) -> Mapping[Value, Sequence[tuple[Equation, int]]]:
         """The equations that read a value, each with the operand's position."""
-        found: dict[Value, list[tuple[Equation, int]]] = defaultdict(list)
+        readers: dict[Value, list[tuple[Equation, int]]] = defaultdict(list)
         for e in self.equations:
             for i, v in enumerate(e.inputs):
                 if isinstance(v, Value):
-                    found[v].append((e, i))
-        return found
+                    readers[v].append((e, i))
+        return readers
 
     def flops(self, equation: Equation) -> float:
         """Work of one equation in one round."""

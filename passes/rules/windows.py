@@ -49,13 +49,13 @@ class _Windows:
         """Pairs of a window and a tap that meet an element."""
         start = np.arange(self.taps) * self.dilation - self.low
         step, end = self.base * self.stride, (self.size - 1) * self.base
-        found = 0
+        pairs = 0
         for first in range(min(self.base, self.count)):  # windows first, first + base, ..: on elements all or none
             at = first * self.stride + start
             windows = (self.count - 1 - first) // self.base + 1
             below, beyond = np.maximum(0, -(at // step)), np.minimum(windows, (end - at) // step + 1)
-            found += int(np.sum(np.where(at % self.base == 0, np.maximum(0, beyond - below), 0)))
-        return found
+            pairs += int(np.sum(np.where(at % self.base == 0, np.maximum(0, beyond - below), 0)))
+        return pairs
 
     def fits(self, parts: int, unit: int) -> bool:
         """Whether pieces of `parts` things, `unit` apart, lie as far apart as pieces of the array."""

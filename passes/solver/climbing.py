@@ -90,9 +90,9 @@ class ClimbingSearch(SearchState):
                 if self._spent():
                     break
             assert top is not None  # a climb makes at least one evaluation
-            found = dict(zip(part.times, top.prices, strict=True))
+            top_prices = dict(zip(part.times, top.prices, strict=True))
             whole = evaluate_prices(
-                network, oracle.evaluate, np.array([found.get(time, 0.0) for time in network.times])
+                network, oracle.evaluate, np.array([top_prices.get(time, 0.0) for time in network.times])
             )
             self._spend(oracle)
             self._offer(network, whole.choice, FoundBy.ELIMINATION)
@@ -164,12 +164,14 @@ class ClimbingSearch(SearchState):
                     part.keep(node, side)
                     known = dict(zip(part.times, cuts[0].prices, strict=True))
                     part.reduce(dominated=True)
-                    bound, found = self._tighten(part, np.array([known[time] for time in part.times]), _BRANCH_CLIMBS)
+                    bound, part_cuts = self._tighten(
+                        part, np.array([known[time] for time in part.times]), _BRANCH_CLIMBS
+                    )
                 except NoChoiceLeft:
                     continue
                 if self.best is None or bound < self._worth(self.best):
                     count += 1
-                    heapq.heappush(parts, (max(bound, least), count, part, found))
+                    heapq.heappush(parts, (max(bound, least), count, part, part_cuts))
         if not parts:
             raise NoChoiceLeft
 

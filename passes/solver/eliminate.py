@@ -148,7 +148,7 @@ def _exact_elimination(graph: _Linked, limits: _Limits) -> Elimination | None:
 def _elimination(graph: _Linked, limits: _Limits, prefer_fixed: Mapping[int, float]) -> Elimination | None:
     nodes = np.array([node for node, _, _ in graph], dtype=np.int64)
     linked = np.array([*itertools.chain.from_iterable(others for _, _, others in graph)], dtype=np.int64)
-    found = min_fill(
+    elimination_order = min_fill(
         np.array([size for _, size, _ in graph], dtype=np.int64),
         np.cumsum([0, *(len(others) for _, _, others in graph)]),
         np.searchsorted(nodes, linked),
@@ -156,16 +156,16 @@ def _elimination(graph: _Linked, limits: _Limits, prefer_fixed: Mapping[int, flo
         *limits,
         _MAX_EFFORT,
     )
-    if not found.is_done:
+    if not elimination_order.is_done:
         return None
-    scopes, ends = nodes[found.scopes].tolist(), found.scope_at.tolist()
+    scopes, ends = nodes[elimination_order.scopes].tolist(), elimination_order.scope_at.tolist()
     order = [
         (node, scopes[start:end])
-        for node, (start, end) in zip(nodes[found.nodes].tolist(), itertools.pairwise(ends), strict=True)
+        for node, (start, end) in zip(nodes[elimination_order.nodes].tolist(), itertools.pairwise(ends), strict=True)
     ]
-    fixed = nodes[found.is_fixed].tolist()
+    fixed = nodes[elimination_order.is_fixed].tolist()
     sizes, neighbours = {node: size for node, size, _ in graph}, {node: others for node, _, others in graph}
-    return Elimination(_buckets(order, sizes, neighbours, set(fixed)), tuple(fixed), int(found.work))
+    return Elimination(_buckets(order, sizes, neighbours, set(fixed)), tuple(fixed), int(elimination_order.work))
 
 
 def _buckets(

@@ -34,8 +34,8 @@ def solve_program(residual: Residual) -> Outcome:
     seconds = float(solver.response_proto.deterministic_time)
     if status == cp_model.INFEASIBLE:
         return Outcome(None, math.inf, seconds)
-    found = program.choice(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
-    return Outcome(found, max(solver.best_objective_bound, 0.0) * residual.room / _RESOLUTION, seconds)
+    choice = program.choice(solver) if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None
+    return Outcome(choice, max(solver.best_objective_bound, 0.0) * residual.room / _RESOLUTION, seconds)
 
 
 class _Program:
@@ -145,7 +145,7 @@ def highest(cuts: Sequence[CuttingPlane], lower: Array, upper: Array) -> tuple[f
     solver.Maximize(value)
     if solver.Solve() != pywraplp.Solver.OPTIMAL:
         return best, lower
-    found = lower.copy()
+    best_prices = lower.copy()
     for index, variable in prices.items():
-        found[index] = min(max(variable.solution_value() * unit, lower[index]), upper[index])
-    return best + value.solution_value() * scale, found
+        best_prices[index] = min(max(variable.solution_value() * unit, lower[index]), upper[index])
+    return best + value.solution_value() * scale, best_prices

@@ -248,12 +248,12 @@ class Search(ClimbingSearch):
         if not all((labels == chosen[node]).any() for node, labels in network.labels.items()):
             try:
                 part = self._around(network, solution, set())
-                found = self._cheapest_that_fits(part)
+                choice = self._cheapest_that_fits(part)
             except NoChoiceLeft:
-                found = None
-            if found is None:
+                choice = None
+            if choice is None:
                 return relaxation.choose(1.0)
-            chosen = part.lift(found, self.problem.num_nodes)
+            chosen = part.lift(choice, self.problem.num_nodes)
         at = [int(np.searchsorted(network.labels[node], chosen[node])) for node in relaxation.flat.nodes.tolist()]
         return np.array(at, dtype=np.int64)
 

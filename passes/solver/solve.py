@@ -42,9 +42,9 @@ def solve(
     search = Search(problem, seconds, seed, highest, solve_program, gap, patience)
     if start is not None:
         search.offer(start)
-    found = search.run()
-    _LOG.debug("%d nodes, %.3g above the bound: found by %s", problem.num_nodes, found.gap, found.found_by)
-    return found
+    solution = search.run()
+    _LOG.debug("%d nodes, %.3g above the bound: found by %s", problem.num_nodes, solution.gap, solution.found_by)
+    return solution
 
 
 class Forced:
@@ -93,8 +93,8 @@ class Forced:
             search.bound, search.stall = bound, 0  # what climbs find is good enough to compare
             if start is not None:
                 search.offer(start)
-            found = search.run()
-            bound = found.lower_bound
-            if problem is self.problem or fits(self.problem, found.peak):
+            solution = search.run()
+            bound = solution.lower_bound
+            if problem is self.problem or fits(self.problem, solution.peak):
                 break
-        return found
+        return solution
