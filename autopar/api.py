@@ -235,14 +235,14 @@ class Parallelized(HasExecutable):
         return leader
 
     def _executable(self, call: Call) -> Executable:
-        found = self._executables.get(call.key)
-        if found is None:
+        executable = self._executables.get(call.key)
+        if executable is None:
             check_joined()
             traced = self._trace(call)
             shown, self._shown = self._shown, None  # state may lie otherwise afterwards
             planned = shown[1] if shown is not None and shown[0] == call.key else None
-            found = self._executables[call.key] = traced._compile(planned)
-        return found
+            executable = self._executables[call.key] = traced._compile(planned)
+        return executable
 
 
 def _say_batch(step: TracedStep) -> None:

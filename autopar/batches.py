@@ -117,10 +117,10 @@ class Batches(Iterator[Any]):
             )
         leaves: dict[int, np.ndarray[Any, Any]] = {}
         for part, tree, numbers in zip(parts, self._trees, self._numbers, strict=True):
-            flat, found = jax.tree.flatten(part)
-            if found != tree:
+            flat, structure = jax.tree.flatten(part)
+            if structure != tree:
                 raise PlanMismatchError(
-                    f"{graph.name} was compiled for examples of structure {tree}, the iterator gives {found}."
+                    f"{graph.name} was compiled for examples of structure {tree}, the iterator gives {structure}."
                 )
             leaves.update({i: self._checked(i, leaf) for i, leaf in zip(numbers, flat, strict=True)})
         sizes = {leaf.shape[self._axes[i]] for i, leaf in leaves.items() if i in self._axes}
@@ -136,23 +136,23 @@ class Batches(Iterator[Any]):
     def _checked(self, number: int, leaf: Any) -> np.ndarray[Any, Any]:
         """As an array of the host, whole or this process's part."""
         graph = self._executable.graph
-        found, axis, count = np.asarray(leaf), self._axes.get(number), self._executable.data_shard.shard_count
+        array, axis, count = np.asarray(leaf), self._axes.get(number), self._executable.data_shard.shard_count
         if axis is None:  # nobody reads it
-            return found
+            return array
         value = graph.inputs[number]
         shape = value.shape
         allowed = [shape]
         if count > 1:
             allowed.append((*shape[:axis], shape[axis] // count, *shape[axis + 1 :]))
-        dtype = jax.dtypes.canonicalize_dtype(found.dtype)
-        if found.shape not in allowed or dtype != value.dtype:
+        dtype = jax.dtypes.canonicalize_dtype(array.dtype)
+        if array.shape not in allowed or dtype != value.dtype:
             whole = f"{value.dtype}{list(allowed[0])}"
             part = f", or of this process's part, {list(allowed[1])}" if len(allowed) > 1 else ""
             raise PlanMismatchError(
                 f"{graph.name} was compiled for {graph.input_paths[number]} of {whole}{part}; the iterator gives "
-                f"{found.dtype}{list(found.shape)}. Batches have to be of one size: let the loader leave out the rest."
+                f"{array.dtype}{list(array.shape)}. Batches have to be of one size: let the loader leave out the rest."
             )
-        return found.astype(dtype, copy=False)
+        return array.astype(dtype, copy=False)
 
 
 class _Position(NamedTuple):

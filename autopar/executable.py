@@ -68,12 +68,12 @@ class Executable(HasExecutable):
         return {name: besides for name, (_, besides) in self._bytes().items()}
 
     def _bytes(self) -> dict[str, tuple[int, int]]:
-        found = {}
+        bytes_of = {}
         for source, program in zip(self._worker.sources, self._worker.programs, strict=True):
             use = program.memory_analysis()
             besides = use.temp_size_in_bytes + use.output_size_in_bytes - use.alias_size_in_bytes
-            found[source.name] = int(use.argument_size_in_bytes), int(besides)
-        return found
+            bytes_of[source.name] = int(use.argument_size_in_bytes), int(besides)
+        return bytes_of
 
     @property
     def instruction_count(self) -> int:
@@ -204,8 +204,8 @@ class Executable(HasExecutable):
             tuple(feeds[pieces[0]]) if pieces[0] in feeds else self.home_of(i).shardings
             for i, pieces in enumerate(self._cut_graph.inputs_of)
         ]
-        found: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self.graph.in_tree, leaves)
-        return found
+        shardings: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(self.graph.in_tree, leaves)
+        return shardings
 
     @functools.cached_property
     def batch_axes(self) -> dict[int, int]:
@@ -216,8 +216,8 @@ class Executable(HasExecutable):
     def place_examples(self, leaves: Mapping[int, np.ndarray[Any, Any]]) -> dict[int, PlacedExamples]:
         """Leaves of examples, whole or this process's part of them, where the step wants them; by number."""
         numbers = {i: self._cut_graph.inputs_of[i][0] for i in leaves}
-        found = self._worker.place_examples(self.graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
-        return {i: found[at] for i, at in numbers.items()}
+        placed = self._worker.place_examples(self.graph.name, {numbers[i]: leaf for i, leaf in leaves.items()})
+        return {i: placed[at] for i, at in numbers.items()}
 
     def home_of(self, leaf: int) -> Home:
         """Where a leaf of the arguments, by its number, lies."""
@@ -254,13 +254,13 @@ class Executable(HasExecutable):
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             results = self._worker(self._inputs(leaves))
             for path, x in zip(self._cut_graph.output_paths, results, strict=True):
-                found = jnp.issubdtype(x.dtype, jnp.inexact) and (
+                invalid = jnp.issubdtype(x.dtype, jnp.inexact) and (
                     (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
                 )
-                if found:
+                if invalid:
                     gone = any(map(is_deleted, leaves))
                     raise NotFiniteError(
-                        f"invalid value ({found}) encountered in {path} of {self.graph.name}"
+                        f"invalid value ({invalid}) encountered in {path} of {self.graph.name}"
                         + (", and the state that the step was given is gone" if gone else "")
                         + ". To see the line where it arises, call its __wrapped__ on autopar.gather(state) from "
                         "before, on one device."
@@ -290,13 +290,13 @@ class Executable(HasExecutable):
         cuts = self._cut_graph.input_cuts
         if not cuts and not any(isinstance(leaf, Pieces) for leaf in leaves):
             return leaves
-        found: list[Any] = []
+        pieces: list[Any] = []
         for i, leaf in enumerate(leaves):
             cut = cuts.get(i)
             if not isinstance(leaf, Pieces):
-                found += [leaf] if cut is None else pieces_of(leaf, cut)
+                pieces += [leaf] if cut is None else pieces_of(leaf, cut)
             elif leaf.cut == cut:
-                found += leaf.pieces
+                pieces += leaf.pieces
             else:
                 kept = "whole" if cut is None else f"in pieces {cut.bounds} of axis {cut.axis}"
                 raise StateError(
@@ -304,7 +304,7 @@ class Executable(HasExecutable):
                     f"plan of {self.graph.name} keeps it {kept}. State is never moved silently: make the function "
                     "with follow=, or pass autopar.gather(state)."
                 )
-        return found
+        return pieces
 
 
 def _has(mark: Callable[[Any], jax.Array], x: jax.Array) -> bool:

@@ -207,7 +207,7 @@ class Traced:
 
     def _planned_by_first(self, job: Processes, mine: Planned | None) -> Planned:
         """Process 0 plans, and the others take its plan."""
-        graph, found = self.graph, mine
+        graph, planned = self.graph, mine
         versions = {f"the version of {name}": metadata.version(name) for name in ("jax", "jaxlib", "autopar")}
         step = f"of {len(graph.equations)} equations, fingerprint {graph.fingerprint}"
         try:
@@ -219,16 +219,16 @@ class Traced:
             raise
 
         def plan() -> str:
-            nonlocal found
-            found = (found or self.plan()).with_programs()
-            return json.dumps([found.seconds, found.to_json()])
+            nonlocal planned
+            planned = (planned or self.plan()).with_programs()
+            return json.dumps([planned.seconds, planned.to_json()])
 
         seconds, text = json.loads(job.from_first(plan))
-        if job.index or found is None:
+        if job.index or planned is None:
             made = Plan.from_json(text)
             restored = Finisher(self.step.analysis, made.cluster).restore(made)
-            found = Planned.of_restored(restored, self.step, self.options.method, seconds)
-        return found
+            planned = Planned.of_restored(restored, self.step, self.options.method, seconds)
+        return planned
 
     def _said(self) -> dict[str, str]:
         """What all processes of a job have to say alike of the step, beside what they trace of it.
@@ -237,16 +237,16 @@ class Traced:
         """
         options = self.options
         method, cluster = options.method, options.cluster
-        found = {"the method": repr(method), "num_microbatches": str(options.num_microbatches or "auto")}
+        said = {"the method": repr(method), "num_microbatches": str(options.num_microbatches or "auto")}
         if isinstance(method, Plan):
             meshes = [stage.mesh.shape for stage in method.stages]
-            found["the method"] = f"a plan of {method.num_microbatches} microbatches, stages on meshes of {meshes}"
+            said["the method"] = f"a plan of {method.num_microbatches} microbatches, stages on meshes of {meshes}"
         if cluster is not None:
             kinds = sorted({host.kind.name for host in cluster.hosts})
-            found["the cluster"] = f"{cluster.num_devices} devices in {len(cluster.hosts)} hosts, {', '.join(kinds)}"
+            said["the cluster"] = f"{cluster.num_devices} devices in {len(cluster.hosts)} hosts, {', '.join(kinds)}"
         if options.devices is not None:
-            found["the devices"] = str([device.id for device in options.devices])
-        return found
+            said["the devices"] = str([device.id for device in options.devices])
+        return said
 
 
 def trace(fun: Callable[..., Any], args: tuple[Any, ...], options: Options) -> Traced:

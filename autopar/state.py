@@ -78,7 +78,7 @@ def homes_of(
     alike = {mine: theirs for theirs, mine in matches.items()}
     meshes = [device_mesh(stage.mesh, devices) for stage in plan.stages]
     kept, cuts = plan.pieces, plan.leaf_cuts
-    found: dict[int, LeafHome] = {}
+    homes: dict[int, LeafHome] = {}
     for i, leaf in enumerate(leaves):
         if graph.inputs[i] in graph.examples:
             continue
@@ -94,10 +94,10 @@ def homes_of(
             if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh in meshes
         )
         if len(at) == len(shardings):
-            found[i] = LeafHome(at, leaf.cut if isinstance(leaf, Pieces) else None)
+            homes[i] = LeafHome(at, leaf.cut if isinstance(leaf, Pieces) else None)
         elif planned:
-            found[i] = LeafHome(tuple((p.stage, p.sharding) for p in planned), cuts.get(alike[i]))
-    return found
+            homes[i] = LeafHome(tuple((p.stage, p.sharding) for p in planned), cuts.get(alike[i]))
+    return homes
 
 
 def _sharding_of(sharding: jax.sharding.NamedSharding, rank: int) -> Sharding:

@@ -59,7 +59,7 @@ def absent_gpus(target: str, num_hosts: int, devices_per_host: int) -> Sequence[
     jax.devices("cpu")  # plugins are looked for when the first platform starts
     try:
         with contextlib.redirect_stderr(io.StringIO()):
-            found = topologies.get_topology_desc(
+            topology = topologies.get_topology_desc(
                 platform="cuda", topology=f"1x{num_hosts}x{devices_per_host}", target_config=target
             )
     except Exception as error:  # whatever the plugin raises
@@ -73,7 +73,7 @@ def absent_gpus(target: str, num_hosts: int, devices_per_host: int) -> Sequence[
             f"XLA's compiler for NVIDIA GPUs does not start ({type(error).__name__}: {str(error)[:300]}). {first}It "
             f"has to be of the version of jaxlib, {version}, and the target a GpuTargetConfigProto in text: {INSTALL}"
         ) from error
-    devices: Sequence[jax.Device] = found.devices
+    devices: Sequence[jax.Device] = topology.devices
     return devices
 
 
@@ -106,14 +106,14 @@ def compile_ahead(
             f"most_operations={most_operations}. Allow more (XLA compiles some {_SPEED} a second), or let the model "
             "scan over its layers, which makes programs short."
         )
-    found: dict[int, Ahead] = {}
+    verdicts: dict[int, Ahead] = {}
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         todo = {pool.submit(_compile, sources[index].name, *lowered[index][:2]): index for index in unlike}
         progress(0, len(unlike))
         for future in concurrent.futures.as_completed(todo):
-            found[todo[future]] = future.result()
-            progress(len(found), len(unlike))
-    return [(found[index], index) for index in same]
+            verdicts[todo[future]] = future.result()
+            progress(len(verdicts), len(unlike))
+    return [(verdicts[index], index) for index in same]
 
 
 _SPEED = 500  # operations a second, two cores

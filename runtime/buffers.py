@@ -50,10 +50,10 @@ class Buffers:
         `in_place`: those that programs take as they are; `given`: those that may be given away. Of several that share a
         buffer and may all be given away, the first is left out.
         """
-        found = _met_again({at: id(leaf) for at, leaf in enumerate(leaves)}, given)
+        shared = _met_again({at: id(leaf) for at, leaf in enumerate(leaves)}, given)
         if not all(self._is_known(leaves[at]) for at in in_place):
-            found |= _met_again({at: _buffer(leaves[at]) for at in in_place}, given)
-        return found
+            shared |= _met_again({at: _buffer(leaves[at]) for at in in_place}, given)
+        return shared
 
     def remember(self, arrays: References) -> None:
         """These have buffers of their own; what was remembered before is forgotten."""
@@ -68,12 +68,12 @@ class Buffers:
 
 def _met_again(buffers: Mapping[int, int], given: Set[int]) -> Set[int]:
     first_of: dict[int, int] = {}
-    found = set()
+    repeated = set()
     for at, buffer in buffers.items():
         first = first_of.setdefault(buffer, at)
         if first != at:
-            found.add(at if at in given else first)
-    return found & given
+            repeated.add(at if at in given else first)
+    return repeated & given
 
 
 def _buffer(leaf: jax.Array) -> int:

@@ -37,7 +37,7 @@ def whole_arrays(arrays: Mapping[int, jax.Array], job: Processes, receivers: Col
 
 def _whole(array: jax.Array, tiles: dict[Box, list[int]], number: int, job: Processes, channel: Channel) -> Any:
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    found = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    pieces = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
     by_sender: dict[int, list[Box]] = {}
     for key, there in tiles.items():
         sender = _sender(there, job.index)
@@ -47,8 +47,8 @@ def _whole(array: jax.Array, tiles: dict[Box, list[int]], number: int, job: Proc
         shapes = [tuple(stop - start for start, stop in key) for key in keys]
         channel.awaits(sender)
         structs = [jax.ShapeDtypeStruct(shape, array.dtype, sharding=here) for shape in shapes]
-        found.update(zip(keys, job.pull(channel.uuid(number, job.index), sender, structs), strict=True))
-    numbers = {key: np.asarray(plain(piece)) for key, piece in found.items()}
+        pieces.update(zip(keys, job.pull(channel.uuid(number, job.index), sender, structs), strict=True))
+    numbers = {key: np.asarray(plain(piece)) for key, piece in pieces.items()}
     first = next(iter(numbers.values()))
     result = np.empty((*array.shape, *first.shape[array.ndim :]), first.dtype)
     for key, piece in numbers.items():
@@ -60,13 +60,13 @@ def holders(array: jax.Array) -> dict[Box, list[int]]:
     """The processes that hold each tile of an array, in the order of its mesh; empty for numbers, which all know."""
     if array.ndim == 0:
         return {}
-    found: dict[Box, list[int]] = {}
+    processes_of: dict[Box, list[int]] = {}
     index_of: Mapping[Any, tuple[slice, ...]] = array.sharding.devices_indices_map(array.shape)
     for device, index in index_of.items():
-        there = found.setdefault(box_of(index, array.shape), [])
+        there = processes_of.setdefault(box_of(index, array.shape), [])
         if device.process_index not in there:
             there.append(device.process_index)
-    return found
+    return processes_of
 
 
 def _sender(there: Sequence[int], receiver: int) -> int | None:

@@ -32,8 +32,8 @@ def held_at_peak(text: str) -> tuple[Held, ...]:
     Neither its arguments nor its results are among them.
     """
     module = parse(text)
-    found = _peak(module, module.entry, {})
-    return tuple(sorted(found, key=lambda held: -held.nbytes))
+    buffers = _peak(module, module.entry, {})
+    return tuple(sorted(buffers, key=lambda held: -held.nbytes))
 
 
 _Buffer = tuple[str, int]  # the instruction that makes it, the number of its result
@@ -85,22 +85,22 @@ def _all(place: _Place) -> frozenset[_Buffer]:
 
 def _places(module: Module, body: Mapping[str, HloInstruction]) -> dict[str, _Place]:
     """The buffers in which each instruction's results lie."""
-    found: dict[str, _Place] = {}
+    places: dict[str, _Place] = {}
     for name, i in body.items():
-        operands = [found.get(operand, ()) for operand in i.operands]
+        operands = [places.get(operand, ()) for operand in i.operands]
         if i.opcode == "tuple":
-            found[name] = [_all(place) for place in operands]
+            places[name] = [_all(place) for place in operands]
         elif i.opcode == "get-tuple-element":
             index = int(re.search(r"index=(\d+)", i.attributes)[1])  # type: ignore[index]
             whole = operands[0]
-            found[name] = [whole[index] if index < len(whole) else _all(whole)]
+            places[name] = [whole[index] if index < len(whole) else _all(whole)]
         elif operands and (i.opcode in _VIEWS or i.opcode in _IN_PLACE or i.opcode.endswith("-done")):
-            found[name] = operands[0]
+            places[name] = operands[0]
         elif i.opcode == "fusion" and (at := _updated(module, i)) is not None:
-            found[name] = operands[at]
+            places[name] = operands[at]
         else:
-            found[name] = [frozenset({(name, number)}) for number in range(len(_made(i, body)))]
-    return found
+            places[name] = [frozenset({(name, number)}) for number in range(len(_made(i, body)))]
+    return places
 
 
 def _updated(module: Module, fusion: HloInstruction) -> int | None:
@@ -127,5 +127,5 @@ def _made(instruction: HloInstruction, body: Mapping[str, HloInstruction]) -> li
 
 
 def _held(instruction: HloInstruction, nbytes: int) -> Held:
-    found = re.search(r'op_name="([^"]*)"', instruction.attributes)
-    return Held(nbytes, instruction.opcode, found[1] if found else "")
+    match = re.search(r'op_name="([^"]*)"', instruction.attributes)
+    return Held(nbytes, instruction.opcode, match[1] if match else "")

@@ -23,17 +23,17 @@ class HloInstruction:
 
     def computations(self, *keys: str) -> list[str]:
         """Names of the computations called through any of these attributes."""
-        found = []
+        names = []
         for key in keys:
             for listed, single in re.findall(rf"\b{key}=(?:\{{([^}}]*)\}}|%?([\w.\-]+))", self.attributes):
-                found += re.findall(r"[\w.\-]+", listed) if listed else [single]
-        return found
+                names += re.findall(r"[\w.\-]+", listed) if listed else [single]
+        return names
 
     @property
     def trips(self) -> int | None:
         """How often a while loop turns, if XLA knows it."""
-        found = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
-        return int(found[1]) if found else None
+        match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', self.attributes)
+        return int(match[1]) if match else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,8 +77,8 @@ def kernels_in_hlo(text: str) -> tuple[HloKernel, ...]:
             return max(map(of_computation, names), key=lambda kernels: sum(k.nbytes for k in kernels))
         if opcode in ("call", "async"):
             return [k for called in i.computations("to_apply", "calls") for k in of_computation(called)]
-        found = re.search(r'op_name="([^"]*)"', i.attributes)
-        return [HloKernel(i.name, opcode, found[1] if found else "", 1, *_moved(module, i, body))]
+        match = re.search(r'op_name="([^"]*)"', i.attributes)
+        return [HloKernel(i.name, opcode, match[1] if match else "", 1, *_moved(module, i, body))]
 
     return tuple(of_computation(module.entry))
 

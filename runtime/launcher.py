@@ -66,7 +66,7 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
 
     if _COUNT in environment and _INDEX in environment:
         index, count = _numbers(environment, (_INDEX, _COUNT))
-        found = Membership(index, count, index if _LAUNCHED in environment else None)
+        member = Membership(index, count, index if _LAUNCHED in environment else None)
     elif any(kind.is_env_present() for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method):
         return Membership(None, None, _local_index(environment))
     else:
@@ -79,15 +79,15 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
                         "alone: set both, or neither."
                     )
             return None
-        found = Membership(*_numbers(environment, said), _local_index(environment))
-    if found.count == 1:
+        member = Membership(*_numbers(environment, said), _local_index(environment))
+    if member.count == 1:
         return None
     if _COORDINATOR not in environment:
         raise ArgumentError(
-            f"this is process {found.index} of {found.count}, but nothing says where process 0 is: set "
+            f"this is process {member.index} of {member.count}, but nothing says where process 0 is: set "
             f"{_COORDINATOR}=host:port for all of them, the host of process 0 and a free port there."
         )
-    return found
+    return member
 
 
 def _ray_worker() -> Membership | None:
@@ -135,10 +135,10 @@ def check_joined() -> None:
                 f"so that each would train alone: {remedy}, first thing in the train loop."
             )
         return
-    found = membership({_COORDINATOR: "", **os.environ})  # wherever process 0 is
-    if found is not None and found.count is not None:
+    member = membership({_COORDINATOR: "", **os.environ})  # wherever process 0 is
+    if member is not None and member.count is not None:
         warn(
-            f"this process is {found.index} of {found.count} by its launcher's variables and has not joined the "
+            f"this process is {member.index} of {member.count} by its launcher's variables and has not joined the "
             f"others: it trains alone. Start the script by `autopar run`, or {remedy}.",
         )
 
@@ -164,17 +164,17 @@ def initialize(devices_per_process: int | None = None) -> bool:
     if jax.distributed.is_initialized():
         return this_job() is not None
     worker = _ray_worker()
-    found = worker or membership(os.environ)
-    if found is None or found.count == 1:
+    member = worker or membership(os.environ)
+    if member is None or member.count == 1:
         return False
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # It would keep a process that is asked to end from ending.
     jax.config.update("jax_enable_preemption_service", False)
     on_cpus = (jax.config.values["jax_platforms"] or "").split(",")[0] == "cpu"
     local: Sequence[int] | None = None
-    if devices is not None and found.local_index is not None and not on_cpus:
-        local = range(found.local_index * devices, (found.local_index + 1) * devices)
-    given: dict[str, Any] = {"num_processes": found.count, "process_id": found.index, "local_device_ids": local}
+    if devices is not None and member.local_index is not None and not on_cpus:
+        local = range(member.local_index * devices, (member.local_index + 1) * devices)
+    given: dict[str, Any] = {"num_processes": member.count, "process_id": member.index, "local_device_ids": local}
     if worker is not None and worker.index is not None:
         # Of whatever started Ray itself, its workers have inherited variables that name other jobs and addresses.
         address = _rays_coordinator(worker.index)

@@ -68,17 +68,17 @@ def place(values: Sequence[Any], shardings: Sequence[jax.sharding.NamedSharding]
       StateError: a value lies on devices of other processes.
     """
     local = [sharding.is_fully_addressable for sharding in shardings]
-    found: dict[int, jax.Array] = {}
+    arrays: dict[int, jax.Array] = {}
     whole = [i for i, is_local in enumerate(local) if is_local]
     moved = jax.device_put([private(values[i]) for i in whole], [shardings[i] for i in whole], may_alias=False)
-    found.update(zip(whole, moved, strict=True))
+    arrays.update(zip(whole, moved, strict=True))
     shared = [i for i, is_local in enumerate(local) if not is_local]
     held = [
         (tuple(jax.numpy.shape(values[i])), shardings[i], _pieces(private(values[i]), shardings[i])) for i in shared
     ]
     for i, array in zip(shared, arrays_of(held), strict=True):
-        found[i] = weakly_typed(array) if jax.typeof(values[i]).weak_type else array
-    return [found[i] for i in range(len(values))]
+        arrays[i] = weakly_typed(array) if jax.typeof(values[i]).weak_type else array
+    return [arrays[i] for i in range(len(values))]
 
 
 def arrays_of(
@@ -125,8 +125,8 @@ def sliceable(value: Any) -> Any:
 
 def absent(array: Array | jax.ShapeDtypeStruct) -> jax.Array:
     """An array of other processes: its shape, type and sharding, and no data."""
-    found = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [], dtype=array.dtype)
-    return weakly_typed(found) if array.weak_type else found
+    empty = jax.make_array_from_single_device_arrays(array.shape, array.sharding, [], dtype=array.dtype)
+    return weakly_typed(empty) if array.weak_type else empty
 
 
 def weakly_typed(x: Any) -> Any:

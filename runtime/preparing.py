@@ -69,7 +69,7 @@ def getter_of(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[An
     at = tuple(positions)
     if at and at == tuple(range(at[0], at[0] + len(at))):
         return operator.itemgetter(slice(at[0], at[-1] + 1))
-    return operator.itemgetter(*at) if len(at) > 1 else lambda found: [found[i] for i in at]
+    return operator.itemgetter(*at) if len(at) > 1 else lambda sequence: [sequence[i] for i in at]
 
 
 def changed_by(instruction: Run | Free | Put | Together) -> Sequence[Register]:
@@ -81,15 +81,15 @@ def changed_by(instruction: Run | Free | Put | Together) -> Sequence[Register]:
 
 def spans_of(registers: Sequence[Register]) -> list[tuple[slice, slice]]:
     """Registers that follow one another, and where in the sequence they are."""
-    found: list[tuple[slice, slice]] = []
+    spans: list[tuple[slice, slice]] = []
     for at, register in enumerate(registers):
-        if found and found[-1][0].stop == register:
-            span, positions = found.pop()
+        if spans and spans[-1][0].stop == register:
+            span, positions = spans.pop()
             first, start = span.start, positions.start
         else:
             first, start = register, at
-        found.append((slice(first, register + 1), slice(start, at + 1)))
-    return found
+        spans.append((slice(first, register + 1), slice(start, at + 1)))
+    return spans
 
 
 def is_deleted(leaf: Any) -> bool:
@@ -123,7 +123,7 @@ def zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, 
     by_mesh: dict[Any, list[Register]] = {}
     for register, array in sums.items():
         by_mesh.setdefault(array.sharding.mesh, []).append(register)
-    found = []
+    programs = []
     for registers in by_mesh.values():
         arrays = [sums[r] for r in registers]
 
@@ -135,8 +135,8 @@ def zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, 
             .lower()
             .compile(compiler_options(arrays[0].sharding.mesh.devices.flat))
         )
-        found.append((tuple(registers), compiled))
-    return found
+        programs.append((tuple(registers), compiled))
+    return programs
 
 
 def check_devices(wanted: int, devices: Sequence[jax.Device]) -> None:

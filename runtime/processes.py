@@ -125,9 +125,9 @@ class Processes:
             self._client.key_value_set(f"{key}/{self.index}", mine)
             return self._wait_for(f"{key}/all", subject, "process 0 or others", needs=range(self.count))
         others = range(1, self.count)
-        found = combine([mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}", needs=[p]) for p in others)])
-        self._client.key_value_set(f"{key}/all", found)
-        return found
+        combined = combine([mine, *(self._wait_for(f"{key}/{p}", subject, f"process {p}", needs=[p]) for p in others)])
+        self._client.key_value_set(f"{key}/all", combined)
+        return combined
 
     def from_first(self, make: Callable[[], str]) -> str:
         """What process 0 makes, on all of them.
@@ -190,10 +190,10 @@ class Processes:
     def _done(self) -> dict[int, dict[int, int]]:
         """The processes that have come to the ends of their scripts, and the calls of each channel that they made."""
         try:
-            found = self._client.key_value_dir_get(f"{_DONE}/")
+            entries = self._client.key_value_dir_get(f"{_DONE}/")
         except jax.errors.JaxRuntimeError:
             return {}
-        said = ((key.rpartition("/")[2], text) for key, text in found)
+        said = ((key.rpartition("/")[2], text) for key, text in entries)
         return {int(who): {int(n): k for n, k in json.loads(text).items()} for who, text in said if who.isdigit()}
 
     def _missed(self) -> str:
@@ -331,8 +331,8 @@ class Processes:
             self._connections[sender] = self._server.connect(address)
         wanted = [plain_struct(x) for x in arrays]
         sent = iter(self._connections[sender].pull(uuid, [x for x in wanted if x.size]))
-        found = [next(sent) if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in wanted]
-        return [as_wanted(struct, x) for struct, x in zip(arrays, found, strict=True)]
+        pulled = [next(sent) if x.size else jnp.zeros(x.shape, x.dtype, device=x.sharding) for x in wanted]
+        return [as_wanted(struct, x) for struct, x in zip(arrays, pulled, strict=True)]
 
     @functools.cached_property
     def _server(self) -> Any:
@@ -417,9 +417,9 @@ def as_wanted(struct: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
 @functools.cache
 def _implementation(dtype: Any) -> Any:
     """Of random keys of this type: only arrays tell, or what stands for them in a trace."""
-    found: list[Any] = []
-    jax.eval_shape(lambda key: found.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return found[0]
+    implementations: list[Any] = []
+    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
+    return implementations[0]
 
 
 def _differences(texts: Sequence[str]) -> str:
@@ -452,12 +452,12 @@ def _address_towards(coordinator: str) -> str:
     """This machine's address in the network by which it reaches the coordinator, `host:port`."""
     host, _, port = coordinator.rpartition(":")
     host = host.strip("[]")
-    found = _own_address(host, int(port))
-    if host not in _LOOPBACK and ipaddress.ip_address(found).is_loopback:
+    address = _own_address(host, int(port))
+    if host not in _LOOPBACK and ipaddress.ip_address(address).is_loopback:
         # The host's own name, as some systems have it; others cannot reach it by that.
         with contextlib.suppress(OSError):
             return _own_address(_ANYWHERE, int(port))
-    return found
+    return address
 
 
 _ANYWHERE = "192.0.2.1"  # of a network that is for examples alone (RFC 5737): reached as everything outside is

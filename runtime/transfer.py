@@ -153,7 +153,7 @@ class TileTransfer:
         offers: dict[int, list[Tile]] = {}
         pulls: dict[int, list[jax.ShapeDtypeStruct]] = {}
         taken: list[tuple[Tile, Any]] = []  # within this process, and where to
-        found: dict[Any, list[tuple[int, int]]] = {}  # by device: (process, number among what that gives)
+        origins: dict[Any, list[tuple[int, int]]] = {}  # by device: (process, number among what that gives)
         again: dict[Any, Any] = {}
         assembled: dict[Any, list[tuple[tuple[int, int], ...]]] = {}  # by device that makes tiles of several
 
@@ -169,11 +169,11 @@ class TileTransfer:
                 if giver == here:
                     offers.setdefault(process, []).append(tile)
             elif giver == here:
-                found.setdefault(to, []).append((here, len(taken)))
+                origins.setdefault(to, []).append((here, len(taken)))
                 taken.append((tile, to))
             else:
                 numbered = pulls.setdefault(giver, [])
-                found.setdefault(to, []).append((giver, len(numbered)))
+                origins.setdefault(to, []).append((giver, len(numbered)))
                 numbered.append(jax.ShapeDtypeStruct(shape, self.dtype, sharding=SingleDeviceSharding(to)))
 
         copies = [
@@ -215,7 +215,7 @@ class TileTransfer:
         return Route(
             sends, receives, offers, pulls,
             tuple(tile for tile, _ in taken), tuple(to for _, to in taken),
-            {to: [before[giver] + number for giver, number in numbers] for to, numbers in found.items()}, again,
+            {to: [before[giver] + number for giver, number in numbers] for to, numbers in origins.items()}, again,
             next((tuple(tiles) for maker, tiles in assembled.items() if maker.process_index == here), ()),
         )  # fmt: skip
 
@@ -241,10 +241,10 @@ _Copies = tuple[jax.Device, list[tuple[int, jax.Device]]]  # to a device: which 
 
 
 def _by_process(copies: Sequence[_Copies]) -> dict[int, list[_Copies]]:
-    found: dict[int, list[_Copies]] = {}
+    by_process: dict[int, list[_Copies]] = {}
     for to, parts in copies:
-        found.setdefault(to.process_index, []).append((to, parts))
-    return found
+        by_process.setdefault(to.process_index, []).append((to, parts))
+    return by_process
 
 
 def _key(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ...]:
@@ -291,8 +291,8 @@ def _compiled(
     def moved(*xs: jax.Array) -> list[jax.Array]:
         if not is_narrow:
             return list(function(*xs))
-        found = function(*[jax.lax.bitcast_convert_type(x, jnp.uint16) for x in xs])
-        return [jax.lax.bitcast_convert_type(x, dtype) for x in found]
+        bits = function(*[jax.lax.bitcast_convert_type(x, jnp.uint16) for x in xs])
+        return [jax.lax.bitcast_convert_type(x, dtype) for x in bits]
 
     here = SingleDeviceSharding(device)
     arguments = [jax.ShapeDtypeStruct(shape, dtype, sharding=here) for shape in shapes]
@@ -336,17 +336,17 @@ def send(sendings: Sequence[Sending], message: Message | None = None) -> list[ja
         for receiver, arrays in offers.items():
             message.offer(receiver, arrays)
     pulled = _pulled(sendings, message)
-    found = [
+    results = [
         _arrived(sending, parts, arrays) for sending, (parts, _), arrays in zip(sendings, made, pulled, strict=True)
     ]
-    for sending, (_, cut), result in zip(sendings, made, found, strict=True):
+    for sending, (_, cut), result in zip(sendings, made, results, strict=True):
         transfer = sending.transfer
         # Programs of the source and of the target, if they are this process's.
         if cut and needs_waits(transfer.source.mesh):
             jax.block_until_ready(list(cut.values()))
         if result is not None and transfer.joiners and needs_waits(transfer.target.mesh):
             jax.block_until_ready(result)
-    return found
+    return results
 
 
 def _made(sending: Sending) -> tuple[dict[Tile, jax.Array], dict[Tile, jax.Array]]:
@@ -398,5 +398,5 @@ def _arrived(sending: Sending, parts: Mapping[Tile, jax.Array], pulled: Sequence
 
 def _put(arrays: Sequence[jax.Array], devices: Collection[jax.Device], may_alias: bool | None) -> list[jax.Array]:
     """Each onto its device."""
-    found: list[jax.Array] = jax.device_put(arrays, list(devices), may_alias=may_alias) if arrays else []
-    return found
+    copies: list[jax.Array] = jax.device_put(arrays, list(devices), may_alias=may_alias) if arrays else []
+    return copies

@@ -131,11 +131,11 @@ class Worker:
         """Argument leaves of examples, whole or this process's rows of them, where this step wants them."""
         wiring = self.wiring
         arrays = place_rows(leaves, self._feeds, self.rows)
-        found: dict[int, dict[Register, Any]] = {at: {} for at in leaves}
+        by_leaf: dict[int, dict[Register, Any]] = {at: {} for at in leaves}
         for register, array in arrays.items():
-            found[wiring.feeds[register][0]][register] = array
+            by_leaf[wiring.feeds[register][0]][register] = array
         values = {at: wiring.inputs[at] for at in leaves}
-        return {at: PlacedExamples(v.shape, v.dtype, function, wiring, found[at]) for at, v in values.items()}
+        return {at: PlacedExamples(v.shape, v.dtype, function, wiring, by_leaf[at]) for at, v in values.items()}
 
     @property
     def instruction_count(self) -> int:
@@ -193,22 +193,22 @@ class Worker:
         """This process's list; copies that go together are where the first of them is."""
         first_of = instructions.together()
         groups: dict[int, Together] = {}
-        found: list[Run | Free | Put | Together] = []
+        played: list[Run | Free | Put | Together] = []
         for instruction in self._instructions:
             if not isinstance(instruction, Copy):
-                found.append(instruction)
+                played.append(instruction)
                 continue
             tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
             source, target = instruction.source, instruction.target
             if tiles.is_put:
-                found.append(Put(source, target, tiles.destination, may_alias))
+                played.append(Put(source, target, tiles.destination, may_alias))
                 continue
             first = first_of[instruction.number]
             if first not in groups:
                 groups[first] = Together(first)
-                found.append(groups[first])
+                played.append(groups[first])
             groups[first].copies.append(HowToCopy(source, target, tiles, may_alias, source in state))
-        return found
+        return played
 
     def knows(self, leaves: Sequence[Any]) -> bool:
         """Whether the state among the arguments' leaves is what the last call left, where it left it."""
@@ -256,8 +256,8 @@ class Worker:
             for instruction, arguments_of, spans in self._list:
                 if isinstance(instruction, Run):
                     outputs = self._launch(instruction.program, arguments_of(registers))
-                    for there, found in spans:
-                        registers[there] = outputs[found]
+                    for there, positions in spans:
+                        registers[there] = outputs[positions]
                 elif isinstance(instruction, Put):
                     source, to, destination, may_alias = instruction
                     registers[to] = jax.device_put(registers[source], destination, may_alias=may_alias)
@@ -362,8 +362,8 @@ class Worker:
     def _remember_left(self, returned: Sequence[Any], leaves: Sequence[Any]) -> References:
         """What a call leaves of its results and its arguments."""
         small, others = self._left
-        found = returned if self._leaves_results else [*returned, *leaves]
-        return self._remember(small(found), others(found))
+        left = returned if self._leaves_results else [*returned, *leaves]
+        return self._remember(small(left), others(left))
 
     def _remember(self, small: Sequence[Any], others: Sequence[Any]) -> References:
         """What a call leaves, as arrays of which none shares a buffer with another."""

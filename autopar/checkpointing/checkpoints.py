@@ -143,8 +143,8 @@ def latest_step(path: Any) -> int | None:
         manager.reload()
         return json.dumps(manager.latest_step())
 
-    found: int | None = json.loads(_of_first(find))
-    return found
+    step: int | None = json.loads(_of_first(find))
+    return step
 
 
 def wait_until_saved() -> None:
@@ -184,18 +184,18 @@ _managers = itertools.count()  # in the same order on all processes
 def _opened(path: Any, options: ocp.CheckpointManagerOptions | None, *, create: bool) -> _Open:
     folder = _folder(path)
     name = str(folder)
-    found = _open.get(name)
-    if found is not None and options is not None and _fields(options) != _fields(found.options):
-        if found.options is not None:
-            raise CheckpointError(f"save: {folder} is open with options={found.options}, and not with {options}.")
-        found.manager.close()  # so far it was read, or saved into without any
-        found = None
-    if found is None:
+    opened = _open.get(name)
+    if opened is not None and options is not None and _fields(options) != _fields(opened.options):
+        if opened.options is not None:
+            raise CheckpointError(f"save: {folder} is open with options={opened.options}, and not with {options}.")
+        opened.manager.close()  # so far it was read, or saved into without any
+        opened = None
+    if opened is None:
         if not _open:
             # Earlier than `atexit`, whose functions are called when no thread can start another any more.
             threading._register_atexit(_finish)  # type: ignore[attr-defined]
-        found = _open[name] = _made(folder, options, create)
-    return found
+        opened = _open[name] = _made(folder, options, create)
+    return opened
 
 
 def _folder(path: Any) -> epath.Path:
@@ -255,9 +255,9 @@ def _agree(what: str, manager: ocp.CheckpointManager, step: int | None) -> None:
 def _finish() -> None:
     """At the end of the program: a checkpoint that cannot be written is a failure of it."""
     failed = False
-    for found in _open.values():
+    for opened in _open.values():
         try:
-            found.manager.close()
+            opened.manager.close()
         except BaseException as error:
             failed = True
             sys.excepthook(type(error), error, error.__traceback__)
@@ -332,9 +332,9 @@ def _position(folder: epath.Path, batches: Batches) -> Any:
     files = sorted(folder.glob(f"{BATCHES}.*.json"))
     if not files:
         raise CheckpointError(f"the checkpoint {folder.parent} holds no position of batches: leave out batches.")
-    found = [json.loads(file.read_text(), object_hook=_from_bytes) for file in files]
+    positions = [json.loads(file.read_text(), object_hook=_from_bytes) for file in files]
     shard = batches.get_state()["shard"]
-    return next((position for position in found if position["shard"] == shard), found[0])
+    return next((position for position in positions if position["shard"] == shard), positions[0])
 
 
 def _bytes(x: Any) -> Any:

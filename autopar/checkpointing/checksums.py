@@ -50,16 +50,16 @@ def damage(folder: Any, part: int, parts: int) -> str:
         return f"its list of checksums cannot be read ({error})"
     mine = sorted(expected)[part::parts]
     with ThreadPoolExecutor(4) as pool:
-        found = pool.map(lambda name: _wrong(folder / name, *expected[name]), mine)
-        return next((f"{name} {wrong}" for name, wrong in zip(mine, found, strict=True) if wrong), "")
+        faults = pool.map(lambda name: _wrong(folder / name, *expected[name]), mine)
+        return next((f"{name} {fault}" for name, fault in zip(mine, faults, strict=True) if fault), "")
 
 
 def _wrong(file: Any, size: int, checksum: str) -> str:
     if not file.exists():
         return "is not there any more"
-    found = file.stat().length
-    if found != size:
-        return f"has {found} bytes, where {size} were written"
+    length = file.stat().length
+    if length != size:
+        return f"has {length} bytes, where {size} were written"
     return "" if _checksum(file) == checksum else "holds other bytes than were written"
 
 
@@ -72,13 +72,13 @@ def _files(folder: Any) -> Iterable[Any]:
 
 
 def _record(folder: Any, name: str, files: Iterable[Any]) -> None:
-    found = {str(f.relative_to(folder)): (f.stat().length, _checksum(f)) for f in files}
-    (folder / name).write_text(json.dumps(found, indent=0, sort_keys=True))
+    manifest = {str(f.relative_to(folder)): (f.stat().length, _checksum(f)) for f in files}
+    (folder / name).write_text(json.dumps(manifest, indent=0, sort_keys=True))
 
 
 def _read(file: Any) -> dict[str, tuple[int, str]]:
-    found = json.loads(file.read_text())
-    return {str(name): (int(size), str(checksum)) for name, (size, checksum) in found.items()}
+    manifest = json.loads(file.read_text())
+    return {str(name): (int(size), str(checksum)) for name, (size, checksum) in manifest.items()}
 
 
 def _checksum(file: Any) -> str:

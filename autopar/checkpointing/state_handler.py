@@ -155,8 +155,8 @@ class SavedArgument:
     def differences(self, stored: Mapping[_Key, Any]) -> list[str]:
         """From what a checkpoint has."""
         own = leaves_by_key(self.tree)
-        found = [f"{_name(key)} is not there" for key in self.wanted.keys() - stored.keys()]
-        found += [f"{_name(key)} is there, but not wanted" for key in stored.keys() - own.keys()]
+        differences = [f"{_name(key)} is not there" for key in self.wanted.keys() - stored.keys()]
+        differences += [f"{_name(key)} is there, but not wanted" for key in stored.keys() - own.keys()]
         for key in self.wanted.keys() & stored.keys():
             home = getattr(self.wanted[key], "home", None)
             if home is None:
@@ -164,10 +164,10 @@ class SavedArgument:
             numbers = plain_struct(jax.ShapeDtypeStruct(home.shape, home.dtype))
             shape, dtype = getattr(stored[key], "shape", None), getattr(stored[key], "dtype", None)
             if dtype is None or shape != numbers.shape or jax.dtypes.canonicalize_dtype(dtype) != numbers.dtype:
-                found.append(
+                differences.append(
                     f"{_name(key)} is {dtype}{list(shape or ())}, but {numbers.dtype}{list(numbers.shape)} is wanted"
                 )
-        return sorted(found)
+        return sorted(differences)
 
     def filled(self, leaves: Mapping[_Key, Any]) -> Any:
         """With what was read in the place of what stands for it."""
@@ -178,9 +178,9 @@ class SavedArgument:
         return jax.tree.unflatten(structure, every)
 
 
-def _as(leaf: Any, found: Any) -> Any:
+def _as(leaf: Any, stored: Any) -> Any:
     """Scalars are stored as arrays."""
-    return type(leaf)(np.asarray(found)[()]) if isinstance(leaf, np.generic | complex) else found
+    return type(leaf)(np.asarray(stored)[()]) if isinstance(leaf, np.generic | complex) else stored
 
 
 def _wanted(leaf: Any) -> ocp.RestoreArgs | None:
@@ -206,13 +206,13 @@ def _is_weak(x: Any) -> bool:
 def arguments_of(step: HasExecutable) -> list[SavedArgument]:
     """Of a step: what a checkpoint can be of."""
     executable = step.executable_for("restore")
-    found, first = [], 0
+    arguments, first = [], 0
     args, kwargs = executable.graph.in_tree.children()
     for child in (*args.children(), *kwargs.children()):
         homes = [executable.home_of(first + i) for i in range(child.num_leaves)]
-        found.append(SavedArgument.of(unflatten_arrays(child, homes)))
+        arguments.append(SavedArgument.of(unflatten_arrays(child, homes)))
         first += child.num_leaves
-    return found
+    return arguments
 
 
 def _name(key: _Key) -> str:

@@ -47,29 +47,29 @@ class StoredLeaf:
     def tiles(self) -> dict[Box, Sequence[int]]:
         """The processes that can store each tile."""
         job = this_job()
-        found: dict[Box, Sequence[int]] = {}
+        processes_of: dict[Box, Sequence[int]] = {}
         for start, array in self.parts:
             apart = job is not None and (job.shares(array.sharding) or not array.sharding.is_fully_addressable)
             if apart and array.shape:
                 there: Mapping[Box, Sequence[int]] = holders(array)
             else:  # known to all processes, and the same to all
                 there = {box_of(i, array.shape): [0] for i in array.sharding.devices_indices_map(array.shape).values()}
-            found.update({_moved(box, self.axis, start): processes for box, processes in there.items()})
-        return found
+            processes_of.update({_moved(box, self.axis, start): processes for box, processes in there.items()})
+        return processes_of
 
     def own_tiles(self) -> dict[Box, jax.Array]:
         """The tiles that this process stores, on their way to the host: its share of those that several hold."""
         here = jax.process_index()
         mine = {box for k, (box, there) in enumerate(self.tiles.items()) if there[k % len(there)] == here}
-        found: dict[Box, jax.Array] = {}
+        own_tiles: dict[Box, jax.Array] = {}
         for start, array in self.parts:
             for shard in array.addressable_shards:
                 box = _moved(box_of(shard.index, array.shape), self.axis, start)
                 if box in mine:
-                    found.setdefault(box, plain(shard.data))
-        for tile in found.values():
+                    own_tiles.setdefault(box, plain(shard.data))
+        for tile in own_tiles.values():
             tile.copy_to_host_async()
-        return found
+        return own_tiles
 
 
 @dataclasses.dataclass
@@ -167,10 +167,10 @@ async def _read_piece(store: Any, piece: jax.ShapeDtypeStruct, axis: int, start:
     wanted = plain_struct(jax.ShapeDtypeStruct((), piece.dtype)).dtype
     tiles = jax.device_put([numbers[box].astype(wanted) for box in window.values()], list(window), may_alias=False)
     tiles = [as_wanted(piece, tile) for tile in tiles]
-    found: jax.Array = tiles[0]
+    array: jax.Array = tiles[0]
     if sharding is not None:
-        found = jax.make_array_from_single_device_arrays(piece.shape, sharding, tiles)
-    return weakly_typed(found) if piece.weak_type else found
+        array = jax.make_array_from_single_device_arrays(piece.shape, sharding, tiles)
+    return weakly_typed(array) if piece.weak_type else array
 
 
 def _moved(box: Box, axis: int, by: int) -> Box:
