@@ -144,7 +144,7 @@ class _ProductSpeeds:
             plain = np.array([self._plain(key, s.sizes) for s in some])
             factors = np.log2([s.flops for s in some]) - np.log2(plain)
             self._points[key] = np.array([_place(s.sizes) for s in some]), factors
-        self._found: dict[tuple[ProductSizes, str], float] = {}
+        self._seconds: dict[tuple[ProductSizes, str], float] = {}
 
     def _plain(self, key: tuple[str, bool], sizes: ProductSizes) -> float:
         """FLOP per second without the factor."""
@@ -156,9 +156,9 @@ class _ProductSpeeds:
     def flops(self, sizes: ProductSizes, dtype: str) -> float:
         """FLOP per second; 0 where nothing like it was measured."""
         key = sizes, dtype
-        if key not in self._found:
-            self._found[key] = self._between(*key)
-        return self._found[key]
+        if key not in self._seconds:
+            self._seconds[key] = self._between(*key)
+        return self._seconds[key]
 
     def _between(self, sizes: ProductSizes, dtype: str) -> float:
         key = product_family(sizes, dtype)

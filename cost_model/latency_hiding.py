@@ -108,7 +108,7 @@ class _Scheduler:
         self._later: list[tuple[float, int]] = []  # a heap of kernels that are not due yet
         self._due: dict[int, _Due] = {}  # by how deep they are
         self._levels: list[int] = []  # a heap of these, negative
-        self.found: list[IssuedKernel] = []
+        self.issued: list[IssuedKernel] = []
 
     def run(self, order: Sequence[int], last: Sequence[bool]) -> list[IssuedKernel]:
         free = [kernel for kernel in reversed(order) if not self._unchosen[kernel]]
@@ -120,14 +120,14 @@ class _Scheduler:
                 self._release(kernel)
         while self._step():
             pass
-        return self.found[::-1]
+        return self.issued[::-1]
 
     def _step(self) -> bool:
         if self._start is None and self._ends:
             *_, kernel = heapq.heappop(self._ends)
             self._now = max(self._now, self._due_at[kernel])
             self._start = self._now + self._seconds[kernel], kernel
-            self.found.append(IssuedKernel(kernel, starts=False))
+            self.issued.append(IssuedKernel(kernel, starts=False))
             return True
         self._make_all_due(self._now)
         deepest = self._deepest()
@@ -168,11 +168,11 @@ class _Scheduler:
         assert self._start is not None
         self._now = max(self._now, self._start[0])
         self._start = None
-        self.found.append(IssuedKernel(kernel, ends=False))
+        self.issued.append(IssuedKernel(kernel, ends=False))
         self._fed(kernel, self._now)
 
     def _choose(self, kernel: int) -> None:
-        self.found.append(IssuedKernel(kernel))
+        self.issued.append(IssuedKernel(kernel))
         began = self._now
         self._now += self._seconds[kernel]
         self._fed(kernel, began)

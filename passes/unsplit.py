@@ -103,21 +103,21 @@ def find_unsplit(
     price_of: Callable[[Mesh], StepPrice], step_time: float,
 ) -> list[Unsplit]:  # fmt: skip
     """The causes that cost something, the dearest first. `step_time`: seconds."""
-    by_cause: dict[Cause, list[_Found]] = defaultdict(list)
+    by_cause: dict[Cause, list[_UnsplitAxis]] = defaultdict(list)
     examples = batch_factors(lowered.placed.step, lowered.rules)
     for stage, sharding in enumerate(lowered.shardings):
         mesh = sharding.mesh
         if mesh.size > 1:
             limits = method_limits(method, lowered.placed.step, lowered.rules, mesh)
             here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), limits, examples, method)
-            for entry in here.found():
+            for entry in here.axes_left():
                 by_cause[entry.cause].append(entry)
     unsplit = [_merged(cause, entries, step_time) for cause, entries in by_cause.items()]
     return sorted((u for u in unsplit if u.share >= _LEAST_SHARE), key=lambda u: -u.share)
 
 
 @dataclasses.dataclass
-class _Found:
+class _UnsplitAxis:
     """What one cause keeps whole on one axis of one stage."""
 
     cause: Cause
@@ -131,7 +131,7 @@ class _Found:
     memory: float = 0.0  # bytes of a device
 
 
-def _merged(cause: Cause, entries: Sequence[_Found], step_time: float) -> Unsplit:
+def _merged(cause: Cause, entries: Sequence[_UnsplitAxis], step_time: float) -> Unsplit:
     def names(each: Sequence[Mapping[str, float]]) -> tuple[str, ...]:
         most: dict[str, float] = {}
         for sizes in each:
@@ -141,14 +141,14 @@ def _merged(cause: Cause, entries: Sequence[_Found], step_time: float) -> Unspli
 
     return Unsplit(
         cause,
-        tuple(sorted({f.stage for f in entries})),
-        {f.axis: f.devices for f in sorted(entries, key=lambda f: f.axis)},
-        math.lcm(*(f.unit for f in entries)),
-        names([f.leaves for f in entries]),
-        names([f.lines for f in entries]),
-        max(sum(f.lines.values()) for f in entries) / step_time if step_time else 0.0,
-        max(sum(f.leaves.values()) / max(1.0, f.nbytes) for f in entries),
-        max(sum(f.leaves.values()) / f.memory for f in entries),
+        tuple(sorted({entry.stage for entry in entries})),
+        {entry.axis: entry.devices for entry in sorted(entries, key=lambda entry: entry.axis)},
+        math.lcm(*(entry.unit for entry in entries)),
+        names([entry.leaves for entry in entries]),
+        names([entry.lines for entry in entries]),
+        max(sum(entry.lines.values()) for entry in entries) / step_time if step_time else 0.0,
+        max(sum(entry.leaves.values()) / max(1.0, entry.nbytes) for entry in entries),
+        max(sum(entry.leaves.values()) / entry.memory for entry in entries),
     )
 
 
@@ -163,12 +163,12 @@ class _Stage:
     examples: Mapping[int, frozenset[int]]  # factors, by equation id
     method: Method
 
-    def found(self) -> list[_Found]:
+    def axes_left(self) -> list[_UnsplitAxis]:
         step, placed = self.lowered.placed.step, self.lowered.placed
-        entries: dict[tuple[str, Cause], _Found] = {}
+        entries: dict[tuple[str, Cause], _UnsplitAxis] = {}
 
-        def at(axis: str, cause: Cause, unit: int) -> _Found:
-            new = _Found(cause, self.stage, axis, self.mesh.axis_size(axis))
+        def at(axis: str, cause: Cause, unit: int) -> _UnsplitAxis:
+            new = _UnsplitAxis(cause, self.stage, axis, self.mesh.axis_size(axis))
             entry = entries.setdefault((axis, cause), new)
             entry.unit = math.lcm(entry.unit, unit)
             return entry
@@ -200,7 +200,7 @@ class _Stage:
             entry.nbytes, entry.memory = sum(held.values()), self.kind.memory
         return list(entries.values())
 
-    def _program(self, local: LocalProgram, at: Callable[[str, Cause, int], _Found]) -> None:
+    def _program(self, local: LocalProgram, at: Callable[[str, Cause, int], _UnsplitAxis]) -> None:
         """Notes which equations of a program are whole."""
         often = self.lowered.placed.step.num_microbatches if local.program.in_loop else 1
         for op in local.ops:

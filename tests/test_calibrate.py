@@ -251,8 +251,8 @@ def test_the_time_that_is_left_goes_to_measuring_again(monkeypatch: pytest.Monke
     for seconds in (4.0, 40.0):
         calibration = _Calibrator(devices, autopar.cluster_from_devices(devices), seconds, show_progress=False)
         left_out = calibration.run().left_out
-        assert calibration._ready.keys() == calibration._found.keys()
-        found[seconds] = left_out, [len(timings) for timings in calibration._found.values()]
+        assert calibration._ready.keys() == calibration._timed.keys()
+        found[seconds] = left_out, [len(timings) for timings in calibration._timed.values()]
         assert len(calibration._clock.references) == sum(found[seconds][1])
     (few, once), (none, again) = found.values()
     assert 0 < few < len(tasks) and max(once) == 1 and few + len(once) == len(tasks)

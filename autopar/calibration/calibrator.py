@@ -93,7 +93,7 @@ class _Calibrator:
         counts = [*busy_counts(len(devices))][::-1] if self._host.busy else []
         self._counts = (len(devices), *counts)
         self._clock = Clock(self._devices, _RUN, self._side())
-        self._found: dict[ProbeTask, list[Timed]] = {}
+        self._timed: dict[ProbeTask, list[Timed]] = {}
         self._ready: dict[ProbeTask, Ready] = {}
         self._kinds: set[tuple[str, str, int, Pooling | None, bool]] = set()  # of what was measured
 
@@ -136,7 +136,7 @@ class _Calibrator:
                     chosen.append(task)
                 ready = self._clock.compile([(task.probe, task.busy, task.size) for task in chosen])
                 self._ready |= zip(chosen, ready, strict=True)
-                self._found |= {task: [self._clock.time(self._ready[task])] for task in chosen}
+                self._timed |= {task: [self._clock.time(self._ready[task])] for task in chosen}
         return left_out
 
     def _measure_again(self) -> None:
@@ -145,7 +145,7 @@ class _Calibrator:
             for task, ready in itertools.cycle(self._ready.items()):
                 if time.monotonic() > self._ends:
                     return
-                self._found[task].append(self._clock.time(ready))
+                self._timed[task].append(self._clock.time(ready))
 
     # What is measured
 
@@ -266,7 +266,7 @@ class _Calibrator:
     def _fitted(self) -> tuple[Cluster, list[tuple[Machine, Busy]]]:
         """The cluster, and for each number of busy devices what was measured and what it says."""
         reference = self._clock.reference
-        every = {task: typical(timings, reference) for task, timings in self._found.items()}
+        every = {task: typical(timings, reference) for task, timings in self._timed.items()}
         machines: list[tuple[Machine, Busy]] = []
         for count in self._counts:
             machine = Machine({t: s for t, s in every.items() if t.busy == count}, self._host, count)

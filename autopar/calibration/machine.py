@@ -92,8 +92,8 @@ def _traced(probe: Probe) -> Graph:
 class Machine:
     """What the probes say that ran on so many devices at once."""
 
-    def __init__(self, found: Mapping[ProbeTask, Timed], host: Host, busy: int) -> None:
-        self._found, self._busy = found, busy
+    def __init__(self, timed: Mapping[ProbeTask, Timed], host: Host, busy: int) -> None:
+        self._timed, self._busy = timed, busy
         guess = host.while_busy(busy)
         self._guess, self._link = guess.kind, guess.link
         start, launches = self._one("start of a program"), self._one("launches")
@@ -101,14 +101,14 @@ class Machine:
         self._launch = max(0.0, launches.least - start.least) / LAUNCHES
         self._guess = self._guess.with_measured(allocations=self._allocations())
         self._fault = self._seconds_of_a_fault() if self._guess.measured.allocations else 0.0
-        self._products = {task: products_of(task.probe) for task in found if task.group in _PRODUCTS}
+        self._products = {task: products_of(task.probe) for task in timed if task.group in _PRODUCTS}
 
     def _one(self, group: str) -> Timed:
-        return next(timed for task, timed in self._found.items() if task.group == group)
+        return next(timed for task, timed in self._timed.items() if task.group == group)
 
     def _buffers(self) -> dict[int, tuple[Timed, Timed]]:
         """By bytes: a new result, and one in place of an operand."""
-        timings = {(task.moved, task.probe.in_place): timed for task, timed in self._found.items()
+        timings = {(task.moved, task.probe.in_place): timed for task, timed in self._timed.items()
                    if task.group == "buffers"}  # fmt: skip
         return {nbytes: (timings[nbytes, False], timings[nbytes, True]) for nbytes, old in sorted(timings)
                 if old and (nbytes, False) in timings}  # fmt: skip
@@ -131,12 +131,12 @@ class Machine:
 
     def _starting(self, task: ProbeTask) -> float:
         """Seconds before a probe's first kernel."""
-        timed = self._found[task]
+        timed = self._timed[task]
         return self._start + min(timed.faults * self._fault, timed.seconds / 2)
 
     def _of(self, group: str) -> Iterator[tuple[ProbeTask, float]]:
         """The probes of a group, and their seconds once started."""
-        for task, timed in self._found.items():
+        for task, timed in self._timed.items():
             if task.group == group:
                 yield task, max(timed.seconds - self._starting(task), timed.seconds / 100)
 
@@ -235,7 +235,7 @@ class Machine:
 
     def measurements(self, kind: DeviceKind, link: Link) -> Iterator[Measurement]:
         """Of all probes of which the cost model says how long they take."""
-        for task, timed in self._found.items():
+        for task, timed in self._timed.items():
             predicted = self._predicted(task, kind, link)
             if predicted is not None:
                 yield Measurement(task.group, task.name, task.busy, timed.seconds, self._starting(task) + predicted)

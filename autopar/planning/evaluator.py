@@ -133,7 +133,7 @@ class Evaluator:
 
     def outcome(self, candidate: Candidate) -> Outcome:
         """The plan of a candidate, and whether it is better than any before; then it is what others must beat."""
-        finished = self._found(candidate)
+        finished = self._planned(candidate)
         return Outcome(finished, finished is not None and self._is_better(finished))
 
     def _is_better(self, finished: Finished) -> bool:
@@ -162,7 +162,7 @@ class Evaluator:
         self._narrower[key].best = self.best
         return self._narrower[key]
 
-    def _found(self, candidate: Candidate) -> Finished | None:
+    def _planned(self, candidate: Candidate) -> Finished | None:
         """A plan that may be better than any before, if there is one."""
         self.check_time()
         if candidate.like is not None:

@@ -25,7 +25,7 @@ class PricedStage:
         self.numbers = numbers
         self.most_in_flight = most_in_flight
         self.seconds = seconds
-        self._found: dict[int, Solution] = {}  # by microbatches in flight
+        self._solutions: dict[int, Solution] = {}  # by microbatches in flight
         self._refused: dict[int, Infeasible] = {}
 
     def solution(self, in_flight: int) -> Solution:
@@ -88,24 +88,26 @@ class PricedStage:
 
     def _least_cost(self, in_flight: int) -> float:
         """What no choice that fits is likely to beat: the costs with fewer in flight."""
-        return max([self.cheapest.cost, *(s.cost for number, s in self._found.items() if number < in_flight)])
+        return max([self.cheapest.cost, *(s.cost for number, s in self._solutions.items() if number < in_flight)])
 
     def _fitting(self, in_flight: int) -> Solution | None:
         """The cheapest known choice that fits."""
         limit = self.numbers.memory_limit
-        for solution in sorted((self.cheapest, *self._found.values()), key=lambda s: s.cost):
+        for solution in sorted((self.cheapest, *self._solutions.values()), key=lambda s: s.cost):
             peak = self.numbers.peak_bytes(solution.choice, in_flight)
             if limit is None or peak <= limit:
                 return dataclasses.replace(solution, peak=peak)
         return None
 
     def _solve(self, in_flight: int) -> None:
-        if in_flight in self._found or in_flight in self._refused:
+        if in_flight in self._solutions or in_flight in self._refused:
             return
         known = self._fitting(in_flight)
         start = None if known is None else known.choice
         try:
             problem = self.numbers.problem(in_flight)
-            self._found[in_flight] = solve(problem, seconds=self.seconds, patience=PATIENCE, gap=_ALIKE, start=start)
+            self._solutions[in_flight] = solve(
+                problem, seconds=self.seconds, patience=PATIENCE, gap=_ALIKE, start=start
+            )
         except Infeasible as error:
             self._refused[in_flight] = error
