@@ -18,13 +18,12 @@ from autopar.ir.units import seconds_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import mesh_at
+from autopar.planning.candidate import Finished
 from autopar.planning.evaluator import Evaluator, OutOfTime
 from autopar.planning.planner import Planner
 
 _CLOSE = 0.002  # relative: a recipe that is quicker by less is not looked for
 _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are no gain
-
-_Finished = tuple[Plan, LoweredStep]
 
 
 def plan_beside_recipes(
@@ -82,11 +81,11 @@ def plan_beside_recipes(
     return _with_note(best, f"{text}.")
 
 
-def _with_note(finished: _Finished, note: str) -> _Finished:
+def _with_note(finished: Finished, note: str) -> Finished:
     return dataclasses.replace(finished[0], notes=(*finished[0].notes, note)), finished[1]
 
 
-def _better(planner: Planner, recipe: Method) -> _Finished | None:
+def _better(planner: Planner, recipe: Method) -> Finished | None:
     """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
     if not planner.method.allows(recipe):
         return None
@@ -187,7 +186,7 @@ def _degrees(evaluator: Evaluator, num_microbatches: int | None) -> Iterator[Met
             yield recipes.megatron(devices // (tensor * pipeline), tensor, pipeline, num_microbatches)
 
 
-def _best_recipe(planner: Planner, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:
+def _best_recipe(planner: Planner, num_microbatches: int | None) -> Finished:
     """For want of time, and of any plan.
 
     Raises:

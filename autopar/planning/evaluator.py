@@ -321,7 +321,6 @@ class Evaluator:
         """The best stages on groups of devices of these shapes; None if they take `below` seconds or more."""
         if self.method.num_stages is None and num_stages is not None and num_stages > layered.num_layers:
             return None
-
         m = layered.step.num_microbatches
         pipeline = plan_stages(
             StageSpace(layered.num_layers, self.cluster, num_stages, shapes), _Oracle(self, layered),

@@ -92,7 +92,7 @@ class SearchSpace:
         Those of which each stage has as many layers of the loops over layers, if any. What they save is a part of the
         bubble, and of the time that the other stages wait for the slowest: `unevenness` is its share of the step.
         """
-        if self.method.schedule is not None or m % stages:
+        if not self.may_choose_the_schedule or m % stages:
             return ()
         lengths = self.layering.stacks.lengths
         even = [n for n in range(2, _MOST_PARTS // stages + 1) if all(length % (n * stages) == 0 for length in lengths)]

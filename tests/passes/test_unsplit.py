@@ -15,7 +15,9 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import UnsplitWarning
+from autopar.ir.local import Compute
 from autopar.ir.method import Method
+from autopar.ir.strategy import Gathered
 from tests import models
 from tests.planned import cluster_of, plan_step
 
@@ -167,3 +169,32 @@ def test_examples_that_nothing_splits() -> None:
     (note,) = notes(step, jnp.ones(()), {"x": jnp.ones((64, 64))}, method=recipes.data_parallel())
     assert "nothing that tells examples apart can be split over the 8 devices of axis x in sort at " in note
     assert note.endswith("every device computes it whole. Compute it per example, or use method='auto'")
+
+
+def test_a_loop_that_gathers_its_parameters_splits_examples() -> None:
+    """Its backward pass sums the gradient of what cannot be gathered; that is no reason to split another dimension."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            heads = jax.nn.softmax((x @ w["up"]).reshape(-1, 6, 12), -1)  # 72 has 8 parts, neither 6 nor 12 has
+            return x * w["scale"] + heads.reshape(-1, 72) @ w["down"], None
+
+        return jnp.mean((jax.lax.scan(layer, batch["x"], params)[0] - batch["y"]) ** 2)
+
+    shapes = {"up": (4, 60, 72), "down": (4, 72, 60), "scale": (4, 60)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((56, 60), jnp.float32))
+    little = cluster_of(1, 8, memory=240_000, flops=1e11, memory_bandwidth=1e11, link=1e7)
+    method = recipes.auto(num_stages=1, mesh_shape=(8,), baselines=False)
+    planned = plan_step(models.sgd(loss), (params, batch), little, method, 1)
+    loops = [
+        op for local in planned.lowered.programs for op in local.ops
+        if isinstance(op, Compute) and op.equation.primitive.name == "scan"
+    ]  # fmt: skip
+    assert len(loops) == 2
+    for op in loops:
+        assert [[type(choice) for choice in assignment] for assignment in op.strategy] == [[Gathered]]
+    assert any("x" in result.partial for result in loops[1].results)
+    (note,) = planned.plan.notes
+    assert "state['scale'] float32[4,60]" in note
+    assert "scan" not in note
