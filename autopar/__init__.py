@@ -18,6 +18,7 @@ from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Measured, XlaBacken
 from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import register_schedule
 from autopar.ir.why import Alternative, Why
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.planned import Planned
@@ -64,6 +65,7 @@ __all__ = [
     "parallelize",
     "preset_names",
     "recipes",
+    "register_schedule",
     "register_sharding_rule",
     "restore",
     "save",

@@ -7,9 +7,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.method import Method, StageMethod
-from autopar.ir.schedule import ScheduleName
-
-_SCHEDULES: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "zero-bubble")
+from autopar.ir.schedule import ScheduleName, schedule_names
 
 
 def auto(
@@ -40,8 +38,9 @@ def auto(
         of them does, where that frees much; False keeps what the step itself keeps. None: in stages where memory is
         short, all of it or the best part is computed again where that is quicker.
       num_stages, num_microbatches: as they shall be.
-      schedule: "1f1b", "gpipe" or "zero-bubble" (1F1B, with the gradients of parameters computed where a stage would
-        wait). None: 1F1B, its stages interleaved, or gradients computed later, where that is quicker.
+      schedule: "1f1b", "gpipe", "zero-bubble" (1F1B, with the gradients of parameters computed where a stage would
+        wait), or one that was given to `autopar.register_schedule`. None: 1F1B, its stages interleaved, or gradients
+        computed later, where that is quicker.
       mesh_shape: the logical shape of every stage's mesh (axes x, y); (-1,): one axis.
       memory_limit: bytes that a plan may use of each device, where that is less than there are.
       time_limit: seconds after which planning ends soon, with the best plan found by then; without one it warns and
@@ -88,6 +87,7 @@ def _check_auto(given: Mapping[str, Any]) -> None:
         return lambda x: type(x) is int and x >= least
 
     flags = ("data", "tensor", "pipeline", "spatial")
+    schedules = [name for name in schedule_names() if name != "interleaved"]
     ranges: dict[str, tuple[Callable[[Any], bool], str]] = {
         **dict.fromkeys(flags, (lambda x: isinstance(x, bool), "True, False or None")),
         **dict.fromkeys(("num_stages", "num_microbatches", "memory_limit"), (whole(1), "a whole number above 0")),
@@ -95,7 +95,7 @@ def _check_auto(given: Mapping[str, Any]) -> None:
         "remat": (lambda x: isinstance(x, bool), "True, False or None"),
         "zero": (lambda x: whole(0)(x) and x <= 3, "0, 1, 2 or 3"),
         "mesh_shape": (_is_mesh_shape, "(-1,), or one to three whole numbers above 0"),
-        "schedule": (lambda x: x in _SCHEDULES, f"one of {', '.join(_SCHEDULES)}"),
+        "schedule": (lambda x: x in schedules, f"one of {', '.join(schedules)}"),
         "time_limit": (lambda x: isinstance(x, int | float) and x > 0, "a number of seconds above 0"),
     }
     for name, value in given.items():
@@ -189,8 +189,10 @@ def pipeline(
 
     Raises:
       PlanError: there are no stages, or one is not a number of layers and the shape of a mesh of up to three
-        dimensions, all positive integers.
+        dimensions, all positive integers; or there is no such schedule.
     """
+    if schedule not in schedule_names():
+        raise PlanError(f"pipeline(schedule={schedule!r}): schedule must be one of {', '.join(schedule_names())}.")
     fixed = tuple(_stage_method(at, stage) for at, stage in enumerate(stages))
     if not fixed:
         raise PlanError("pipeline(stages=()): there must be at least one stage, such as (4, (2, 4)).")

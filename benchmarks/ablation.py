@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import logging
 import pathlib
 import time
@@ -170,8 +171,11 @@ def _planned(case: Case, step: TracedStep, without: str) -> Row:
     )  # fmt: skip
 
 
-def ablated(case: Case) -> list[Row]:
-    """The whole search of a case first, and last: the mean of both is its CPU time."""
+def ablated(case: Case, parts: Sequence[str] = PARTS) -> list[Row]:
+    """By the whole search, and without each of some parts.
+
+    The whole search is first, and once more last: the mean of both is its CPU time.
+    """
     common.use_virtual_devices(1)
     step = case.traced()
     _planned(case, step, "")  # pays for what is loaded and compiled once
@@ -180,7 +184,7 @@ def ablated(case: Case) -> list[Row]:
         name for name in NEIGHBOURS
         if name not in whole.proposals and whole.neighbours.get(name, 0.0) < _IDLE * whole.planning
     }  # fmt: skip
-    rows = [_planned(case, step, part) for part in PARTS if part not in idle]
+    rows = [_planned(case, step, part) for part in parts if part not in idle]
     again = _planned(case, step, "")
     mean = (whole.planning + again.planning) / 2
     return [dataclasses.replace(whole, planning=mean), *rows]
@@ -257,6 +261,7 @@ def main() -> None:
     )
     parser.add_argument("--suite", choices=["alpa", "megatron", "growth", "models"], help="the cases of one suite only")
     parser.add_argument("--only", help="cases whose name contains this text")
+    parser.add_argument("--without", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help="these parts only")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
     chosen = [
@@ -266,7 +271,7 @@ def main() -> None:
     if not chosen:
         parser.error(f"--suite {arguments.suite}, --only {arguments.only!r}: there is no such case")
     rows: list[Row] = []
-    for found in common.each_in_a_process(ablated, chosen):
+    for found in common.each_in_a_process(functools.partial(ablated, parts=arguments.without), chosen):
         whole = found[0]
         text = "nothing fits" if whole.seconds is None else f"{whole.seconds:.4g} s a step"
         print(f"{whole.case}: {text}, planned in {whole.planning:.1f} s; {whole.plan}", flush=True)

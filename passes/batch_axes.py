@@ -9,7 +9,7 @@ import jax
 
 from autopar.errors import BatchAxisError
 from autopar.ir.graph import BatchDim, Graph, Value
-from autopar.passes.batch import analyse_batch
+from autopar.passes.batch import When, analyse_batch
 from autopar.passes.rules.table import rule_of
 
 _REMEDY = (
@@ -93,8 +93,9 @@ def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
 def _replaced_by_rows(graph: Graph, examples: Set[Value], size: int, others: Set[Value]) -> Iterator[Value]:
     """The leaves of arguments that seem to be state, but have a row for each example as what replaces them has.
 
-    So has the reconstruction of a batch, or the hidden state of a recurrent model. What has so many rows by chance,
-    such as a square matrix, is replaced by sums over the examples.
+    So has the reconstruction of a batch, or the hidden state of a recurrent model. What has so many rows by chance is
+    replaced by sums over the examples; or, if all parameters have as many, nothing is computed for each example any
+    more, since products sum over what would be the examples.
     """
     replacing = {graph.inputs[i]: graph.outputs[k] for k, i in graph.carried.items()}
     arguments: dict[str, list[Value]] = {}
@@ -107,7 +108,8 @@ def _replaced_by_rows(graph: Graph, examples: Set[Value], size: int, others: Set
         alone = alone or analyse_batch(graph, dict.fromkeys(examples, 0), rule_of)
         together = analyse_batch(graph, dict.fromkeys((*examples, *leaves), 0), rule_of)
         rows = {v for v, state in together.states.items() if state.batch == BatchDim(0, 1, size, 1)}
-        if together.most_microbatches >= alone.most_microbatches and all(replacing[v] in rows for v in leaves):
+        are_rows = together.most_microbatches >= alone.most_microbatches and all(replacing[v] in rows for v in leaves)
+        if are_rows and all(together.when[i] is When.LOOP for i, when in alone.when.items() if when is When.LOOP):
             yield from leaves
 
 

@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from tests import models
 
 BATCH, WIDTH = 8, 16
 
@@ -137,3 +138,14 @@ def test_square_weights_of_the_batch_size_are_state() -> None:
     w, x = jnp.ones((BATCH, 4)), jnp.ones((BATCH, BATCH))
     graph = autopar.parallelize(step).trace(w, x).graph
     assert {graph.input_paths[i] for i in graph.carried.values()} == {"w"}
+
+
+def test_as_many_examples_as_every_parameter_has_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each leaf of the state has a row for each of 32 examples, and so has each one's replacement."""
+    widths = [32] * 5
+    state, batch = models.mlp_params(widths), models.mlp_batch(32, widths)
+    step = models.sgd(models.mlp_loss)
+    parallel = autopar.parallelize(step, num_microbatches=4)
+    expected = jax.jit(step)(state, batch)
+    assert_close(parallel(state, batch), expected)
+    assert "batch of 32 along axis 0 of batch['x'], batch['y']\n" in capsys.readouterr().err

@@ -16,7 +16,7 @@ import autopar
 from autopar import recipes
 from autopar.errors import UserError
 from benchmarks.models import gpt, moe
-from tests.models import adam, adam_state, mlp_batch, mlp_loss, mlp_params
+from tests.models import adam, adam_state, mlp_batch, mlp_loss, mlp_params, sgd
 from tests.planned import cluster_of
 
 _MB = 1 << 20
@@ -155,3 +155,16 @@ def test_whole_copies_of_stacks(memory: int, alone: bool) -> None:
     step = autopar.parallelize(function, cluster=cluster, num_microbatches=1)
     ours = recipes.auto(pipeline=False, baselines=not alone)
     assert step.plan(state, batch, method=ours).step_time <= step.plan(state, batch, method=recipes.zero(1)).step_time
+
+
+def test_no_recipe_would_take_less_than_the_plan() -> None:
+    """Where one was estimated to, it was planned: then it takes as long as the plan, or longer."""
+    widths = [32] * 9
+    state, batch = jax.eval_shape(lambda: (mlp_params(widths), mlp_batch(64, widths)))
+    step = autopar.parallelize(sgd(mlp_loss), cluster=autopar.load_preset("dgx-a100"), num_microbatches=4)
+    plan = step.plan(state, batch)
+    [note] = [note for note in plan.notes if note.startswith("recipes would take")]
+    assert "data_parallel in 4 microbatches at least " in note
+    for part in note.removesuffix(".").split(", "):
+        number, unit = part.split()[-2:]
+        assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] >= plan.step_time * (1 - 1e-3), part

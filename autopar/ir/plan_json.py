@@ -38,7 +38,7 @@ from autopar.ir.json_file import (
 )
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.plan_record import LeafPlan, PlanRecord, StageMemory, StagePlan
-from autopar.ir.schedule import ScheduleName
+from autopar.ir.schedule import schedule_names
 from autopar.ir.sharding import Sharding
 
 FORMAT = "autopar-plan"
@@ -302,7 +302,7 @@ _FIELDS: Mapping[str, Reader] = {
     "cluster": read_cluster,
     "num_microbatches": _COUNT,
     "batch_size": _COUNT,
-    "schedule": choice(typing.get_args(ScheduleName)),
+    "schedule": lambda value, path: choice(schedule_names())(value, path),
     "stages": sequence(_read_stage, "a list of at least one stage", least=1),
     "leaves": _read_leaves,
     "step_time": _SECONDS,

@@ -3,15 +3,54 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from autopar.errors import UserError
 from autopar.ir.graph import Phase
 from autopar.ir.mesh import Mesh
 
 _LOOP = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHTS)
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble"]
+ScheduleName = str  # one of `schedule_names()`
+Order = Callable[[int, int, int], Iterable[tuple[str, int]]]
+
+_BUILT_IN: tuple[ScheduleName, ...] = ("1f1b", "gpipe", "interleaved", "zero-bubble")
+_REGISTERED: dict[ScheduleName, Order] = {}
+
+
+def schedule_names() -> tuple[ScheduleName, ...]:
+    """The built-in schedules, and those that were registered."""
+    return *_BUILT_IN, *_REGISTERED
+
+
+def register_schedule(name: ScheduleName) -> Callable[[Order], Order]:
+    """Decorator: give a schedule of one's own a name, for the `schedule` of `recipes.auto` and `recipes.pipeline`.
+
+    The decorated function takes a stage (the first is 0), the number of stages and that of microbatches. It returns
+    what the stage does, in order: `("forward", i)` and `("backward", i)` once for each microbatch `i`. That is checked
+    when a plan is made; so is that no stage waits for ever.
+
+    Raises:
+      UserError: the name is no text or that of a built-in schedule, or what is decorated is no function.
+    """
+    if not isinstance(name, str) or not name or name in _BUILT_IN:
+        raise UserError(
+            f"register_schedule takes a name that is not {', '.join(_BUILT_IN)}, such as 'my_schedule', but got "
+            f"{name!r}: write @autopar.register_schedule('my_schedule') above the function that orders a stage's work"
+        )
+
+    def register(order: Order) -> Order:
+        if not callable(order):
+            raise UserError(
+                f"schedule {name!r} must be a function from a stage, the number of stages and that of microbatches to "
+                f"what the stage does in order, but is {order!r}"
+            )
+        _REGISTERED[name] = order
+        return order
+
+    return register
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +125,15 @@ def make_schedule(
 
     `num_groups` of devices, a divisor of `num_stages` that is smaller where stages are interleaved: each group has
     several stages, with all others between them, so that a pipeline fills and drains in shorter steps.
+
+    Raises:
+      UserError: a registered schedule is wrong for so many stages and microbatches.
     """
     groups = num_stages if num_groups is None else num_groups
+    if name in _REGISTERED:
+        if groups < num_stages:
+            raise UserError(f"schedule {name!r}: each stage needs devices of its own; only 'interleaved' shares them.")
+        return Schedule(name, num_stages, num_microbatches, _registered(name, num_stages, num_microbatches))
     rounds = num_stages // groups
     rows = []
     for group in range(groups):
@@ -116,6 +162,52 @@ def make_schedule(
 def schedule_for(name: ScheduleName, meshes: Sequence[Mesh], num_microbatches: int) -> Schedule:
     """The schedule of stages on these meshes, in order; stages with the same devices are interleaved."""
     return make_schedule(name, len(meshes), num_microbatches, len({mesh.devices for mesh in meshes}))
+
+
+def _registered(name: ScheduleName, num_stages: int, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
+    """What the stages do by a registered schedule; raises UserError if that is not everything, or cannot be done."""
+    phases = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD)}
+    wanted = Counter(itertools.product(phases, range(num_microbatches)))
+    where = f"schedule {name!r} of {num_stages} stages and {num_microbatches} microbatches: stage"
+    rows = []
+    for stage in range(num_stages):
+        given = list(_REGISTERED[name](stage, num_stages, num_microbatches))
+        if wrong := [task for task in given if not isinstance(task, tuple) or task not in wanted]:
+            raise UserError(
+                f"{where} {stage} does {wrong[0]!r}; each task must be ('forward', i) or ('backward', i), with i from "
+                f"0 to {num_microbatches - 1}."
+            )
+        done = Counter(given)
+        if off := next((task for task in wanted if done[task] != 1), None):
+            raise UserError(f"{where} {stage} does {off!r} {done[off]} times; everything must be done once.")
+        rows.append(tuple(Task(stage, phases[phase], i) for phase, i in given))
+    over: set[Task] = set()
+    at = [0] * num_stages
+    while True:
+        before = sum(at)
+        for stage, row in enumerate(rows):
+            while at[stage] < len(row) and _needs(row[at[stage]], num_stages) <= over:
+                over.add(row[at[stage]])
+                at[stage] += 1
+        if sum(at) == before:
+            break
+    if stuck := next((row[i] for row, i in zip(rows, at, strict=True) if i < len(row)), None):
+        need = min(_needs(stuck, num_stages) - over, key=lambda task: task.stage)
+        raise UserError(
+            f"{where} {stuck.stage} waits for ever with ({stuck.phase.value!r}, {stuck.microbatch}): it needs "
+            f"({need.phase.value!r}, {need.microbatch}) of stage {need.stage}, which comes later."
+        )
+    return tuple(rows)
+
+
+def _needs(task: Task, num_stages: int) -> set[Task]:
+    """What must be over before: the stage before forwards, the stage after backwards, and its own forward pass."""
+    if task.phase is Phase.FORWARD:
+        return {dataclasses.replace(task, stage=task.stage - 1)} if task.stage else set()
+    needs = {dataclasses.replace(task, phase=Phase.FORWARD)}
+    if task.stage + 1 < num_stages:
+        needs.add(dataclasses.replace(task, stage=task.stage + 1))
+    return needs
 
 
 def _order(groups: int, rounds: int, num_microbatches: int) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError, war
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
-from autopar.ir.units import seconds_text
+from autopar.ir.units import count_text, seconds_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import mesh_at
@@ -55,23 +55,21 @@ def plan_beside_recipes(
         return best
     if (least := _least_within_one_stage(planner.evaluator, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
-    notes = []
-    estimates: dict[_Estimate, Planner] = {}  # recipes that come to the same are made once
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
         return best
-    for recipe in heeding:
-        rival = planner.beside(recipe.within(method))
-        if (estimate := _quickest(rival.evaluator, fixed, planner.most_estimate)) is None:
-            continue
-        m = estimate.num_microbatches
-        known = "" if estimate.fits else "at least "
-        notes.append(f"{recipe.name} in {m} microbatch{'es' if m > 1 else ''} {known}{seconds_text(estimate.seconds)}")
-        if estimate.fits:
-            estimates.setdefault(estimate, rival)
-    for estimate, rival in sorted(estimates.items(), key=lambda each: each[0]):
-        if estimate.seconds < planner.most_estimate:
-            best = planner.better_by(rival, fixed, None if fixed else estimate.num_microbatches) or best
+    beside = {recipe.name: planner.beside(recipe.within(method)) for recipe in heeding}
+    estimates = {name: _quickest(rival.evaluator, fixed, planner.most_estimate) for name, rival in beside.items()}
+    made: dict[_Estimate, str] = {}  # recipes that come to the same are made once; and the seconds that they take
+    for estimate, name in sorted((estimate, name) for name, estimate in estimates.items() if estimate is not None):
+        if estimate.fits and estimate not in made and estimate.seconds < planner.most_estimate:
+            better = planner.better_by(beside[name], fixed, None if fixed else estimate.num_microbatches)
+            best = better or best
+            made[estimate] = ("" if better else "at least ") + seconds_text(best[0].step_time)
+    notes = [
+        f"{name} in {count_text(estimate.num_microbatches, 'microbatch', 'es')} {made.get(estimate, estimate)}"
+        for name, estimate in estimates.items() if estimate is not None
+    ]  # fmt: skip
     if notes:
         text = f"recipes would take about: {', '.join(notes)}"
     elif method.excluding_options:
@@ -110,6 +108,9 @@ class _Estimate(NamedTuple):
     num_microbatches: int
     memory: float  # bytes per device at the peak
     fits: bool = True  # False: it was not asked whether it does, since it takes too long in any memory
+
+    def __str__(self) -> str:
+        return ("" if self.fits else "at least ") + seconds_text(self.seconds)
 
 
 def _quickest(evaluator: Evaluator, fixed: int | None, below: float) -> _Estimate | None:

@@ -180,7 +180,7 @@ def changed(path: str, value: Any) -> str:
         ("function", 3, "function is 3; it must be a text"),
         ("gap", MISSING, "gap is missing; add it: the fields here are format, version, function"),
         ("stepp_time", 1, "stepp_time is no field of this file (value 1); did you mean 'step_time'"),
-        ("schedule", "zero", 'schedule is "zero"; it must be one of "gpipe", "1f1b"'),
+        ("schedule", "zero", 'schedule is "zero"; it must be one of "1f1b", "gpipe"'),
         ("step_time", -1, "step_time is -1; it must be seconds, 0 or more"),
         ("bubble", 1.5, "bubble is 1.5; it must be a share of at most 1"),
         ("num_microbatches", 0, "num_microbatches is 0; it must be a whole number above 0"),

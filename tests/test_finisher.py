@@ -1,0 +1,111 @@
+"""Plans of given stages: how a stage that needs more memory than the solver counted comes to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar import recipes
+from autopar.ir.mesh import Mesh
+from autopar.ir.method import Method
+from autopar.passes.batch import BatchAnalysis
+from autopar.passes.intra_op.shard import StageProblem
+from autopar.passes.submeshes import mesh_at
+from autopar.planning.finisher import Finisher
+from autopar.planning.pricing import Prices
+from autopar.planning.stage_costs import StageCosts
+from tests import models
+from tests.planned import analyse, cluster_of
+
+_CLUSTER = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-6)
+_HALVES = [mesh_at(0, (2,)), mesh_at(2, (2,))]
+_METHOD = recipes.auto(remat=False)
+
+
+@functools.cache
+def _analysis() -> BatchAnalysis:
+    layer = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32), "b": jax.ShapeDtypeStruct((256,), jnp.float32)}
+    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((512, 256), jnp.float32))
+    return analyse(models.sgd(models.mlp_loss), {"layers": [layer] * 8}, batch)
+
+
+class _Recorded(StageCosts):
+    """Records for which stage how many bytes of memory were withheld from the solver."""
+
+    def __init__(self, prices: Prices, method: Method) -> None:
+        super().__init__(prices, method)
+        self.withheld: list[tuple[int, float]] = []
+
+    def problem(
+        self, layered: Any, placed: Any, stage: int, mesh: Mesh, tied: bool = False, withheld: float = 0.0, *args: Any,
+        **kwargs: Any,
+    ) -> StageProblem:  # fmt: skip
+        if not tied:
+            self.withheld.append((stage, withheld))
+        return super().problem(layered, placed, stage, mesh, tied, withheld, *args, **kwargs)
+
+
+def _finisher(method: Method = _METHOD) -> tuple[Finisher, _Recorded]:
+    finisher = Finisher(_analysis(), _CLUSTER, method)
+    stages = _Recorded(finisher.stages.prices, method)
+    finisher.stages = stages
+    return finisher, stages
+
+
+def _finish(finisher: Finisher, meshes: list[Mesh], m: int, schedule: Any = "1f1b") -> Any:
+    layered = finisher.layering.layered(m, len(meshes) > 1)
+    cuts = [i * layered.num_layers // len(meshes) for i in range(1, len(meshes))]
+    return finisher.finish(*finisher.layering.placed(layered, cuts, schedule), meshes, schedule)
+
+
+def test_stages_as_they_were_given() -> None:
+    finisher, stages = _finisher()
+    plan, lowered = _finish(finisher, _HALVES, 8)
+    assert [stage.mesh for stage in plan.stages] == _HALVES
+    assert [sharding.mesh for sharding in lowered.shardings] == _HALVES
+    assert plan.num_microbatches == 8
+    assert 0 <= plan.gap <= 0.05
+    # Each is solved once, the last first, with all of the memory.
+    assert stages.withheld == [(1, 0.0), (0, 0.0)]
+
+
+def test_interleaved_stages_begin_with_a_part_of_the_memory_each() -> None:
+    finisher, stages = _finisher()
+    plan, _ = _finish(finisher, _HALVES * 2, 8, "interleaved")
+    assert [stage.mesh for stage in plan.stages] == _HALVES * 2
+    memory = finisher.stages.prices.memory(_HALVES[0])
+    assert {withheld for _, withheld in stages.withheld} == {memory / 2}
+    assert plan.peak_memory <= memory
+
+
+def test_a_stage_is_solved_again_with_less_memory() -> None:
+    """Only the one that needs more than there is; and what it is given falls by what was not counted."""
+    mesh = [mesh_at(0, (4,))]
+    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    for share in (0.95, 0.9, 0.85):
+        limit = int(share * roomy.peak_memory)
+        finisher, stages = _finisher(dataclasses.replace(_METHOD, memory_limit=limit))
+        plan, _ = _finish(finisher, mesh, 1)
+        assert plan.peak_memory <= limit
+        assert plan.step_time >= roomy.step_time
+        given = [limit - withheld for _, withheld in stages.withheld]
+        assert given == sorted(given, reverse=True)
+        if len(given) > 1:
+            break
+    else:
+        pytest.fail("no stage was solved again")
+
+
+def test_what_fits_in_no_way_is_named() -> None:
+    mesh = [mesh_at(0, (4,))]
+    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    finisher, _ = _finisher(dataclasses.replace(_METHOD, memory_limit=roomy.peak_memory // 20))
+    assert _finish(finisher, mesh, 1) is None
+    error = str(finisher.stages.infeasible("step"))
+    assert "stage 0 of 1 needs at least" in error
+    assert f"{roomy.peak_memory // 20 / 2**20:.1f} MiB are there" in error
