@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from autopar.runtime.processes import Processes
 from autopar.runtime.source import Source
 from autopar.runtime.worker import Worker
 from autopar.tracing.trace import trace
+from benchmarks.models import gpt, shared
 from tests.clusters import IN_TURN
 
 
@@ -83,8 +85,19 @@ def plan_step(
     step: Callable[..., Any], args: Sequence[Any], cluster: Cluster, method: Method, m: int | None,
     reduces_own_dtype: bool = False,
 ) -> Planned:  # fmt: skip
-    planner = Planner(analyse(step, *args, reduces_own_dtype=reduces_own_dtype), cluster, method)
-    return Planned(*planner.plan(m))
+    return plan_analysis(analyse(step, *args, reduces_own_dtype=reduces_own_dtype), cluster, method, m)
+
+
+def plan_analysis(analysis: BatchAnalysis, cluster: Cluster, method: Method, m: int | None) -> Planned:
+    return Planned(*Planner(analysis, cluster, method).plan(m))
+
+
+@functools.cache
+def analysis_of_gpt(config: gpt.GPTConfig, batch_size: int) -> BatchAnalysis:
+    """A step with AdamW, traced once in a process."""
+    optimizer = shared.make_optimizer(1e-3, 1, 10)
+    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
+    return analyse(gpt.make_train_step(config, optimizer), state, gpt.abstract_batch(config, batch_size))
 
 
 def lowered_collectives(source: Source, local: LocalProgram) -> Counter[Collective]:

@@ -67,8 +67,16 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+TRAINED = [
+    pytest.param(
+        method, scan, marks=[] if scan == at % 2 else [pytest.mark.slow], id=f"{name}-{'scan' * scan or 'layers'}"
+    )
+    for at, (name, method) in enumerate(METHODS.items())
+    for scan in (False, True)
+]
+
+
+@pytest.mark.parametrize(("method", "scan"), TRAINED)
 def test_training_is_that_of_one_device(method: autopar.Method, scan: bool) -> None:
     step = autopar.parallelize(train_step, method=method)
     state, batch = init(scan, jax.random.key(0)), examples()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-import jax
 import pytest
 
 from autopar.compiling.program_sources import instructions_of
@@ -13,8 +12,8 @@ from autopar.ir.instructions import Copy, Register, Run
 from autopar.ir.mesh import Cluster
 from autopar.planning.pricing import Played, Prices
 from autopar.recipes import gpipe, megatron, pipeline
-from benchmarks.models import gpt, shared
-from tests.planned import Planned, cluster_of, plan_step
+from benchmarks.models import gpt
+from tests.planned import Planned, analysis_of_gpt, cluster_of, plan_analysis
 
 METHODS: dict[str, Any] = {
     "gpipe 2": pipeline([(2, (2,)), (2, (2,))], 8, "gpipe"),
@@ -29,10 +28,7 @@ METHODS: dict[str, Any] = {
 
 def planned(method: Any, cluster: Cluster) -> Planned:
     config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)
-    optimizer = shared.make_optimizer(1e-3, 1, 10)
-    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
-    step = gpt.make_train_step(config, optimizer)
-    return plan_step(step, (state, gpt.abstract_batch(config, 24)), cluster, method, None)
+    return plan_analysis(analysis_of_gpt(config, 24), cluster, method, None)
 
 
 def seconds_of_list(of: Planned, played: Played) -> float:
@@ -60,8 +56,14 @@ def seconds_of_list(of: Planned, played: Played) -> float:
     return last
 
 
-@pytest.mark.parametrize("network", [1e12, 1e6], ids=["quick links", "slow links"])
-@pytest.mark.parametrize("name", METHODS)
+CASES = [
+    pytest.param(name, network, marks=[] if at % 2 == number else [pytest.mark.slow], id=f"{name}, {links} links")
+    for at, name in enumerate(METHODS)
+    for number, (links, network) in enumerate({"quick": 1e12, "slow": 1e6}.items())
+]
+
+
+@pytest.mark.parametrize(("name", "network"), CASES)
 def test_the_microbatches_take_as_long_as_their_instructions(name: str, network: float) -> None:
     cluster = cluster_of(4, 1, network=network) if "4" in name else cluster_of(1, 4, link=network)
     of = planned(METHODS[name], cluster)

@@ -93,7 +93,7 @@ def _recipes(cluster: autopar.Cluster) -> list[autopar.Method]:
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "moe")) for n in CASES])
 def test_auto_is_never_slower_than_a_recipe(name: str) -> None:
     make, sizes = CASES[name]
     sizes = {"hosts": 1, "flops": 1e11, "memory_bandwidth": 1e10, "link": 1e10, "launch": 1e-7, **sizes}

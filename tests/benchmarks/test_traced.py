@@ -17,8 +17,7 @@ from benchmarks.sources import Sources
 from benchmarks.traced import trace
 
 
-@pytest.mark.parametrize("method", [AUTO, recipes.zero(3, 2)], ids=lambda method: method.name)
-@pytest.mark.parametrize("reduce_dtype", ["float32", None])
+@pytest.mark.parametrize(("method", "reduce_dtype"), [(AUTO, None), (recipes.zero(3, 2), "float32")])
 def test_the_plan_is_the_one_that_users_get(method: Method, reduce_dtype: Any) -> None:
     config = gpt.GPTConfig(64, sequence_length=16, num_layers=2, width=32, num_heads=2, dropout=0.0)
     optimizer = optax.adamw(1e-3)
@@ -36,16 +35,21 @@ def test_the_plan_is_the_one_that_users_get(method: Method, reduce_dtype: Any) -
         assert [p.found for p in mine.programs] == [p.found for p in verdict.programs]
 
 
+@pytest.fixture(scope="module")
+def sources() -> Sources:
+    return Sources()
+
+
 @pytest.mark.parametrize("suite", ["benchmarks.planner", "benchmarks.accuracy"])
-def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(suite: str) -> None:
-    modules = Sources().modules(suite)
+def test_results_of_plans_that_are_not_run_depend_on_no_module_of_the_runtime(suite: str, sources: Sources) -> None:
+    modules = sources.modules(suite)
     assert "autopar.planning.planner" in modules
     assert not [name for name in modules if name in ("autopar", "autopar.api") or ".runtime" in name]
 
 
 @pytest.mark.parametrize("suite", ["benchmarks.verify", "benchmarks.memory_corpus", "benchmarks.public.planned"])
-def test_verdicts_depend_on_nothing_that_runs_steps(suite: str) -> None:
-    modules = Sources().modules(suite)
+def test_verdicts_depend_on_nothing_that_runs_steps(suite: str, sources: Sources) -> None:
+    modules = sources.modules(suite)
     assert "autopar.compiling.verifier" in modules
     running = {"autopar", "autopar.api", "autopar.executable", "autopar.runtime.worker", "autopar.runtime.transfer"}
     assert running.isdisjoint(modules)

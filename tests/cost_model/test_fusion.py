@@ -216,7 +216,7 @@ STEPS: dict[str, Callable[[], tuple[Any, Any, Any, int]]] = {
 
 
 @needs_cuda_compiler
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n == "gpt" else [pytest.mark.slow]) for n in STEPS])
 def test_traffic_is_that_of_xlas_kernels_for_h100(name: str) -> None:
     sharding = jax.sharding.SingleDeviceSharding(h100_devices(1)[0])
     model, config, optimizer, batch_size = STEPS[name]()

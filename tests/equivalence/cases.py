@@ -116,6 +116,11 @@ def full_product(model: str = "gpt") -> list[Case]:
     return [case for case in cases if senseless(case) is None]
 
 
+def few_microbatches(cases: Iterable[Case]) -> list[Case]:
+    """Those with one microbatch, with two, and with more than there are stages."""
+    return [case for case in cases if case.microbatches in (1, 2, 8)]
+
+
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 

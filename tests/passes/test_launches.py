@@ -20,8 +20,8 @@ from autopar.ir.method import Method
 from autopar.ir.schedule import make_schedule
 from autopar.passes.launches import check_launches
 from autopar.recipes import gpipe, megatron, pipeline
-from benchmarks.models import gpt, shared
-from tests.planned import cluster_of, plan_step
+from benchmarks.models import gpt
+from tests.planned import analysis_of_gpt, cluster_of, plan_analysis
 
 
 def _run(stage: int, inputs: Sequence[int], outputs: Sequence[int]) -> Run:
@@ -78,11 +78,7 @@ def instructions(request: pytest.FixtureRequest) -> tuple[InstructionList, int]:
 
     method, schedule = request.param
     config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)
-    optimizer = shared.make_optimizer(1e-3, 1, 10)
-    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
-    planned = plan_step(
-        gpt.make_train_step(config, optimizer), (state, gpt.abstract_batch(config, 8)), cluster_of(1, 4), method, None
-    )
+    planned = plan_analysis(analysis_of_gpt(config, 8), cluster_of(1, 4), method, None)
     assert planned.plan.schedule == schedule
     lists = instructions_of(planned.lowered, planned.plan.schedule, frozenset())
     return lists, len(planned.plan.stages)

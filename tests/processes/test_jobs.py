@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,8 +64,14 @@ MISTAKES = {  # when, and what is said: before JAX is used for anything, between
 }
 
 
+def _slow(*values: object) -> Any:
+    """The same with the processes, or the launchers, the other way round."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    ("what", "odd"), [("early", 0), ("early", 1), ("raise", 0), ("raise", 1), ("exit", 1), ("late", 0), ("late", 1)]
+    ("what", "odd"),
+    [("early", 1), ("raise", 0), ("exit", 1), _slow("early", 0), _slow("raise", 1), _slow("late", 0), _slow("late", 1)],
 )
 def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int) -> None:
     said = _failure(what, odd)
@@ -79,13 +86,13 @@ def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int)
     ("what", "odd", "missed"),
     [
         ("steps", 0, "ended after 3 calls of train_step, of which process 1 has begun number 4"),
-        ("steps", 1, "ended after 3 calls of train_step, of which process 0 has begun number 4"),
+        _slow("steps", 1, "ended after 3 calls of train_step, of which process 0 has begun number 4"),
         (
             "gather",
             1,
             "ended after 0 calls of autopar.gather or a callback, of which process 0 has begun number 1",
         ),
-        ("other", 0, "has ended, while process 1 waits for it to agree about <lambda>"),
+        _slow("other", 0, "has ended, while process 1 waits for it to agree about <lambda>"),
         ("other", 1, "has ended, while process 0 waits for it to agree about <lambda>"),
     ],
 )
@@ -134,7 +141,7 @@ def test_a_plan_for_other_devices_says_what_there_is() -> None:
     assert any("the plan is for 8 devices, there are 2 (of 2 processes)" in line for line in first)
 
 
-@pytest.mark.parametrize("what", ["alone", "leave"])
+@pytest.mark.parametrize("what", [_slow("alone"), "leave"])
 def test_a_process_that_ends_before_the_others_do_and_that_nobody_waits_for_ends_nobody(what: str) -> None:
     done = run_job(SCRIPT, [what, "1"], 2, 1, LIMIT)
     assert done.returncode == 0, done.stderr
@@ -184,8 +191,13 @@ def test_what_jax_knows_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert membership({**SLURM}) == Membership(None, None, 0)
 
 
-@pytest.mark.parametrize(("local", "expected"), [("0", "range(0, 8)"), ("1", "range(8, 16)")])
-@pytest.mark.parametrize("launcher", ["slurm", "mpi"])
+@pytest.mark.parametrize(
+    ("launcher", "local", "expected"),
+    [
+        ("slurm", "1", "range(8, 16)"), ("mpi", "0", "range(0, 8)"),
+        _slow("slurm", "0", "range(0, 8)"), _slow("mpi", "1", "range(8, 16)"),
+    ],
+)  # fmt: skip
 def test_a_process_has_as_many_gpus_as_it_is_told(launcher: str, local: str, expected: str) -> None:
     """JAX would give it one under Slurm, and all of its host under Open MPI 5."""
     variables = {**SLURM, "SLURM_LOCALID": local}
@@ -223,7 +235,9 @@ def _mpich(index: int, port: int) -> dict[str, str]:
     return {"PMI_RANK": str(index), "PMI_SIZE": "2", "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}"}
 
 
-@pytest.mark.parametrize("launcher", [_slurm, _mpich], ids=["slurm", "mpich"])
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(_slurm, id="slurm", marks=pytest.mark.slow), pytest.param(_mpich, id="mpich")]
+)
 def test_a_job_that_a_launcher_started(launcher: Callable[[int, int], dict[str, str]]) -> None:
     port = free_port(2**16 - 2**12)
     done = run_under([launcher(index, port) for index in range(2)], SCRIPT, LIMIT)

@@ -71,6 +71,7 @@ def test_scripts_for_launchers(launcher: str, file: str, tmp_path: pathlib.Path,
     assert (done.stdout + done.stderr).count("batch of") == 1  # by one of the processes
 
 
+@pytest.mark.slow
 def test_ray_goes_on_with_the_hosts_that_are_left(tmp_path: pathlib.Path, alone: list[str]) -> None:
     environment = {
         **os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.fspath(REPOSITORY),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -18,6 +19,7 @@ from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.mesh import XlaBackend
 from autopar.ir.method import Method
 from autopar.passes import program_writer
+from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.stage import most_pieces
 from autopar.planning.planner import Planner
@@ -30,6 +32,16 @@ GPT = gpt.GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, width=128,
 MOE = moe.MoEConfig(
     vocab_size=512, sequence_length=64, num_layers=2, width=128, num_heads=4, dropout=0.0, num_experts=4, group_size=128
 )
+
+
+@functools.cache
+def _analysis(model: str, factored: bool = False) -> BatchAnalysis:
+    """Of a step with Adam, or with Adafactor; traced once in a process."""
+    config = {"gpt": GPT, "scan": dataclasses.replace(GPT, scan=True), "moe": MOE}[model]
+    of = moe if model == "moe" else gpt
+    optimizer = optax.adafactor(1e-3) if factored else optax.adam(1e-3)
+    state = jax.eval_shape(of.make_init(config, optimizer), jax.random.key(0))
+    return analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 8 if factored else 32))
 
 
 @pytest.fixture
@@ -55,11 +67,7 @@ def test_a_choice_costs_what_its_programs_do(
     So do partial sums, where products are so small that multiprocessors would be idle. What is done for each microbatch
     counts once where one microbatch is the objective.
     """
-    config = {"gpt": GPT, "scan": dataclasses.replace(GPT, scan=True), "moe": MOE}[model]
-    of = moe if model == "moe" else gpt
-    optimizer = optax.adam(1e-3)
-    state = jax.eval_shape(of.make_init(config, optimizer), jax.random.key(0))
-    analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 32))
+    analysis = _analysis(model)
     # Memory is as slow as arithmetic: what goes through it counts.
     cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e10, link=1e10, latency=1e-6, launch=1e-7)
     kind = dataclasses.replace(cluster.hosts[0].kind, multiprocessors=multiprocessors)
@@ -88,10 +96,7 @@ def test_a_choice_costs_what_its_programs_do(
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(model: str, devices: int) -> None:
     """With data parallelism, that is: what other collectives leave in another order the solver does not count."""
-    config, of = (MOE, moe) if model == "moe" else (GPT, gpt)
-    optimizer = optax.adafactor(1e-3)
-    state = jax.eval_shape(of.make_init(config, optimizer), jax.random.key(0))
-    analysis = analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 8))
+    analysis = _analysis(model, factored=True)
     plain = cluster_of(1, devices, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
     xla = dataclasses.replace(IN_TURN, single_output=True)
     kind = dataclasses.replace(plain.hosts[0].kind, xla=xla).with_measured(strided_reads=((1e4, 1e10), (1e7, 1e9)))
@@ -113,9 +118,7 @@ def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_kernels_of_pieces_are_few_percent_from_those_of_whole_arrays(model: str) -> None:
     """What the solver does not see of the price: which kernels there are depends on their sizes."""
-    config, of = (MOE, moe) if model == "moe" else (GPT, gpt)
-    state = jax.eval_shape(of.make_init(config, optax.adam(1e-3)), jax.random.key(0))
-    analysis = analyse(of.make_train_step(config, optax.adam(1e-3)), state, of.abstract_batch(config, 32))
+    analysis = _analysis(model)
     cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
     _, lowered = Planner(analysis, cluster, recipes.data_parallel(1)).plan(1)
     prices = Prices(cluster)

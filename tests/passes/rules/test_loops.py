@@ -110,8 +110,16 @@ def in_pieces(equation: Equation, rule: Rule, split: Mapping[int, int], operands
     return found
 
 
-@pytest.mark.parametrize("name", [*CASES, *FORWARD])
-def test_pieces_give_the_whole(name: str) -> None:
+LARGE = ("layers", "nested")  # each of their pairs takes seconds to compile
+PAIRS = [
+    *((name, 3 if name not in LARGE else 0) for name in [*CASES, *FORWARD]),
+    *(pytest.param(name, 3, marks=pytest.mark.slow) for name in LARGE),
+]
+
+
+@pytest.mark.parametrize(("name", "paired"), PAIRS)
+def test_pieces_give_the_whole(name: str, paired: int) -> None:
+    """Each factor alone, and pairs of so many."""
     tried = 0
     for eqn, operands, expected in loops(name):
         rule = rule_of(eqn)
@@ -119,7 +127,7 @@ def test_pieces_give_the_whole(name: str) -> None:
         by_work = sorted(rule.splittable, key=lambda f: rule.work({f: 2}))
         least = {f: min(n for n in range(2, 9) if rule.factors[f] % n == 0) for f in by_work[:4]}
         splits = [{f: n} for f, n in least.items()]
-        pairs = itertools.combinations(by_work[:3], 2)
+        pairs = itertools.combinations(by_work[:paired], 2)
         splits += [{f: least[f], g: least[g]} for f, g in pairs if least[f] * least[g] <= 8]
         for split in splits:
             tried += 1
