@@ -24,7 +24,7 @@ from tests.random_programs.programs import RandomProgram, programs
 
 CASES_A_TEST = 5
 BY_DEFAULT, ALL = 10, 200  # tests
-COMPILED_BY_DEFAULTS = 5  # of them as users compile, too
+COMPILED_BY_DEFAULTS = 3  # of them as users compile, too
 SEEDS = [
     *(pytest.param(seed, marks=pytest.mark.xla_defaults) for seed in range(COMPILED_BY_DEFAULTS)),
     *range(COMPILED_BY_DEFAULTS, BY_DEFAULT),

@@ -256,8 +256,15 @@ METHODS: dict[str, Any] = {
     "pipeline": recipes.gpipe(2, 2),
     "auto": "auto",
 }
-COMPILED_BY_DEFAULTS = ("two_microbatches", "pipeline")  # as users compile, too
-ALL_METHODS = [pytest.param(m, marks=[pytest.mark.xla_defaults] * (m in COMPILED_BY_DEFAULTS)) for m in METHODS]
+COMPILED_BY_DEFAULTS = ("two_microbatches", "pipeline")  # as users compile, too: every other step by either
+CASES = [
+    pytest.param(
+        make, method, id=f"{make.__name__}-{method}",
+        marks=[pytest.mark.xla_defaults] * (method == COMPILED_BY_DEFAULTS[at % 2]),
+    )
+    for at, make in enumerate(STEPS)
+    for method in METHODS
+]  # fmt: skip
 
 
 @functools.cache
@@ -268,8 +275,7 @@ def expected(make: Callable[[], tuple[Step, Any]]) -> Any:
     return state, metrics
 
 
-@pytest.mark.parametrize("method", ALL_METHODS)
-@pytest.mark.parametrize("make", STEPS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize(("make", "method"), CASES)
 def test_same_as_one_device(make: Callable[[], tuple[Step, Any]], method: str) -> None:
     step, state = make()
     parallel = autopar.parallelize(step, method=METHODS[method])

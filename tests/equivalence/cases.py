@@ -159,7 +159,6 @@ BY_DEFAULT = (
     Case("zero", "stage3", 1, 1, "gpt_scan"),
     Case("megatron", "dp1", 1, 1, "gpt_scan"),
     Case("megatron", "dp2", 2, 2, "gpt_scan"),
-    Case("inter_op_only", "", 4, 4, "gpt_scan"),
     Case("data_parallel", "", 1, 2, "moe"),
     Case("zero", "stage3", 1, 2, "decoder"),
     Case("data_parallel", "", 1, 2, "encoder_decoder"),
