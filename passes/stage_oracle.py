@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Hashable, Sequence
 
 from autopar.ir.mesh import Cluster, Mesh
-from autopar.ir.schedule import ScheduleName
+from autopar.ir.schedule import ScheduleName, first_in_flight, is_registered
 from autopar.passes.submeshes import ShapesFn, candidate_shapes
 
 Span = tuple[int, int]  # layers [start, stop)
@@ -93,6 +93,9 @@ def pipeline_time(costs: Sequence[StageCost], num_microbatches: int, rounds: int
 def in_flight(schedule: ScheduleName, num_microbatches: int, remaining: int) -> int:
     """`Schedule.in_flight` of the stage that has so many stages from itself to the end, itself included.
 
-    Of a zero-bubble schedule it is that of 1F1B: how many stages come before is not known yet.
+    Of a zero-bubble schedule it is that of 1F1B: how many stages come before is not known yet. Of a registered one it
+    is that of the first of so many stages, for the same reason.
     """
+    if is_registered(schedule):
+        return first_in_flight(schedule, remaining, num_microbatches)
     return num_microbatches if schedule == "gpipe" else min(num_microbatches, remaining)

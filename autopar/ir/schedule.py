@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -48,6 +50,7 @@ def register_schedule(name: ScheduleName) -> Callable[[Order], Order]:
                 f"what the stage does in order, but is {order!r}"
             )
         _REGISTERED[name] = order
+        first_in_flight.cache_clear()
         return order
 
     return register
@@ -164,6 +167,17 @@ def schedule_for(name: ScheduleName, meshes: Sequence[Mesh], num_microbatches: i
     return make_schedule(name, len(meshes), num_microbatches, len({mesh.devices for mesh in meshes}))
 
 
+@functools.cache
+def first_in_flight(name: ScheduleName, num_stages: int, num_microbatches: int) -> int:
+    """`Schedule.in_flight` of the first stage."""
+    return make_schedule(name, num_stages, num_microbatches).in_flight(0)
+
+
+def is_registered(name: ScheduleName) -> bool:
+    """Whether it is no built-in schedule."""
+    return name in _REGISTERED
+
+
 def _registered(name: ScheduleName, num_stages: int, num_microbatches: int) -> tuple[tuple[Task, ...], ...]:
     """What the stages do by a registered schedule; raises UserError if that is not everything, or cannot be done."""
     phases = {phase.value: phase for phase in (Phase.FORWARD, Phase.BACKWARD)}
@@ -171,12 +185,15 @@ def _registered(name: ScheduleName, num_stages: int, num_microbatches: int) -> t
     where = f"schedule {name!r} of {num_stages} stages and {num_microbatches} microbatches: stage"
     rows = []
     for stage in range(num_stages):
-        given = list(_REGISTERED[name](stage, num_stages, num_microbatches))
-        if wrong := [task for task in given if not isinstance(task, tuple) or task not in wanted]:
-            raise UserError(
-                f"{where} {stage} does {wrong[0]!r}; each task must be ('forward', i) or ('backward', i), with i from "
-                f"0 to {num_microbatches - 1}."
-            )
+        expected = f"('forward', i) and ('backward', i), with i from 0 to {num_microbatches - 1}"
+        given: list[tuple[str, int]] = []
+        try:
+            for phase, i in _REGISTERED[name](stage, num_stages, num_microbatches):
+                given.append((str(phase), operator.index(i)))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{where} {stage} must do {expected}; task {len(given)} cannot be read: {error}") from error
+        if wrong := [task for task in given if task not in wanted]:
+            raise UserError(f"{where} {stage} does {wrong[0]!r}; it must do {expected}.")
         done = Counter(given)
         if off := next((task for task in wanted if done[task] != 1), None):
             raise UserError(f"{where} {stage} does {off!r} {done[off]} times; everything must be done once.")

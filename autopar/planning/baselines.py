@@ -60,16 +60,18 @@ def plan_beside_recipes(
         return best
     beside = {recipe.name: planner.beside(recipe.within(method)) for recipe in heeding}
     estimates = {name: _quickest(rival.evaluator, fixed, planner.most_estimate) for name, rival in beside.items()}
-    made: dict[_Estimate, str] = {}  # recipes that come to the same are made once; and the seconds that they take
+    made: dict[_Estimate, str] = {}  # recipes that come to the same are made once; and what they take
     for estimate, name in sorted((estimate, name) for name, estimate in estimates.items() if estimate is not None):
         if estimate.fits and estimate not in made and estimate.seconds < planner.most_estimate:
             better = planner.better_by(beside[name], fixed, None if fixed else estimate.num_microbatches)
             best = better or best
-            made[estimate] = ("" if better else "at least ") + seconds_text(best[0].step_time)
+            if better is not None:
+                made[estimate] = str(_Estimate(best[0].step_time, best[0].num_microbatches, best[0].peak_memory))
+            elif planner.evaluator.has_time:
+                made[estimate] = str(estimate._replace(seconds=best[0].step_time, fits=False))
     notes = [
-        f"{name} in {count_text(estimate.num_microbatches, 'microbatch', 'es')} {made.get(estimate, estimate)}"
-        for name, estimate in estimates.items() if estimate is not None
-    ]  # fmt: skip
+        f"{name} in {made.get(estimate, estimate)}" for name, estimate in estimates.items() if estimate is not None
+    ]
     if notes:
         text = f"recipes would take about: {', '.join(notes)}"
     elif method.excluding_options:
@@ -110,7 +112,8 @@ class _Estimate(NamedTuple):
     fits: bool = True  # False: it was not asked whether it does, since it takes too long in any memory
 
     def __str__(self) -> str:
-        return ("" if self.fits else "at least ") + seconds_text(self.seconds)
+        at_least = "" if self.fits else "at least "
+        return f"{count_text(self.num_microbatches, 'microbatch', 'es')} {at_least}{seconds_text(self.seconds)}"
 
 
 def _quickest(evaluator: Evaluator, fixed: int | None, below: float) -> _Estimate | None:

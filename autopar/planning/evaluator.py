@@ -65,9 +65,14 @@ class Evaluator:
         self._narrower: dict[Hashable, Evaluator] = {}  # by what candidates fix; kept, with what they know
         self._deadline: float = time.monotonic() + (method.time_limit or math.inf) if like is None else like._deadline
 
+    @property
+    def has_time(self) -> bool:
+        """Whether the method's time limit is not over."""
+        return time.monotonic() <= self._deadline
+
     def check_time(self) -> None:
         """Raises OutOfTime if the method's time limit is over."""
-        if time.monotonic() > self._deadline:
+        if not self.has_time:
             raise OutOfTime
 
     # What it would come to.

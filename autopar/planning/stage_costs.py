@@ -14,7 +14,7 @@ from autopar.ir.graph import Block, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import Schedule, ScheduleName
+from autopar.ir.schedule import Schedule, ScheduleName, is_registered
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis
@@ -158,7 +158,11 @@ class StageCosts:
         key = (placed, stage, self._kind_of_mesh(mesh))
         if key not in self._priced:
             m = layered.step.num_microbatches
-            most = m if schedule == "gpipe" else min(m, layered.num_layers, self.prices.cluster.num_devices)
+            most = (
+                m
+                if schedule == "gpipe" or is_registered(schedule)
+                else min(m, layered.num_layers, self.prices.cluster.num_devices)
+            )
             try:
                 problem = self.problem(way, placed, stage, mesh, tied=True)
             except Contradiction as error:
