@@ -20,9 +20,9 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from autopar.errors import InternalError
+from autopar.errors import InternalError, UserError
 from autopar.ir.graph import Phase
-from autopar.ir.schedule import Schedule, Task
+from autopar.ir.schedule import Schedule, Task, is_registered
 
 CrossingKey = tuple[int, int, Phase]  # source stage, target stage, when: see above
 
@@ -123,6 +123,7 @@ def simulate(
 
     Raises:
       InternalError: times and crossings do not fit the schedule, or the schedule deadlocks.
+      UserError: a registered schedule deadlocks.
     """
     _check(schedule, times, transfers)
     return _Simulation(schedule, times, transfers, turns or range(schedule.num_groups)).run()
@@ -227,7 +228,8 @@ class _Simulation:
         stuck = [row[at] for row, at in zip(rows, position, strict=True) if at < len(row)]
         if stuck:
             waits = "; ".join(f"{_name(task)} waits for {', '.join(map(_name, self._missing(task)))}" for task in stuck)
-            raise InternalError(f"the schedule {self._schedule.name!r} deadlocks: {waits}")
+            error = UserError if is_registered(self._schedule.name) else InternalError
+            raise error(f"the schedule {self._schedule.name!r} deadlocks: {waits}")
 
     def _missing(self, task: Task) -> list[Task]:
         """The tasks that this one waits for and that have not run."""

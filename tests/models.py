@@ -61,6 +61,14 @@ def chain_loss(params: Sequence[Any], batch: dict[str, Any]) -> Any:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+def residual_loss(params: Sequence[Params], batch: dict[str, Any]) -> Any:
+    """Mean squared error of blocks of two dense layers, each added to what it reads."""
+    x = batch["x"]
+    for layer in params:
+        x = x + jax.nn.gelu(x @ layer["up"]) @ layer["down"]
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def mlp_loss(params: Params, batch: dict[str, Any]) -> Any:
     """Mean squared error of a chain of dense layers with tanh between them."""
     x = batch["x"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import optax
 
 from autopar.compiling.compiler import build
 from autopar.cost_model.program_cost import program_cost, temporaries
@@ -29,7 +30,6 @@ from autopar.runtime.processes import Processes
 from autopar.runtime.source import Source
 from autopar.runtime.worker import Worker
 from autopar.tracing.trace import trace
-from benchmarks.models import gpt, shared
 from tests.clusters import IN_TURN
 
 
@@ -92,12 +92,16 @@ def plan_analysis(analysis: BatchAnalysis, cluster: Cluster, method: Method, m: 
     return Planned(*Planner(analysis, cluster, method).plan(m))
 
 
+ADAM = optax.adam(1e-3)
+
+
 @functools.cache
-def analysis_of_gpt(config: gpt.GPTConfig, batch_size: int) -> BatchAnalysis:
-    """A step with AdamW, traced once in a process."""
-    optimizer = shared.make_optimizer(1e-3, 1, 10)
-    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
-    return analyse(gpt.make_train_step(config, optimizer), state, gpt.abstract_batch(config, batch_size))
+def analysis_of(
+    model: Any, config: Any, batch_size: int, optimizer: optax.GradientTransformation = ADAM
+) -> BatchAnalysis:
+    """Of the train step of a module of `benchmarks.models`, traced once in a process."""
+    state = jax.eval_shape(model.make_init(config, optimizer), jax.random.key(0))
+    return analyse(model.make_train_step(config, optimizer), state, model.abstract_batch(config, batch_size))
 
 
 def lowered_collectives(source: Source, local: LocalProgram) -> Counter[Collective]:

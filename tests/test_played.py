@@ -12,9 +12,10 @@ from autopar.ir.instructions import Copy, Register, Run
 from autopar.ir.mesh import Cluster
 from autopar.planning.pricing import Played, Prices
 from autopar.recipes import gpipe, megatron, pipeline
-from benchmarks.models import gpt
-from tests.planned import Planned, analysis_of_gpt, cluster_of, plan_analysis
+from benchmarks.models import gpt, shared
+from tests.planned import Planned, analysis_of, cluster_of, plan_analysis
 
+_OPTIMIZER = shared.make_optimizer(1e-3, 1, 10)
 METHODS: dict[str, Any] = {
     "gpipe 2": pipeline([(2, (2,)), (2, (2,))], 8, "gpipe"),
     "gpipe 4": gpipe(4, 6),
@@ -28,7 +29,7 @@ METHODS: dict[str, Any] = {
 
 def planned(method: Any, cluster: Cluster) -> Planned:
     config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)
-    return plan_analysis(analysis_of_gpt(config, 24), cluster, method, None)
+    return plan_analysis(analysis_of(gpt, config, 24, _OPTIMIZER), cluster, method, None)
 
 
 def seconds_of_list(of: Planned, played: Played) -> float:

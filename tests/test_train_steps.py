@@ -256,11 +256,18 @@ METHODS: dict[str, Any] = {
     "pipeline": recipes.gpipe(2, 2),
     "auto": "auto",
 }
-COMPILED_BY_DEFAULTS = ("two_microbatches", "pipeline")  # as users compile, too: every other step by either
+LOOPS = (accumulation_by_hand, recurrent)  # a loop lies in one stage
+
+
+def compiled_by_defaults(at: int) -> str:
+    """The method by which a step is compiled as users do, too: either of two in turn, if it has both."""
+    return "two_microbatches" if at % 2 or STEPS[at] in LOOPS else "pipeline"
+
+
 CASES = [
     pytest.param(
         make, method, id=f"{make.__name__}-{method}",
-        marks=[pytest.mark.xla_defaults] * (method == COMPILED_BY_DEFAULTS[at % 2]),
+        marks=[pytest.mark.xla_defaults] * (method == compiled_by_defaults(at)),
     )
     for at, make in enumerate(STEPS)
     for method in METHODS
@@ -279,7 +286,7 @@ def expected(make: Callable[[], tuple[Step, Any]]) -> Any:
 def test_same_as_one_device(make: Callable[[], tuple[Step, Any]], method: str) -> None:
     step, state = make()
     parallel = autopar.parallelize(step, method=METHODS[method])
-    if make in (accumulation_by_hand, recurrent) and method == "pipeline":  # a loop lies in one stage
+    if make in LOOPS and method == "pipeline":
         with pytest.raises(PlanError, match="the forward pass of step has only "):
             parallel.plan(state, examples())
         return

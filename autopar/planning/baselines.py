@@ -60,15 +60,15 @@ def plan_beside_recipes(
         return best
     beside = {recipe.name: planner.beside(recipe.within(method)) for recipe in heeding}
     estimates = {name: _quickest(rival.evaluator, fixed, planner.most_estimate) for name, rival in beside.items()}
-    made: dict[_Estimate, str] = {}  # recipes that come to the same are made once; and what they take
+    made: dict[_Estimate, _Estimate] = {}  # what was planned: recipes that come to the same once
     for estimate, name in sorted((estimate, name) for name, estimate in estimates.items() if estimate is not None):
         if estimate.fits and estimate not in made and estimate.seconds < planner.most_estimate:
             better = planner.better_by(beside[name], fixed, None if fixed else estimate.num_microbatches)
             best = better or best
             if better is not None:
-                made[estimate] = str(_Estimate(best[0].step_time, best[0].num_microbatches, best[0].peak_memory))
+                made[estimate] = _Estimate(best[0].step_time, best[0].num_microbatches, best[0].peak_memory)
             elif planner.evaluator.has_time:
-                made[estimate] = str(estimate._replace(seconds=best[0].step_time, fits=False))
+                made[estimate] = estimate._replace(seconds=best[0].step_time, fits=False)
     notes = [
         f"{name} in {made.get(estimate, estimate)}" for name, estimate in estimates.items() if estimate is not None
     ]
@@ -109,7 +109,7 @@ class _Estimate(NamedTuple):
     seconds: float  # per step
     num_microbatches: int
     memory: float  # bytes per device at the peak
-    fits: bool = True  # False: it was not asked whether it does, since it takes too long in any memory
+    fits: bool = True  # False: it takes at least these seconds, and may not fit
 
     def __str__(self) -> str:
         at_least = "" if self.fits else "at least "

@@ -14,7 +14,7 @@ from autopar.ir.graph import Block, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.program import PlacedStep
-from autopar.ir.schedule import Schedule, ScheduleName, is_registered
+from autopar.ir.schedule import Schedule, ScheduleName
 from autopar.ir.sharding import Sharding
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis
@@ -25,7 +25,7 @@ from autopar.passes.intra_op.shard import Contradiction, Remembered, StageProble
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.strategies import OptionsCache
 from autopar.passes.solver.problem import Infeasible, Solution
-from autopar.passes.stage_oracle import StageCost
+from autopar.passes.stage_oracle import StageCost, in_flight
 from autopar.passes.submeshes import mesh_at
 from autopar.planning.layering import Layered
 from autopar.planning.pricing import Prices
@@ -158,11 +158,7 @@ class StageCosts:
         key = (placed, stage, self._kind_of_mesh(mesh))
         if key not in self._priced:
             m = layered.step.num_microbatches
-            most = (
-                m
-                if schedule == "gpipe" or is_registered(schedule)
-                else min(m, layered.num_layers, self.prices.cluster.num_devices)
-            )
+            most = in_flight(schedule, m, min(layered.num_layers, self.prices.cluster.num_devices))
             try:
                 problem = self.problem(way, placed, stage, mesh, tied=True)
             except Contradiction as error:

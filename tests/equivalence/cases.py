@@ -1,7 +1,7 @@
 """The ways of running a train step that are compared with one device.
 
-GPT in the full product of methods, stages and microbatches, and a pairwise covering set of it; every other model in
-the same product, and a few cases by default.
+GPT in the full product of methods, stages and microbatches, and by default a pairwise covering set of it, without four
+microbatches; every other model in the same product, and a few cases by default.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from autopar.ir.method import Method
 from autopar.ir.schedule import make_schedule
 from autopar.passes.launches import check_launches
 from autopar.recipes import gpipe, megatron, pipeline
-from benchmarks.models import gpt
-from tests.planned import analysis_of_gpt, cluster_of, plan_analysis
+from benchmarks.models import gpt, shared
+from tests.planned import analysis_of, cluster_of, plan_analysis
 
 
 def _run(stage: int, inputs: Sequence[int], outputs: Sequence[int]) -> Run:
@@ -63,6 +63,7 @@ def test_the_same_program_twice() -> None:
         check_launches([[SHARED_FIRST, SHARED_FIRST], [SHARED_FIRST]], [{0, 1}])
 
 
+_OPTIMIZER = shared.make_optimizer(1e-3, 1, 10)
 METHODS: list[tuple[Method, str]] = [
     (gpipe(4, 4), "gpipe"),
     (megatron(1, 1, 4, 4), "1f1b"),
@@ -78,7 +79,7 @@ def instructions(request: pytest.FixtureRequest) -> tuple[InstructionList, int]:
 
     method, schedule = request.param
     config = gpt.GPTConfig(64, 8, 4, width=16, num_heads=4)
-    planned = plan_analysis(analysis_of_gpt(config, 8), cluster_of(1, 4), method, None)
+    planned = plan_analysis(analysis_of(gpt, config, 8, _OPTIMIZER), cluster_of(1, 4), method, None)
     assert planned.plan.schedule == schedule
     lists = instructions_of(planned.lowered, planned.plan.schedule, frozenset())
     return lists, len(planned.plan.stages)

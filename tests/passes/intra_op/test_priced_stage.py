@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 from autopar.ir.mesh import Mesh
-from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.priced_stage import PricedStage
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.solver.problem import Infeasible, Solution, evaluate
@@ -23,20 +20,13 @@ from autopar.planning import finisher
 from autopar.planning.planner import Planner
 from benchmarks.models import gpt
 from tests import models
-from tests.planned import analyse, cluster_of
+from tests.planned import analyse, analysis_of, cluster_of
 
 CONFIG = gpt.GPTConfig(vocab_size=64, sequence_length=16, num_layers=4, width=32, num_heads=4, dropout=0.0)
 
 
-@functools.cache
-def analysis_with_adam(config: gpt.GPTConfig) -> BatchAnalysis:
-    optimizer = optax.adam(1e-3)
-    state = jax.eval_shape(gpt.make_init(config, optimizer), jax.random.key(0))
-    return analyse(gpt.make_train_step(config, optimizer), state, gpt.abstract_batch(config, 16))
-
-
 def planner_of_gpt(config: gpt.GPTConfig, memory: int = 2**34) -> Planner:
-    return Planner(analysis_with_adam(config), cluster_of(1, 4, memory=memory, link=1e9, launch=1e-7))
+    return Planner(analysis_of(gpt, config, 16), cluster_of(1, 4, memory=memory, link=1e9, launch=1e-7))
 
 
 def planner_of_mlp(layers: int) -> Planner:

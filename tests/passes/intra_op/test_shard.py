@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
-import jax
 import numpy as np
 import optax
 import pytest
@@ -19,14 +17,13 @@ from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.mesh import XlaBackend
 from autopar.ir.method import Method
 from autopar.passes import program_writer
-from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.stage import most_pieces
 from autopar.planning.planner import Planner
 from autopar.planning.pricing import Prices
 from benchmarks.models import gpt, moe
 from tests.clusters import IN_TURN
-from tests.planned import analyse, cluster_of
+from tests.planned import analysis_of, cluster_of
 
 GPT = gpt.GPTConfig(vocab_size=512, sequence_length=64, num_layers=4, width=128, num_heads=4, dropout=0.0)
 MOE = moe.MoEConfig(
@@ -34,14 +31,8 @@ MOE = moe.MoEConfig(
 )
 
 
-@functools.cache
-def _analysis(model: str, factored: bool = False) -> BatchAnalysis:
-    """Of a step with Adam, or with Adafactor; traced once in a process."""
-    config = {"gpt": GPT, "scan": dataclasses.replace(GPT, scan=True), "moe": MOE}[model]
-    of = moe if model == "moe" else gpt
-    optimizer = optax.adafactor(1e-3) if factored else optax.adam(1e-3)
-    state = jax.eval_shape(of.make_init(config, optimizer), jax.random.key(0))
-    return analyse(of.make_train_step(config, optimizer), state, of.abstract_batch(config, 8 if factored else 32))
+_MODELS = {"gpt": (gpt, GPT), "scan": (gpt, dataclasses.replace(GPT, scan=True)), "moe": (moe, MOE)}
+_ADAFACTOR = optax.adafactor(1e-3)
 
 
 @pytest.fixture
@@ -67,7 +58,7 @@ def test_a_choice_costs_what_its_programs_do(
     So do partial sums, where products are so small that multiprocessors would be idle. What is done for each microbatch
     counts once where one microbatch is the objective.
     """
-    analysis = _analysis(model)
+    analysis = analysis_of(*_MODELS[model], 32)
     # Memory is as slow as arithmetic: what goes through it counts.
     cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e10, link=1e10, latency=1e-6, launch=1e-7)
     kind = dataclasses.replace(cluster.hosts[0].kind, multiprocessors=multiprocessors)
@@ -96,7 +87,7 @@ def test_a_choice_costs_what_its_programs_do(
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(model: str, devices: int) -> None:
     """With data parallelism, that is: what other collectives leave in another order the solver does not count."""
-    analysis = _analysis(model, factored=True)
+    analysis = analysis_of(*_MODELS[model], 8, _ADAFACTOR)
     plain = cluster_of(1, devices, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
     xla = dataclasses.replace(IN_TURN, single_output=True)
     kind = dataclasses.replace(plain.hosts[0].kind, xla=xla).with_measured(strided_reads=((1e4, 1e10), (1e7, 1e9)))
@@ -118,7 +109,7 @@ def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_kernels_of_pieces_are_few_percent_from_those_of_whole_arrays(model: str) -> None:
     """What the solver does not see of the price: which kernels there are depends on their sizes."""
-    analysis = _analysis(model)
+    analysis = analysis_of(*_MODELS[model], 32)
     cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e10, launch=1e-7)
     _, lowered = Planner(analysis, cluster, recipes.data_parallel(1)).plan(1)
     prices = Prices(cluster)
