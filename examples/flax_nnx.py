@@ -1,7 +1,7 @@
 """Flax NNX, functional (`nnx.split` and `nnx.merge`) and with the model itself as argument and result.
 
-NNX modules are pytrees, so that a step may take and return them. What `nnx.jit` adds is that the caller's object
-changes in place: autopar's steps are pure like those of `jax.jit`, and the new model is what they return.
+NNX modules are pytrees, so that a step may take and return them, as here. A step may also change them in place and
+return nothing of them, as under `nnx.jit`: the caller's objects are renewed then.
 """
 
 from __future__ import annotations

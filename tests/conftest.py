@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX starts."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Iterator
 
@@ -30,6 +31,9 @@ with _nothing_on_stderr():
 jax.config.update("jax_num_cpu_devices", 8)
 # A program from an earlier run's cache would hide what the compiler does now.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# Traced steps and compiled programs are kept, so that Python's search through all objects takes ever longer.
+gc.set_threshold(10_000, 10, 100)
 
 # Compiling inside an example takes long without being slow; the same examples on every run.
 settings.register_profile("autopar", deadline=None, derandomize=True)

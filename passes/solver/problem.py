@@ -1,4 +1,4 @@
-"""The problem of choosing one strategy per node: what it is, what a choice is worth, and the exhaustive oracle.
+"""The problem of choosing one strategy per node: what it is, and what a choice is worth.
 
 Minimise the sum of node and edge costs such that at every time the live nodes' bytes stay within a limit. The form is
 that of Alpa's integer program (OSDI'22, section 4.2) with lifetimes instead of one memory total.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -188,13 +187,3 @@ def evaluate(problem: Problem, choice: Sequence[int]) -> tuple[float, float]:
 def fits(problem: Problem, peak: float) -> bool:
     """Whether a peak, in bytes, keeps to the problem's limit."""
     return problem.limit is None or peak <= problem.limit
-
-
-def brute_force(problem: Problem) -> Solution | None:
-    """The cheapest choice that fits, by trying all of them; None if there is none. The oracle of the tests."""
-    best: Solution | None = None
-    for choice in itertools.product(*(range(cost.size) for cost in problem.costs)):
-        cost, peak = evaluate(problem, choice)
-        if math.isfinite(cost) and fits(problem, peak) and (best is None or cost < best.cost):
-            best = Solution(choice, cost, cost, peak)
-    return best

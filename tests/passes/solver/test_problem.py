@@ -10,10 +10,10 @@ from autopar.passes.solver.problem import (
     Infeasible,
     MalformedProblem,
     Solution,
-    brute_force,
     evaluate,
     peak_memory,
 )
+from tests.passes.solver.brute_force import brute_force
 from tests.passes.solver.generate import problem_of, use
 
 INF = math.inf

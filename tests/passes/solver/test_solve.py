@@ -22,11 +22,12 @@ from autopar.passes.solver.dual import CuttingPlane
 from autopar.passes.solver.flat import flatten
 from autopar.passes.solver.messages import Messages
 from autopar.passes.solver.network import Network, NoChoiceLeft
-from autopar.passes.solver.problem import FoundBy, Infeasible, Problem, Solution, Usage, brute_force, evaluate, fits
+from autopar.passes.solver.problem import FoundBy, Infeasible, Problem, Solution, Usage, evaluate, fits
 from autopar.passes.solver.programs import highest, solve_program
 from autopar.passes.solver.relax import Relaxation
 from autopar.passes.solver.search import Search
 from autopar.passes.solver.solve import Forced, solve
+from tests.passes.solver.brute_force import brute_force
 from tests.passes.solver.generate import problem_of, tiny_problem, train_step_problem, use, wide_problem
 
 INF = math.inf
