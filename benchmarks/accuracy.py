@@ -23,7 +23,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from autopar.errors import InfeasiblePlanError, PlanError
@@ -50,25 +50,30 @@ class Prediction:
     error: str = ""
 
 
-class Predictor:
-    """Plans each program once: rows of different names may have run the same."""
+def predicted(rows: Iterable[Measurement], at_once: int) -> Iterator[tuple[Measurement, Prediction | None]]:
+    """Each row by the best of its ways; None if there is none.
 
-    def __init__(self) -> None:
-        self._seen: dict[Any, Prediction] = {}
+    Each program is planned once, in a process of its own: rows of different names may have run the same.
+    """
+    rows = list(rows)
+    programs = {_key(row, way): (row, way) for row in rows for way in row.ways}
+    plans = zip(programs, common.each_in_a_process(_predict, programs.values(), at_once), strict=True)
+    seen: dict[Any, Prediction] = {}
+    for row in rows:
+        keys = [_key(row, way) for way in row.ways]
+        while not seen.keys() >= set(keys):
+            seen.update([next(plans)])
+        found = [seen[key] for key in keys]
+        yield row, min(found, key=lambda p: math.inf if p.seconds is None else p.seconds, default=None)
 
-    def best(self, row: Measurement) -> Prediction | None:
-        """By the best of its ways; None if there is none."""
-        found = [self._one(row, way) for way in row.ways]
-        return min(found, key=lambda p: math.inf if p.seconds is None else p.seconds, default=None)
 
-    def _one(self, row: Measurement, way: Way) -> Prediction:
-        key = (json.dumps(row.spec, sort_keys=True), row.batch_size, row.cluster, way)
-        if key not in self._seen:
-            self._seen[key] = _predict(row, way)
-        return self._seen[key]
+def _key(row: Measurement, way: Way) -> Any:
+    return json.dumps(row.spec, sort_keys=True), row.batch_size, row.cluster, way
 
 
-def _predict(row: Measurement, way: Way) -> Prediction:
+def _predict(program: tuple[Measurement, Way]) -> Prediction:
+    common.use_virtual_devices(1)
+    row, way = program
     started = time.process_time()
     function, state, batch = row.step(way)
     method = dataclasses.replace(way.method, remat=False)  # what ran computed again what the model says
@@ -186,25 +191,23 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     arguments = parser.parse_args()
 
-    common.use_virtual_devices(1)
-    predictor = Predictor()
+    chosen = [
+        row for path in arguments.measured for row in published.read(path)
+        if arguments.only is None or arguments.only in f"{row.case} {row.method}"
+    ]  # fmt: skip
     rows: list[tuple[Measurement, Prediction]] = []
     content = []
-    for path in arguments.measured:
-        for row in published.read(path):
-            if arguments.only and arguments.only not in f"{row.case} {row.method}":
-                continue
-            found = predictor.best(row)
-            print(_line(row, found), flush=True)
-            if found is not None:
-                rows.append((row, found))
-            content.append(
-                {
-                    "case": row.case, "method": row.method, "seconds": row.seconds, "memory": row.memory,
-                    "fits": row.fits, "doubt": row.doubt, "fitted": row.fitted,
-                    **({} if found is None else {f"predicted_{k}": v for k, v in dataclasses.asdict(found).items()}),
-                }
-            )  # fmt: skip
+    for row, found in predicted(chosen, common.num_cores()):
+        print(_line(row, found), flush=True)
+        if found is not None:
+            rows.append((row, found))
+        content.append(
+            {
+                "case": row.case, "method": row.method, "seconds": row.seconds, "memory": row.memory,
+                "fits": row.fits, "doubt": row.doubt, "fitted": row.fitted,
+                **({} if found is None else {f"predicted_{k}": v for k, v in dataclasses.asdict(found).items()}),
+            }
+        )  # fmt: skip
     count, wrong = pairs(rows)
     print(f"{count} pairs of methods differ by more than {CLEAR:.0%}; in the wrong order:", *wrong, sep="\n  ")
     common.report(bars(rows), content, arguments.json)

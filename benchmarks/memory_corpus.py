@@ -192,7 +192,7 @@ def main() -> None:
         rows = [Row(**row) for row in json.loads(arguments.rows.read_text(encoding="utf-8"))["rows"]]
     else:
         chosen = [case for case in cases() if arguments.only in ", ".join(map(str, case))]
-        for mine, text in common.each_in_a_process(compiled, chosen):
+        for mine, text in common.each_in_a_process(compiled, chosen, common.num_cores()):
             print(text, flush=True)
             for row in mine:
                 print(f"  {row.program} ({row.kind}): {row.error({}):+.1%}", flush=True)

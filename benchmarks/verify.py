@@ -182,7 +182,8 @@ def main() -> None:
 
     chosen = [case for case in cases() if arguments.only is None or arguments.only in case.name]
     verdicts, rows = [], []
-    for case, (found, seconds, why) in zip(chosen, common.each_in_a_process(verified, chosen), strict=True):
+    all_verified = common.each_in_a_process(verified, chosen, common.num_cores())
+    for case, (found, seconds, why) in zip(chosen, all_verified, strict=True):
         if found is None:
             print(f"{case.name}: not planned: {why}", flush=True)
             continue

@@ -28,7 +28,6 @@ from benchmarks.verifiable import plan
 QUANTITIES = ("moved", "launches", "memory")
 _LIMITS = {"moved": (0.10, 0.25), "launches": (0.10, 0.25), "memory": (0.05, 0.15)}  # median, 95th percentile
 _SLOPE = 0.03
-_AT_ONCE = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,7 @@ def run(only: str | None) -> list[Row]:
     chosen = [p for p in programs() if only is None or only in f"public {p.name}"]
     names = [p.name for p in sorted(chosen, key=lambda p: -p.variant.layers)]
     rows = []
-    for row in common.each_in_a_process(compiled, names, _AT_ONCE):
+    for row in common.each_in_a_process(compiled, names, common.num_cores()):
         print(row, flush=True)
         if isinstance(row, Row):
             rows.append(row)
