@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections import Counter
 from typing import Any
 
 import jax
@@ -57,10 +59,12 @@ def _finisher(method: Method = _METHOD) -> tuple[Finisher, _Recorded]:
     return finisher, stages
 
 
-def _finish(finisher: Finisher, meshes: list[Mesh], m: int, schedule: Any = "1f1b") -> Any:
+def _finish(
+    finisher: Finisher, meshes: list[Mesh], m: int, schedule: Any = "1f1b", below: float = math.inf
+) -> Any:  # fmt: skip
     layered = finisher.layering.layered(m, len(meshes) > 1)
     cuts = [i * layered.num_layers // len(meshes) for i in range(1, len(meshes))]
-    return finisher.finish(*finisher.layering.placed(layered, cuts, schedule), meshes, schedule)
+    return finisher.finish(*finisher.layering.placed(layered, cuts, schedule), meshes, schedule, below=below)
 
 
 def test_stages_as_they_were_given() -> None:
@@ -99,6 +103,22 @@ def test_a_stage_is_solved_again_with_less_memory() -> None:
             break
     else:
         pytest.fail("no stage was solved again")
+
+
+@pytest.mark.parametrize(("meshes", "schedule"), [(_HALVES, "1f1b"), (_HALVES * 2, "interleaved")])
+def test_devices_that_are_busy_for_too_long_are_enough_to_know(meshes: list[Mesh], schedule: Any) -> None:
+    """What they wait for transfers does not count, and all stages on the same devices do."""
+    plan, _ = _finish(_finisher()[0], meshes, 8, schedule)
+    busy: Counter[Mesh] = Counter()
+    for stage in plan.stages:
+        busy[stage.mesh] += stage.compute + stage.communication
+    most = max(busy.values())
+    finisher, stages = _finisher()
+    assert _finish(finisher, meshes, 8, schedule, 0.9 * busy[_HALVES[1]]) is None
+    assert {stage for stage, _ in stages.withheld} < set(range(len(meshes)))  # not all were solved
+    assert _finish(_finisher()[0], meshes, 8, schedule, 1.05 * most)[0].step_time == plan.step_time > most
+    careless, _ = _finisher(dataclasses.replace(_METHOD, without=frozenset({"bound_of_solved"})))
+    assert _finish(careless, meshes, 8, schedule, 0.0)[0].step_time == plan.step_time
 
 
 def test_what_fits_in_no_way_is_named() -> None:

@@ -25,6 +25,7 @@ from tests import models
 from tests.planned import analyse, cluster_of
 
 _HOSTS = cluster_of(2, 2, flops=1e10, memory_bandwidth=1e11, link=1e9, network=1e8, latency=1e-6, launch=1e-6)
+_ONE_HOST = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-6)
 
 
 @functools.cache
@@ -98,6 +99,42 @@ def test_one_stage_that_does_not_fit_has_more_microbatches() -> None:
     assert {each.num_stages for each in found} == {1}
 
 
+def test_one_stage_on_one_host_has_the_fewest_microbatches_that_fit() -> None:
+    """Or more, where memory is dear with those. Of several hosts, a stage for each is the better bound."""
+    params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)}] * 4}
+    batch = dict.fromkeys("xy", jnp.zeros((4096, 256)))
+    analysis = analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch)
+    roomy = Planner(analysis, _ONE_HOST, recipes.data_parallel()).plan()[0].peak_memory
+    firsts = []
+    for share in (0.9, 0.7, 0.4):
+        method = dataclasses.replace(recipes.auto(remat=False), memory_limit=int(share * roomy))
+        evaluator = Evaluator(analysis, _ONE_HOST, method)
+        first = next(neighbours.one_stage(State(evaluator, None))).candidate
+        assert evaluator.estimate(first) is not None
+        for m in (m for m in (1, *evaluator.space.many) if m < first.num_microbatches):
+            fewer = evaluator.estimate(Candidate(m, 1))
+            assert fewer is None or evaluator.is_memory_dear_for(m, fewer)
+        firsts.append(first.num_microbatches)
+        hosts = State(Evaluator(analysis, _HOSTS, method), None)
+        assert next(neighbours.one_stage(hosts)).candidate.num_microbatches == 1
+    assert firsts[0] < firsts[1] < firsts[2]
+
+
+def test_one_stage_has_more_microbatches_where_memory_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as the stage search finds that quicker."""
+    seconds = {2: 3.0, 4: 2.5, 8: 2.6, 16: 1.0}
+
+    def estimate(self: Evaluator, candidate: Candidate, shapes: Any, below: float) -> Pipeline | None:
+        found = seconds.get(candidate.num_microbatches, 9.0)
+        return Pipeline((), found) if found < min(below, 9.0) else None
+
+    monkeypatch.setattr(Evaluator, "estimate", estimate)
+    for dear, expected in [({2, 4, 8}, 4), ({2}, 4), (set[int](), 2)]:
+        monkeypatch.setattr(Evaluator, "is_memory_dear_for", lambda self, m, pipeline, dear=dear: m in dear)
+        proposal = next(neighbours.one_stage(State(Evaluator(_analysis(), _ONE_HOST), None)))
+        assert (proposal.candidate.num_microbatches, proposal.seconds) == (expected, seconds[expected])
+
+
 def test_the_fewest_microbatches_of_one_stage_that_compute_nothing_again() -> None:
     plan = recomputing(_two_stages()[0])
 
@@ -142,6 +179,22 @@ def test_more_microbatches_where_something_is_computed_again() -> None:
     assert [each.num_microbatches for each in found] == [4, 8, 16, 32]  # 4 in vain, 8 better, two in vain
 
 
+def test_more_microbatches_where_one_stage_needs_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one stage, until its memory is enough."""
+    plan = _two_stages()[0]
+    state = state_of(dataclasses.replace(plan, stages=plan.stages[:1], num_microbatches=2))
+    monkeypatch.setattr(Evaluator, "is_memory_dear", lambda self, plan: plan.num_microbatches < 8)
+    times = with_times({4: 0.9, 8: 0.8, 16: 0.7})
+
+    def answer(candidate: Candidate) -> Outcome:
+        outcome = times(candidate)
+        state.plan = outcome.better[0] if outcome.better else state.plan
+        return outcome
+
+    found = answered(neighbours.more_microbatches(state), answer)
+    assert [(each.num_microbatches, each.num_stages) for each in found] == [(4, 1), (8, 1)]
+
+
 def test_fewer_microbatches_on_the_same_groups_of_devices() -> None:
     plan = _two_stages()[0]
     state = state_of(plan)
@@ -153,6 +206,12 @@ def test_fewer_microbatches_on_the_same_groups_of_devices() -> None:
     one = dataclasses.replace(plan, stages=plan.stages[:1])
     state = state_of(one)
     state.found_by["more_microbatches"] = one
+    assert answered(neighbours.fewer_microbatches(state), nothing) == []
+    # Nor where one stage with fewer was proposed before.
+    state = state_of(one)
+    state.evaluator.best.estimate = state.evaluator.best.step_time = 0.0
+    [fewer] = answered(neighbours.fewer_microbatches(state), nothing)
+    state.in_one_stage.add(fewer.num_microbatches)
     assert answered(neighbours.fewer_microbatches(state), nothing) == []
     # Not where the number is fixed, nor by a schedule that has its own.
     assert answered(neighbours.fewer_microbatches(state_of(plan, fixed=16)), nothing) == []

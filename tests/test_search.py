@@ -45,9 +45,9 @@ def test_one_stage_has_more_microbatches_where_it_needs_more_memory_than_was_cou
     """And is tried before pipelines, so that those which take longer are not."""
     tried: list[tuple[int, int]] = []  # stages, microbatches
 
-    def finish(self: Finisher, layered: Layered, placed: Any, meshes: Sequence[Mesh], *rest: Any) -> Any:
+    def finish(self: Finisher, layered: Layered, placed: Any, meshes: Sequence[Mesh], *rest: Any, **kw: Any) -> Any:
         tried.append((len(meshes), layered.step.num_microbatches))
-        return None if tried[-1] == (1, 1) else finished(self, layered, placed, meshes, *rest)
+        return None if tried[-1] == (1, 1) else finished(self, layered, placed, meshes, *rest, **kw)
 
     finished = Finisher.finish
     with mock.patch.object(Finisher, "finish", finish):
@@ -58,8 +58,8 @@ def test_one_stage_has_more_microbatches_where_it_needs_more_memory_than_was_cou
 
 
 def test_a_recipe_has_more_microbatches_where_it_needs_more_memory_than_was_counted() -> None:
-    def finish(self: Finisher, layered: Layered, *rest: Any) -> Any:
-        return None if layered.step.num_microbatches < 4 else finished(self, layered, *rest)
+    def finish(self: Finisher, layered: Layered, *rest: Any, **kw: Any) -> Any:
+        return None if layered.step.num_microbatches < 4 else finished(self, layered, *rest, **kw)
 
     finished = Finisher.finish
     planner = Planner(_mlp(4, 256, 512), _SMALL, recipes.auto(baselines=False, num_stages=4))

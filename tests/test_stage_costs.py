@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from typing import Any
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import recipes
+from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.shard import StageProblem
@@ -24,6 +26,7 @@ from tests.planned import analyse, cluster_of
 
 _LAYERS = 6
 _CLUSTER = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-6)
+_SLOW = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e8, latency=1e-6, launch=1e-6)
 _MESHES = [mesh_at(0, shape) for shape in ((1,), (4,), (2, 2))]
 _ONE = mesh_at(0, (1,))
 _GAP = 1.02  # times the best: what the solver leaves at most, and more
@@ -55,8 +58,8 @@ class _Counted(StageCosts):
         return super().problem(layered, placed, stage, mesh, *args, **kwargs)
 
 
-def _costs(method: Method = AUTO, memory_limit: int | None = None) -> _Counted:
-    return _Counted(Prices(_CLUSTER, memory_limit), method)
+def _costs(method: Method = AUTO, memory_limit: int | None = None, cluster: Cluster = _CLUSTER) -> _Counted:
+    return _Counted(Prices(cluster, memory_limit), method)
 
 
 def _seconds(cost: StageCost | None, m: int) -> float:
@@ -139,6 +142,28 @@ def test_a_state_that_does_not_fit_is_known_without_a_problem() -> None:
     assert not costs.made
 
 
+def test_numbers_of_microbatches_that_cannot_fit_in_one_stage() -> None:
+    """What is known of one number is a bound on more of them."""
+    span, meshes = (0, _LAYERS), [mesh_at(0, (4,))]
+    roomy = _costs(recipes.auto(remat=False)).cost(_layered(1), "1f1b", span, meshes[0], 1)
+    assert roomy is not None
+    refused: list[int] = []
+    for share in (0.9, 0.7, 0.5, 0.3):
+        costs = _costs(recipes.auto(remat=False), memory_limit=int(share * roomy.memory))
+        assert costs.fewest_in_one_stage(_layered(1), meshes) == 0.0  # it was not asked for
+        fits = {m: costs.cost(_layered(m), "1f1b", span, meshes[0], 1) is not None for m in (1, 2, 4, 8, 16)}
+        for m in fits:
+            fewest = costs.fewest_in_one_stage(_layered(m), meshes)
+            assert not any(fits[n] for n in fits if m <= n < fewest)
+            refused += [n for n in fits if m < n < fewest]
+    assert refused
+    assert _costs(memory_limit=1).fewest_in_one_stage(_layered(1), meshes) == 0.0
+    method = dataclasses.replace(recipes.auto(remat=False), without=frozenset({"bound_of_memory"}))
+    careless = _costs(method, memory_limit=int(roomy.memory) // 2)
+    assert careless.cost(_layered(1), "1f1b", span, meshes[0], 1) is None
+    assert careless.fewest_in_one_stage(_layered(1), meshes) == 0.0
+
+
 def test_overheads_are_learned_from_spans_that_were_priced() -> None:
     """And held for more microbatches: what is sent for each is sent more often."""
     costs, mesh = _costs(), mesh_at(0, (4,))
@@ -153,6 +178,19 @@ def test_overheads_are_learned_from_spans_that_were_priced() -> None:
     # Of a layer that is like none which was priced nothing is known, and of other meshes no more.
     assert costs.overhead(_layered(4), 5, mesh)[1] == 1.0
     assert costs.overhead(_layered(4), 2, mesh_at(0, (2,))) == (1.0, 1.0)
+
+
+def test_overheads_are_those_of_smaller_meshes_until_more_is_known() -> None:
+    costs, small, large = _costs(cluster=_SLOW), mesh_at(0, (2,)), mesh_at(0, (4,))
+    costs.cost(_layered(4), "1f1b", (2, 4), small, 1)
+    _, times = costs.overhead(_layered(4), 2, small)
+    seconds, likely = costs.overhead(_layered(4), 2, large)
+    assert likely == times > 1
+    cost = costs.cost(_layered(4), "1f1b", (2, 4), large, 1)
+    assert seconds * likely <= _seconds(cost, 4) / 2
+    assert costs.overhead(_layered(4), 2, large)[1] > likely  # its own
+    assert costs.overhead(_layered(4), 2, mesh_at(0, (2, 2))) == (1.0, 1.0)  # other axes
+    assert costs.overhead(_layered(4), 2, _ONE) == (1.0, 1.0)  # nothing is known of fewer devices
 
 
 def test_far_from_fitting_or_from_being_quick() -> None:

@@ -35,6 +35,7 @@ from autopar.planning.search_space import SearchSpace
 LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 _TIGHT = 0.8
+_FREE = 0.005  # above the time with more memory: as good
 _FULL = 0.9  # of the memory, in the stage search
 
 
@@ -61,7 +62,7 @@ class Evaluator:
         self.schedule: ScheduleName = method.schedule or "1f1b"
         # By number of microbatches: seconds per step that no pipeline beats.
         self._least: dict[int, float] = {} if like is None else like._least
-        self._one_stage_fits = False  # with one microbatch, and nothing computed again
+        self._in_one_stage: set[int] = set()  # numbers of microbatches with a plan of one stage, and memory enough
         self._narrower: dict[Hashable, Evaluator] = {}  # by what candidates fix; kept, with what they know
         self._deadline: float = time.monotonic() + (method.time_limit or math.inf) if like is None else like._deadline
 
@@ -107,6 +108,18 @@ class Evaluator:
         """Whether stages need about all the memory that there is."""
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in pipeline.stages)
 
+    def is_memory_dear(self, plan: Plan) -> bool:
+        """Whether a plan computes something again, or has one stage that would take less with more memory."""
+        if len(plan.stages) > 1 or plan.stages[0].recomputed:
+            return any(stage.recomputed for stage in plan.stages)
+        layered = self.layering.layered(plan.num_microbatches, False)
+        return self.stages.in_any_memory(layered, plan.stages[0].mesh) < (1 - LEAST_GAIN) * self.best.estimate
+
+    def is_memory_dear_for(self, m: int, pipeline: Pipeline) -> bool:
+        """Whether one stage in so many microbatches takes longer than it would with more memory."""
+        layered, [stage] = self.layering.layered(m, False), pipeline.stages
+        return pipeline.step_time > (1 + _FREE) * self.stages.in_any_memory(layered, stage.mesh)
+
     def seconds_without_bubble(self, plan: Plan) -> float:
         """Seconds of a step, about, if gradients of parameters take their share of it by matrix products."""
         layered, placed = self._apart(plan)
@@ -148,9 +161,19 @@ class Evaluator:
         if len(plan.stages) > 1 and has_equal_groups(plan):
             self.best.of_equal_groups = plan
         self.best.step_time, self.best.num_stages = plan.step_time, len(plan.stages)
-        is_one = plan.num_microbatches == 1 and len(plan.stages) == 1
-        self._one_stage_fits |= is_one and not plan.stages[0].recomputed
+        if len(plan.stages) == 1 and not self.is_memory_dear(plan):
+            self._in_one_stage.add(plan.num_microbatches)
         return True
+
+    def _may_be_one_stage(self, m: int) -> bool:
+        """Whether a plan of one stage may be better than those before.
+
+        Where so many microbatches fit, it gains nothing from more, unless these alone are whole parts of the batch.
+        """
+        whole = self.space.whole
+        return self.space.may_be_one_stage and not any(
+            n in (1, m) or (n < m and (n in whole or m not in whole)) for n in self._in_one_stage
+        )
 
     def _within(self, candidate: Candidate) -> Evaluator:
         """That of the layers and meshes that a candidate fixes."""
@@ -187,13 +210,13 @@ class Evaluator:
         if candidate.rounds > 1:
             return self._dealt_out(m, meshes, candidate.rounds)
         way = self._apart(dataclasses.replace(plan, num_microbatches=m))
-        finished = self.finisher.finish(*way, meshes, "zero-bubble")
+        finished = self.finisher.finish(*way, meshes, "zero-bubble", below=self.best.step_time)
         return finished and (with_layers(finished[0], [stage.layers for stage in plan.stages]), finished[1])
 
     def _searched(self, candidate: Candidate) -> Finished | None:
         """The stages that the stage search finds, or that the method fixes, as a plan."""
         m, stages = candidate.num_microbatches, candidate.num_stages
-        may_be_one = stages is None and self.space.may_be_one_stage and not (m > 1 and self._one_stage_fits)
+        may_be_one = stages is None and self._may_be_one_stage(m)
         if not may_be_one and self.is_vain(m, stages, self.best.estimate):
             return None
         try:
@@ -274,7 +297,8 @@ class Evaluator:
         if any(levels):
             blocks = self.stages.levels(layered)
             way = layered.recomputing_at(spans, [blocks[level] for level in levels])
-            return self.finisher.finish(*self.layering.placed(way, cuts, self.schedule), meshes, self.schedule)
+            way, placed = self.layering.placed(way, cuts, self.schedule)
+            return self.finisher.finish(way, placed, meshes, self.schedule, below=self.best.step_time)
         ways = [self.layering.placed(layered, cuts, self.schedule)]
         if layered.analysis is not self.analysis and self.method.has(Part.JOINED_LOOPS):
             # The gradients of a loop are stacked until its end: in parts they take less memory.
@@ -286,7 +310,7 @@ class Evaluator:
         finished = None
         for way, placed in ways:
             if finished is None or _is_dear(finished[0], estimate):
-                other = self.finisher.finish(way, placed, meshes, self.schedule)
+                other = self.finisher.finish(way, placed, meshes, self.schedule, below=self.best.step_time)
                 if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
                     finished = other
         return finished
@@ -338,8 +362,8 @@ class Evaluator:
     def _least_cost(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
         """What a span of layers costs at least on a mesh, if it may be part of a better plan."""
         m = layered.step.num_microbatches
-        if span == (0, layered.num_layers) and (self.method.min_stages > 1 or (m > 1 and self._one_stage_fits)):
-            return None  # one stage that fits with one microbatch gains nothing from several
+        if span == (0, layered.num_layers) and not self._may_be_one_stage(m):
+            return None
         least = self.stages.least(layered, span, mesh)
         if least is None or m * least.per_microbatch >= self.best.step_time:
             return None  # the slowest stage alone would take longer than the best plan

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ _GOOD_GAP = 0.002  # relative: what is better by less is not looked for
 _CLOSE = 0.05  # relative: a solution of the search this close to its bound is good enough to begin with
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
+_DEAR = 1.02  # times what is to be beaten: more seconds by the solver's count are never as few when priced
 _MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
 
@@ -79,9 +81,11 @@ class Finisher:
 
     def finish(
         self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName,
-        reshard_after_forward: Collection[int] = (),
+        reshard_after_forward: Collection[int] = (), below: float = math.inf,
     ) -> tuple[Plan, LoweredStep] | None:  # fmt: skip
         """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
+
+        None also if it is known, before that, to take `below` seconds per step or more.
 
         The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less,
         or gathers parameters again, whichever is quicker. Stages that have to are `reshard_after_forward`.
@@ -93,6 +97,7 @@ class Finisher:
         other: tuple[Plan, LoweredStep] | None = None  # that fits since it gathers again
         withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
+        busy: dict[int, float] = {}  # seconds per step, by stage
         known: list[_Known] = []
         for _ in range(_MOST_ROUNDS if self.method.has(Part.LESS_MEMORY) else 1):
             for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
@@ -106,6 +111,10 @@ class Finisher:
                         self.stages.note_contradiction(error)
                         return other
                     solved[stage] = problem.read(solution), solution
+                    busy[stage] = problem.numbers.busy_seconds(solution)
+                    on_devices = sum(busy[at] for at in solved if meshes[at].devices == mesh.devices)
+                    if on_devices > _DEAR * below and self.method.has(Part.BOUND_OF_SOLVED):
+                        return other
             objective = sum(solution.cost for _, solution in solved.values())
             bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
             gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
@@ -114,6 +123,8 @@ class Finisher:
             above = _above(plan)
             if not above:
                 return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
+            if plan.step_time >= below and self.method.has(Part.BOUND_OF_SOLVED):
+                return other  # with less memory it would take longer
             leaner_stages = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
             if leaner_stages and other is None and self.method.has(Part.RESHARD_AFTER_FORWARD):
                 leaner, leaner_plan = self._lowered(
@@ -121,6 +132,8 @@ class Finisher:
                 )
                 if not _above(leaner_plan):
                     other = leaner_plan, leaner
+                    if leaner_plan.step_time <= (1 + _GOOD_GAP) * plan.step_time:
+                        return other
             for stage, needed in above.items():
                 uncounted = needed.total - solved.pop(stage)[1].peak
                 excess = needed.total - needed.capacity

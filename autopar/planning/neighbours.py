@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from autopar.errors import MicrobatchError, PlanError
 from autopar.ir.plan import Plan
@@ -62,14 +62,27 @@ Phases = tuple[tuple[Neighbour, ...], ...]
 
 
 def one_stage(state: State) -> Proposals:
-    """All devices as one stage: with one microbatch, or the fewest that fit."""
-    if state.fixed is not None or not state.space.may_be_one_stage:
+    """All devices as one stage: on one host with the fewest microbatches that fit, on several with one.
+
+    What it takes bounds the search for pipelines, which costs far more. On several hosts, a stage for each does.
+    """
+    space, evaluator = state.space, state.evaluator
+    if state.fixed is not None or not space.may_be_one_stage:
         return
-    whole = Candidate(1, 1)
-    pipeline = state.evaluator.estimate(whole, state.space.first_shapes, state.estimate)
-    outcome = yield Proposal(whole, None if pipeline is None else pipeline.step_time)
-    if outcome.better is None and pipeline is not None:
-        yield from with_fewest_microbatches(state)  # it takes more memory than the stage search counts
+    on_one_host = len(space.cluster.hosts) == 1
+    best: tuple[int, Pipeline] | None = None
+    for m in _worth_one_stage(state, 1) if on_one_host else (1,):
+        below = state.estimate if best is None else best[1].step_time
+        pipeline = evaluator.estimate(Candidate(m, 1), space.first_shapes, below)
+        if pipeline is not None:
+            best = m, pipeline
+        if best is not None and (pipeline is None or not evaluator.is_memory_dear_for(m, pipeline)):
+            break
+    m = 1 if best is None else best[0]
+    state.in_one_stage.add(m)
+    outcome = yield Proposal(Candidate(m, 1), None if best is None else best[1].step_time)
+    if outcome.better is None and best is not None:
+        yield from with_fewest_microbatches(state, m + 1)  # it takes more memory than the stage search counts
 
 
 def stage_per_host(state: State) -> Proposals:
@@ -162,18 +175,23 @@ def one_stage_again(state: State) -> Proposals:
 
 
 def more_microbatches(state: State) -> Proposals:
-    """More of them, where something is computed again: smaller ones may need nothing so. Where nothing fits, too."""
+    """More of them, where memory is dear: smaller ones may need nothing computed again, or less communication.
+
+    Where nothing fits, too.
+    """
     space, stages = state.space, state.space.method.num_stages
     if state.fixed is not None:
         return
     if (plan := state.plan) is not None:
-        if any(stage.recomputed for stage in plan.stages):
-            in_vain = 0
-            for m in [n for n in space.many[::-1] if n > plan.num_microbatches]:
-                outcome = yield Proposal(Candidate(m, stages))
-                in_vain = 0 if outcome.is_better else in_vain + 1
-                if in_vain == _IN_VAIN:
-                    return
+        more: Iterable[int] = [n for n in space.many[::-1] if n > plan.num_microbatches]
+        if len(plan.stages) == 1 and not plan.stages[0].recomputed:
+            more, stages = _worth_one_stage(state, plan.num_microbatches + 1), 1
+        numbers, in_vain = iter(more), 0
+        while in_vain < _IN_VAIN and state.evaluator.is_memory_dear(state.plan or plan):
+            if (m := next(numbers, None)) is None:
+                return
+            outcome = yield Proposal(Candidate(m, stages))
+            in_vain = 0 if outcome.is_better else in_vain + 1
         return
     if space.may_be_a_pipeline:
         for m in space.more:
@@ -205,6 +223,8 @@ def fewer_microbatches(state: State) -> Proposals:
     last = None  # the number of the best plan on given groups
     while plan is not None and (fewer := space.fewer(plan)) is not None:
         groups = groups_of(plan) if are_free else None
+        if groups is not None and len(groups) == 1 and fewer in state.in_one_stage:
+            break
         fewest = fewer
         if groups is not None:
             fewest, _ = _best_number(state, fewer, method.num_stages, shapes_on(groups), state.estimate)
@@ -305,12 +325,14 @@ def _plan(outcome: Outcome) -> Plan | None:
 
 
 def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
-    """Numbers of microbatches, rising, with which one stage, had it the memory, may be quicker than the best."""
+    """Numbers of microbatches, rising, with which one stage may fit, and may be quicker than the best if it does."""
     evaluator, space = state.evaluator, state.space
     number = space.cluster.num_devices
     meshes = [mesh_at(0, shape) for shape in space.first_shapes(space.cluster, 0, number)]
-    in_vain = 0
+    in_vain, least = 0, 0.0
     for m in (1, *space.many[::-1]):
+        if 1 < m < least:
+            continue
         with contextlib.suppress(MicrobatchError):
             layered = evaluator.layering.layered(m, False)
             if not meshes or evaluator.stages.least_of_one(layered, meshes[0]) >= state.estimate:
@@ -321,8 +343,10 @@ def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
                 in_vain += 1
                 if m == 1 or in_vain == _IN_VAIN:
                     return
-            if seconds < state.estimate and m >= fewest and m not in state.in_one_stage:
+            least = max(least, evaluator.stages.fewest_in_one_stage(layered, meshes))
+            if seconds < state.estimate and m >= max(fewest, least) and m not in state.in_one_stage:
                 yield m
+                least = max(least, evaluator.stages.fewest_in_one_stage(layered, meshes))
 
 
 def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, below: float) -> tuple[int, float]:

@@ -14,6 +14,12 @@ class Part(enum.StrEnum):
     BOUND_IN_ANY_MEMORY = "bound_in_any_memory"
     """A stage is first bounded by what it costs whatever memory that takes."""
 
+    BOUND_OF_MEMORY = "bound_of_memory"
+    """All devices as one stage are left out with numbers of microbatches that are known not to fit."""
+
+    BOUND_OF_SOLVED = "bound_of_solved"
+    """A candidate is given up once the stages solved keep devices busy for longer than the best plan takes."""
+
     OVERHEADS = "overheads"
     """What like layers were found to send on a mesh counts for layers that were not asked for."""
 

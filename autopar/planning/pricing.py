@@ -129,6 +129,11 @@ class Prices:
             low = end
         return tuple(hosts), bandwidth
 
+    def kinds_of_hosts(self, mesh: Mesh) -> frozenset[Hashable]:
+        """What hosts a mesh has devices of: their kinds and links."""
+        first, last = (self.cluster.host_of(mesh.devices[at]) for at in (0, -1))
+        return frozenset((host.kind.name, host.link) for host in self.cluster.hosts[first : last + 1])
+
     @functools.cached_property
     def _alike_until(self) -> list[int]:
         """Per host the next one that differs."""

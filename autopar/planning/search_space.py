@@ -65,8 +65,12 @@ class SearchSpace:
         And of those that give every device whole parts of the batch, where these are several examples: what is
         computed of a part, as a norm of it is, then needs no communication.
         """
-        whole = [m for m in self.divisors if self.analysis.most_microbatches % (m * self.cluster.num_devices) == 0]
-        return sorted({*_about_doubling(self.divisors), *_about_doubling(whole)}, reverse=True)
+        return sorted({*_about_doubling(self.divisors), *_about_doubling(self.whole)}, reverse=True)
+
+    @functools.cached_property
+    def whole(self) -> list[int]:
+        """Numbers of microbatches above 1 that give every device whole parts of the batch, rising."""
+        return [m for m in self.divisors if self.analysis.most_microbatches % (m * self.cluster.num_devices) == 0]
 
     @property
     def more(self) -> list[int]:

@@ -28,6 +28,7 @@ from autopar.passes.solver.problem import Infeasible, Solution
 from autopar.passes.stage_oracle import StageCost, in_flight
 from autopar.passes.submeshes import mesh_at
 from autopar.planning.layering import Layered
+from autopar.planning.parts import Part
 from autopar.planning.pricing import Prices
 
 _SECONDS = 0.3  # the work limit of a solution: choices rarely improve after the first; its lower bounds do
@@ -55,6 +56,7 @@ class StageCosts:
         self._whole: dict[Any, StageProblem] = {}  # tied problems of all layers as one stage
         self._by_size: dict[tuple[int, int], list[PricedStage]] = {}  # numbers of nodes and edges
         self._overheads: dict[Any, dict[int, dict[int, float]]] = {}  # by layer and microbatches; see `overhead`
+        self._meshes: dict[Any, Mesh] = {}  # a mesh of each of their keys
         # What these do not know yet: spans that were priced, and their seconds.
         self._unread: dict[Any, list[tuple[Layered, tuple[int, int], Mesh, float]]] = {}
         self._placed: dict[Any, tuple[Layered, PlacedStep]] = {}
@@ -194,6 +196,31 @@ class StageCosts:
                     return False
         return True
 
+    def fewest_in_one_stage(self, layered: Layered, meshes: Sequence[Mesh]) -> float:
+        """Numbers of microbatches from that of `layered` to below this do not fit as one stage on any of these meshes.
+
+        0 if none is known not to. A number that was asked for needs at least some memory beside the state, and with
+        more microbatches that memory at most shrinks in proportion.
+        """
+        if not self.method.has(Part.BOUND_OF_MEMORY):
+            return 0.0
+        span, m = (0, layered.num_layers), layered.step.num_microbatches
+        fewest = math.inf
+        for mesh in meshes:
+            least = math.inf
+            for level in self._allowed(layered):
+                _, placed, stage = self._span_placed(layered, level, span)
+                key = placed, stage, self._kind_of_mesh(mesh)
+                if key not in self._priced:
+                    return 0.0
+                if (priced := self._priced[key]) is not None:
+                    least = min(least, priced.numbers.least_bytes(1))
+            state = sum(stage.state_bytes(mesh.shape) for stage in self._layers(layered, span))
+            room = self.prices.memory(mesh) - state
+            if room > 0:
+                fewest = min(fewest, m * (least - state) / room)
+        return fewest
+
     def known_bound(self, layered: Layered, mesh: Mesh, gap: float) -> float:
         """Seconds per step that all layers as one stage on a mesh take at least, however they are sharded.
 
@@ -273,6 +300,7 @@ class StageCosts:
     def _note_overhead(self, layered: Layered, span: tuple[int, int], mesh: Mesh, seconds: float) -> None:
         key = self._kind_of_mesh(mesh), layered.num_layers
         self._unread.setdefault(key, []).append((layered, span, mesh, seconds))
+        self._meshes.setdefault(key, mesh)
 
     def _read_overheads(self, key: Hashable) -> bool:
         """Whether anything is known of such meshes, and so many layers."""
@@ -289,19 +317,37 @@ class StageCosts:
     def overhead(self, layered: Layered, layer: int, mesh: Mesh) -> tuple[float, float]:
         """The least seconds of a layer, and how many times those such take on such a mesh, by spans that were priced.
 
-        Before any was on such a mesh, each layer weighs the same.
+        Before any was on such a mesh, it is as on the largest smaller one like it, and before any was on one of these,
+        each layer weighs the same: what is sent takes no smaller share of the time of more devices, mostly.
         What is done once for each microbatch is done more often with more of them, and what is done for each example
         not less often with fewer.
         """
         key = self._kind_of_mesh(mesh), layered.num_layers
         if not self._read_overheads(key):
-            return 1.0, 1.0
+            smaller = self._largest_smaller(mesh, layered.num_layers)
+            if smaller is None:
+                return 1.0, 1.0
+            key = smaller
+            self._read_overheads(key)
         m = layered.step.num_microbatches
         first, _ = layered.spans.first_alike((layer, layer + 1))
         known = self._overheads[key].get(first, {})
         times = [known[m]] if m in known else [1 + (ratio - 1) * min(1.0, m / n) for n, ratio in known.items()]
         loop, once = self._least_seconds(layered, (layer, layer + 1), mesh)
         return m * loop + once, max(1.0, _SLACK * max(times, default=1.0))
+
+    def _largest_smaller(self, mesh: Mesh, num_layers: int) -> Any:
+        """The key of what is known of spans on fewer devices of such hosts, as many of them along all axes but one."""
+        hosts = self.prices.kinds_of_hosts(mesh)
+        smaller = {
+            key: other.size
+            for key, other in self._meshes.items()
+            if key[1] == num_layers
+            and other.size < mesh.size
+            and (len(other.shape), other.shape[1:]) == (len(mesh.shape), mesh.shape[1:])
+            and self.prices.kinds_of_hosts(other) == hosts
+        }
+        return max(smaller, key=lambda key: smaller[key], default=None)
 
     def _kind_of_mesh(self, mesh: Mesh) -> Hashable:
         """Equal for meshes on which the same stage costs the same."""
