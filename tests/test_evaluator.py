@@ -7,6 +7,7 @@ import functools
 import math
 import time
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import pytest
@@ -17,6 +18,7 @@ from autopar.ir.method import AUTO, Method
 from autopar.ir.schedule import ScheduleName
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.stage_oracle import StageCost
+from autopar.passes.submeshes import mesh_at
 from autopar.planning.candidate import Candidate, Incumbent
 from autopar.planning.evaluator import Evaluator, OutOfTime
 from autopar.planning.layering import Layered
@@ -130,27 +132,26 @@ def test_what_is_better_is_what_others_must_beat() -> None:
     assert not again.is_better and again.better is None
 
 
-def test_memory_is_dear_where_more_of_it_would_save_time() -> None:
+@pytest.mark.parametrize("objective", ["step", "microbatch"])
+def test_memory_is_dear_where_more_of_it_would_save_time(objective: Any) -> None:
     params = {"layers": [{"w": jnp.zeros((256, 256)), "b": jnp.zeros(256)}] * 4}
     batch = dict.fromkeys("xy", jnp.zeros((4096, 256)))
     analysis = analyse(models.sgd(models.mlp_loss), models.sgd_state(params), batch)
     one_host = cluster_of(1, 4, flops=1e10, memory_bandwidth=1e11, link=1e8, latency=1e-6, launch=1e-6)
-    method, seconds, dear, needed = recipes.auto(remat=False), {}, set(), math.inf
+    method = dataclasses.replace(recipes.auto(remat=False), objective=objective)
+    mesh, seconds, dear, needed = mesh_at(0, (4,)), {}, {}, math.inf
     for m in (1, 2, 4, 8):
         roomy = Evaluator(analysis, one_host, method)
         pipeline, finished = roomy.estimate(Candidate(m, 1)), roomy.outcome(Candidate(m, 1)).finished
         assert pipeline is not None and finished is not None
-        assert not roomy.is_memory_dear_for(m, pipeline) and not roomy.is_memory_dear(finished[0])
+        assert not roomy.is_memory_dear(m, mesh)
         seconds[m], needed = pipeline.step_time, min(needed, finished[0].peak_memory)
     for m in seconds:
         tight = Evaluator(analysis, one_host, dataclasses.replace(method, memory_limit=int(needed)))
-        pipeline, finished = tight.estimate(Candidate(m, 1)), tight.outcome(Candidate(m, 1)).finished
-        if pipeline is not None:
-            is_dear = tight.is_memory_dear_for(m, pipeline)
-            assert is_dear == (pipeline.step_time > 1.005 * seconds[m])
-            if finished is not None:
-                dear.add((is_dear, tight.is_memory_dear(finished[0])))
-    assert {(False, False), (True, True)} <= dear <= {(False, False), (True, False), (True, True)}
+        pipeline = tight.estimate(Candidate(m, 1))
+        dear[m] = tight.is_memory_dear(m, mesh)
+        assert dear[m] == (pipeline is None or pipeline.step_time > 1.015 * seconds[m])
+    assert set(dear.values()) == {True, False}
 
 
 def test_layers_of_its_own_share_the_best_plan() -> None:

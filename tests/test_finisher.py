@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections import Counter
 from typing import Any
 
 import jax
@@ -18,7 +17,7 @@ from autopar.ir.method import Method
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.submeshes import mesh_at
-from autopar.planning.finisher import Finisher
+from autopar.planning.finisher import Finisher, TooSlow
 from autopar.planning.pricing import Prices
 from autopar.planning.stage_costs import StageCosts
 from tests import models
@@ -105,20 +104,26 @@ def test_a_stage_is_solved_again_with_less_memory() -> None:
         pytest.fail("no stage was solved again")
 
 
-@pytest.mark.parametrize(("meshes", "schedule"), [(_HALVES, "1f1b"), (_HALVES * 2, "interleaved")])
-def test_devices_that_are_busy_for_too_long_are_enough_to_know(meshes: list[Mesh], schedule: Any) -> None:
-    """What they wait for transfers does not count, and all stages on the same devices do."""
-    plan, _ = _finish(_finisher()[0], meshes, 8, schedule)
-    busy: Counter[Mesh] = Counter()
-    for stage in plan.stages:
-        busy[stage.mesh] += stage.compute + stage.communication
-    most = max(busy.values())
-    finisher, stages = _finisher()
-    assert _finish(finisher, meshes, 8, schedule, 0.9 * busy[_HALVES[1]]) is None
-    assert {stage for stage, _ in stages.withheld} < set(range(len(meshes)))  # not all were solved
-    assert _finish(_finisher()[0], meshes, 8, schedule, 1.05 * most)[0].step_time == plan.step_time > most
-    careless, _ = _finisher(dataclasses.replace(_METHOD, without=frozenset({"bound_of_solved"})))
-    assert _finish(careless, meshes, 8, schedule, 0.0)[0].step_time == plan.step_time
+def test_a_plan_that_is_too_slow_is_not_made_to_fit() -> None:
+    """What fits as it was solved is a plan, however slow."""
+    mesh = [mesh_at(0, (4,))]
+    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    assert _finish(_finisher()[0], mesh, 1, below=0.0)[0] == roomy
+    for share in (0.95, 0.9, 0.85):
+        method = dataclasses.replace(_METHOD, memory_limit=int(share * roomy.peak_memory))
+        finisher, stages = _finisher(method)
+        plan, _ = _finish(finisher, mesh, 1)
+        if len(stages.withheld) > 1:
+            break
+    else:
+        pytest.fail("no stage was solved again")
+    again, stages = _finisher(method)
+    with pytest.raises(TooSlow):
+        _finish(again, mesh, 1, below=0.0)
+    assert len(stages.withheld) == 1
+    assert _finish(_finisher(method)[0], mesh, 1, below=2 * plan.step_time)[0] == plan
+    careless, _ = _finisher(dataclasses.replace(method, without=frozenset({"bound_of_price"})))
+    assert _finish(careless, mesh, 1, below=0.0)[0] == plan
 
 
 def test_what_fits_in_no_way_is_named() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,11 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import recipes
+from autopar.errors import InfeasiblePlanError
 from autopar.ir.graph import Block
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import Pipeline
+from autopar.passes.inter_op import Pipeline, StageChoice
+from autopar.passes.stage_oracle import StageCost
+from autopar.passes.submeshes import mesh_at
 from autopar.planning import neighbours
 from autopar.planning.candidate import Candidate, Finished, Outcome, Proposal, Proposals, groups_of
 from autopar.planning.evaluator import Evaluator
@@ -113,24 +119,44 @@ def test_one_stage_on_one_host_has_the_fewest_microbatches_that_fit() -> None:
         assert evaluator.estimate(first) is not None
         for m in (m for m in (1, *evaluator.space.many) if m < first.num_microbatches):
             fewer = evaluator.estimate(Candidate(m, 1))
-            assert fewer is None or evaluator.is_memory_dear_for(m, fewer)
+            assert fewer is None or evaluator.is_memory_dear(m, fewer.stages[0].mesh)
         firsts.append(first.num_microbatches)
         hosts = State(Evaluator(analysis, _HOSTS, method), None)
         assert next(neighbours.one_stage(hosts)).candidate.num_microbatches == 1
     assert firsts[0] < firsts[1] < firsts[2]
 
 
+@pytest.mark.parametrize(("share", "fixed"), [(0.6, None), (0.45, None), (0.45, (2, 2))])
+def test_meshes_of_more_shapes_are_not_forgotten_where_memory_is_short(share: float, fixed: Any) -> None:
+    """Dimensions that some shapes do not divide: where one stage fits is not the same on all."""
+    widths = (256, 256, 254, 254, 256)
+    params = [{"w": jnp.zeros(shape), "b": jnp.zeros(shape[1])} for shape in itertools.pairwise(widths)]
+    batch = dict.fromkeys("xy", jnp.zeros((2048, 256)))
+    analysis = analyse(models.sgd(models.mlp_loss), models.sgd_state({"layers": params}), batch)
+    method = recipes.auto(remat=False, num_stages=1, mesh_shape=fixed, baselines=False)
+    roomy = Planner(analysis, _ONE_HOST, dataclasses.replace(method, num_microbatches=1)).plan()[0].peak_memory
+    method = dataclasses.replace(method, memory_limit=int(share * roomy))
+    seconds = {}
+    for m in (1, 2, 4, 8, 16, 2048):
+        with contextlib.suppress(InfeasiblePlanError):
+            seconds[m] = (
+                Planner(analysis, _ONE_HOST, dataclasses.replace(method, num_microbatches=m)).plan()[0].step_time
+            )
+    found = Planner(analysis, _ONE_HOST, method).plan()[0]
+    assert found.step_time <= 1.01 * min(seconds.values()), (found.num_microbatches, seconds)
+
+
 def test_one_stage_has_more_microbatches_where_memory_is_dear(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as the stage search finds that quicker."""
     seconds = {2: 3.0, 4: 2.5, 8: 2.6, 16: 1.0}
 
-    def estimate(self: Evaluator, candidate: Candidate, shapes: Any, below: float) -> Pipeline | None:
-        found = seconds.get(candidate.num_microbatches, 9.0)
-        return Pipeline((), found) if found < min(below, 9.0) else None
+    def in_one_stage(self: Evaluator, m: int, below: float) -> Pipeline | None:
+        stage = StageChoice((0, 1), mesh_at(0, (4,)), StageCost(0.0, 0.0, 0.0))
+        return Pipeline((stage,), seconds[m]) if seconds.get(m, math.inf) < below else None
 
-    monkeypatch.setattr(Evaluator, "estimate", estimate)
+    monkeypatch.setattr(Evaluator, "in_one_stage", in_one_stage)
     for dear, expected in [({2, 4, 8}, 4), ({2}, 4), (set[int](), 2)]:
-        monkeypatch.setattr(Evaluator, "is_memory_dear_for", lambda self, m, pipeline, dear=dear: m in dear)
+        monkeypatch.setattr(Evaluator, "is_memory_dear", lambda self, m, mesh, dear=dear: m in dear)
         proposal = next(neighbours.one_stage(State(Evaluator(_analysis(), _ONE_HOST), None)))
         assert (proposal.candidate.num_microbatches, proposal.seconds) == (expected, seconds[expected])
 
@@ -175,7 +201,14 @@ def test_more_microbatches_where_something_is_computed_again() -> None:
     plan = dataclasses.replace(_two_stages()[0], num_microbatches=2)
     assert answered(neighbours.more_microbatches(state_of(plan)), nothing) == []
     again = state_of(recomputing(plan))
-    found = answered(neighbours.more_microbatches(again), with_times({8: 0.9}))
+    times = with_times({8: 0.9})
+
+    def answer(candidate: Candidate) -> Outcome:
+        outcome = times(candidate)
+        again.plan = outcome.better[0] if outcome.better else again.plan
+        return outcome
+
+    found = answered(neighbours.more_microbatches(again), answer)
     assert [each.num_microbatches for each in found] == [4, 8, 16, 32]  # 4 in vain, 8 better, two in vain
 
 
@@ -183,7 +216,7 @@ def test_more_microbatches_where_one_stage_needs_more_memory(monkeypatch: pytest
     """Of one stage, until its memory is enough."""
     plan = _two_stages()[0]
     state = state_of(dataclasses.replace(plan, stages=plan.stages[:1], num_microbatches=2))
-    monkeypatch.setattr(Evaluator, "is_memory_dear", lambda self, plan: plan.num_microbatches < 8)
+    monkeypatch.setattr(Evaluator, "is_memory_dear", lambda self, m, mesh: m < 8)
     times = with_times({4: 0.9, 8: 0.8, 16: 0.7})
 
     def answer(candidate: Candidate) -> Outcome:

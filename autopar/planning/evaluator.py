@@ -27,7 +27,7 @@ from autopar.passes.inter_op import Pipeline, plan_stages
 from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight
 from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, has_equal_groups, shapes_on
-from autopar.planning.finisher import Finisher, with_layers
+from autopar.planning.finisher import Finisher, TooSlow, with_layers
 from autopar.planning.layering import Layered
 from autopar.planning.parts import Part
 from autopar.planning.search_space import SearchSpace
@@ -35,7 +35,7 @@ from autopar.planning.search_space import SearchSpace
 LEAST_GAIN = 0.02  # of the step time: less is not worth searching on
 DEAR = 0.05  # above the estimate of the stage search, and with this share of the memory in use: memory may be why
 _TIGHT = 0.8
-_FREE = 0.005  # above the time with more memory: as good
+_ENOUGH = 0.015  # above the time with more memory, in the stage search: about as close as its solutions are
 _FULL = 0.9  # of the memory, in the stage search
 
 
@@ -62,7 +62,7 @@ class Evaluator:
         self.schedule: ScheduleName = method.schedule or "1f1b"
         # By number of microbatches: seconds per step that no pipeline beats.
         self._least: dict[int, float] = {} if like is None else like._least
-        self._in_one_stage: set[int] = set()  # numbers of microbatches with a plan of one stage, and memory enough
+        self._in_one_stage: set[int] = set()  # numbers of microbatches with a plan of one stage that needs no more
         self._narrower: dict[Hashable, Evaluator] = {}  # by what candidates fix; kept, with what they know
         self._deadline: float = time.monotonic() + (method.time_limit or math.inf) if like is None else like._deadline
 
@@ -87,6 +87,18 @@ class Evaluator:
             return False
         return stages != 1 and any(n <= m and least >= below for n, least in self._least.items())
 
+    def in_one_stage(self, m: int, below: float) -> Pipeline | None:
+        """What the stage search finds for all devices as one stage; on meshes of more shapes if those are near."""
+        pipeline = self.estimate(Candidate(m, 1), self.space.first_shapes, below)
+        if pipeline is None and not self._are_far(self.layering.layered(m, False)):
+            return self.estimate(Candidate(m, 1), None, below)
+        return pipeline
+
+    def _are_far(self, layered: Layered) -> bool:
+        """Whether one stage on meshes of few shapes is so far from fitting, or from the best, that more are in vain."""
+        meshes = [mesh_at(0, s) for s in self.space.first_shapes(self.cluster, 0, self.cluster.num_devices)]
+        return self.stages.are_far(layered, meshes, self.best.step_time)
+
     def estimate(
         self, candidate: Candidate, shapes: ShapesFn | None = None, below: float = math.inf
     ) -> Pipeline | None:
@@ -108,17 +120,12 @@ class Evaluator:
         """Whether stages need about all the memory that there is."""
         return any(stage.cost.memory > _FULL * self.prices.memory(stage.mesh) for stage in pipeline.stages)
 
-    def is_memory_dear(self, plan: Plan) -> bool:
-        """Whether a plan computes something again, or has one stage that would take less with more memory."""
-        if len(plan.stages) > 1 or plan.stages[0].recomputed:
-            return any(stage.recomputed for stage in plan.stages)
-        layered = self.layering.layered(plan.num_microbatches, False)
-        return self.stages.in_any_memory(layered, plan.stages[0].mesh) < (1 - LEAST_GAIN) * self.best.estimate
-
-    def is_memory_dear_for(self, m: int, pipeline: Pipeline) -> bool:
-        """Whether one stage in so many microbatches takes longer than it would with more memory."""
-        layered, [stage] = self.layering.layered(m, False), pipeline.stages
-        return pipeline.step_time > (1 + _FREE) * self.stages.in_any_memory(layered, stage.mesh)
+    def is_memory_dear(self, m: int, mesh: Mesh) -> bool:
+        """Whether one stage on a mesh takes longer than it would with more memory, by the stage search."""
+        layered = self.layering.layered(m, False)
+        cost = self.stages.cost(layered, self.schedule, (0, layered.num_layers), mesh, 1)
+        seconds = math.inf if cost is None else m * cost.per_microbatch + cost.per_step
+        return seconds > (1 + _ENOUGH) * self.stages.in_any_memory(layered, mesh)
 
     def seconds_without_bubble(self, plan: Plan) -> float:
         """Seconds of a step, about, if gradients of parameters take their share of it by matrix products."""
@@ -161,14 +168,16 @@ class Evaluator:
         if len(plan.stages) > 1 and has_equal_groups(plan):
             self.best.of_equal_groups = plan
         self.best.step_time, self.best.num_stages = plan.step_time, len(plan.stages)
-        if len(plan.stages) == 1 and not self.is_memory_dear(plan):
-            self._in_one_stage.add(plan.num_microbatches)
+        m, [first, *others] = plan.num_microbatches, plan.stages
+        if not others and not first.recomputed and (m == 1 or not self.is_memory_dear(m, first.mesh)):
+            self._in_one_stage.add(m)
         return True
 
     def _may_be_one_stage(self, m: int) -> bool:
-        """Whether a plan of one stage may be better than those before.
+        """Whether a plan of one stage in so many microbatches may be better than those before.
 
-        Where so many microbatches fit, it gains nothing from more, unless these alone are whole parts of the batch.
+        Not if it was planned with this number, with one, or with a smaller one: it gains nothing from more of them.
+        Unless this number gives devices whole parts of the batch, and the smaller one does not.
         """
         whole = self.space.whole
         return self.space.may_be_one_stage and not any(
@@ -210,7 +219,7 @@ class Evaluator:
         if candidate.rounds > 1:
             return self._dealt_out(m, meshes, candidate.rounds)
         way = self._apart(dataclasses.replace(plan, num_microbatches=m))
-        finished = self.finisher.finish(*way, meshes, "zero-bubble", below=self.best.step_time)
+        finished = self.finisher.finish(*way, meshes, "zero-bubble")
         return finished and (with_layers(finished[0], [stage.layers for stage in plan.stages]), finished[1])
 
     def _searched(self, candidate: Candidate) -> Finished | None:
@@ -234,7 +243,9 @@ class Evaluator:
         if candidate.rounds > 1:
             finished = self._dealt_out(m, [mesh for _, mesh in chosen], candidate.rounds)
         else:
-            finished = self._finished(layered, chosen, pipeline)
+            # With how many microbatches one stage fits is asked even where it is no gain.
+            below = math.inf if stages == 1 else self.best.step_time
+            finished = self._finished(layered, chosen, pipeline, below)
         if finished is not None and finished[0].step_time < self.best.step_time:
             self._note_estimates(finished[0], first, pipeline, candidate.groups is not None)
         return finished
@@ -257,23 +268,29 @@ class Evaluator:
         method = dataclasses.replace(self.method, stages=stages, schedule="interleaved", mesh_shape=None)
         at = Evaluator(self.analysis, self.cluster, method, None, self)
         with contextlib.suppress(PlanError):  # the step has too few layers
-            return at._finished(at.layering.layered(m, True), at.space.fixed_stages(), None)
+            return at._finished(at.layering.layered(m, True), at.space.fixed_stages(), None, self.best.step_time)
         return None
 
     def _finished(
-        self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], pipeline: Pipeline | None
+        self, layered: Layered, stages: Sequence[tuple[Span, Mesh]], pipeline: Pipeline | None, below: float
     ) -> Finished | None:
-        """The plan of these layers on these meshes, which the stage search found if it did."""
+        """The plan of these layers on these meshes, which the stage search found if it did.
+
+        None also if it needs more memory than the solver counted, and is to take less than `below` seconds.
+        """
         spans, meshes = zip(*stages, strict=True)
         levels = self._levels(layered, len(spans), pipeline)
-        finished = self._finished_at(layered, spans, meshes, levels, pipeline)
-        # What the solver did not count may be more than there is: then less is kept for the backward pass.
-        while finished is None and self.method.remat is None and self.method.has(Part.MORE_RECOMPUTED):
-            leaner = [min(level + 1, len(self.stages.levels(layered)) - 1) for level in levels]
-            if leaner == levels:
-                break
-            levels = leaner
-            finished = self._finished_at(layered, spans, meshes, levels, pipeline)
+        try:
+            finished = self._finished_at(layered, spans, meshes, levels, pipeline, below)
+            # What the solver did not count may be more than there is: then less is kept for the backward pass.
+            while finished is None and self.method.remat is None and self.method.has(Part.MORE_RECOMPUTED):
+                leaner = [min(level + 1, len(self.stages.levels(layered)) - 1) for level in levels]
+                if leaner == levels:
+                    break
+                levels = leaner
+                finished = self._finished_at(layered, spans, meshes, levels, pipeline, below)
+        except TooSlow:
+            return None
         return None if finished is None else (with_layers(finished[0], spans), finished[1])
 
     def _levels(self, layered: Layered, num_stages: int, pipeline: Pipeline | None) -> list[int]:
@@ -290,15 +307,14 @@ class Evaluator:
 
     def _finished_at(
         self, layered: Layered, spans: Sequence[Span], meshes: Sequence[Mesh], levels: Sequence[int],
-        pipeline: Pipeline | None,
+        pipeline: Pipeline | None, below: float,
     ) -> Finished | None:  # fmt: skip
         """The plan where each stage computes so much again in the backward pass."""
         cuts = [start for start, _ in spans[1:]]
         if any(levels):
             blocks = self.stages.levels(layered)
             way = layered.recomputing_at(spans, [blocks[level] for level in levels])
-            way, placed = self.layering.placed(way, cuts, self.schedule)
-            return self.finisher.finish(way, placed, meshes, self.schedule, below=self.best.step_time)
+            return self.finisher.finish(*self.layering.placed(way, cuts, self.schedule), meshes, self.schedule)
         ways = [self.layering.placed(layered, cuts, self.schedule)]
         if layered.analysis is not self.analysis and self.method.has(Part.JOINED_LOOPS):
             # The gradients of a loop are stacked until its end: in parts they take less memory.
@@ -310,7 +326,7 @@ class Evaluator:
         finished = None
         for way, placed in ways:
             if finished is None or _is_dear(finished[0], estimate):
-                other = self.finisher.finish(way, placed, meshes, self.schedule, below=self.best.step_time)
+                other = self.finisher.finish(way, placed, meshes, self.schedule, below=below)
                 if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
                     finished = other
         return finished
@@ -330,9 +346,7 @@ class Evaluator:
             return pipeline, pipeline
         first = self._stages(layered, num_stages, self.space.first_shapes, self.best.first_estimate, rounds)
         if first is None:
-            number = self.cluster.num_devices
-            whole = [mesh_at(0, shape) for shape in self.space.first_shapes(self.cluster, 0, number)]
-            is_vain = num_stages != 1 or self.stages.are_far(layered, whole, self.best.step_time)
+            is_vain = num_stages != 1 or self._are_far(layered)
             if is_vain and not self.stages.are_hints_in_the_way:
                 return None, None
             return None, self._stages(layered, num_stages, self.space.shapes, estimate, rounds)

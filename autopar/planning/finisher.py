@@ -38,7 +38,6 @@ _GOOD_GAP = 0.002  # relative: what is better by less is not looked for
 _CLOSE = 0.05  # relative: a solution of the search this close to its bound is good enough to begin with
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
-_DEAR = 1.02  # times what is to be beaten: more seconds by the solver's count are never as few when priced
 _MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
 
 
@@ -51,6 +50,10 @@ class LeafHome:
 
 
 _Known = tuple[StageNumbers, int, Solution]  # a problem, the microbatches in flight
+
+
+class TooSlow(Exception):
+    """A plan would take longer than what is to be beaten."""
 
 
 class Restored(NamedTuple):
@@ -85,10 +88,11 @@ class Finisher:
     ) -> tuple[Plan, LoweredStep] | None:  # fmt: skip
         """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
 
-        None also if it is known, before that, to take `below` seconds per step or more.
-
         The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less,
         or gathers parameters again, whichever is quicker. Stages that have to are `reshard_after_forward`.
+
+        Raises:
+          TooSlow: it does not fit, and takes `below` seconds per step or more before it is made to.
         """
         rows = schedule_for(schedule, meshes, layered.step.num_microbatches)
         # Interleaved stages begin with an equal part of their devices' memory each.
@@ -97,7 +101,6 @@ class Finisher:
         other: tuple[Plan, LoweredStep] | None = None  # that fits since it gathers again
         withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
         solved: dict[int, tuple[StageSharding, Solution]] = {}
-        busy: dict[int, float] = {}  # seconds per step, by stage
         known: list[_Known] = []
         for _ in range(_MOST_ROUNDS if self.method.has(Part.LESS_MEMORY) else 1):
             for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
@@ -111,10 +114,6 @@ class Finisher:
                         self.stages.note_contradiction(error)
                         return other
                     solved[stage] = problem.read(solution), solution
-                    busy[stage] = problem.numbers.busy_seconds(solution)
-                    on_devices = sum(busy[at] for at in solved if meshes[at].devices == mesh.devices)
-                    if on_devices > _DEAR * below and self.method.has(Part.BOUND_OF_SOLVED):
-                        return other
             objective = sum(solution.cost for _, solution in solved.values())
             bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
             gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
@@ -123,8 +122,8 @@ class Finisher:
             above = _above(plan)
             if not above:
                 return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
-            if plan.step_time >= below and self.method.has(Part.BOUND_OF_SOLVED):
-                return other  # with less memory it would take longer
+            if plan.step_time >= below and self.method.has(Part.BOUND_OF_PRICE):
+                raise TooSlow
             leaner_stages = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
             if leaner_stages and other is None and self.method.has(Part.RESHARD_AFTER_FORWARD):
                 leaner, leaner_plan = self._lowered(

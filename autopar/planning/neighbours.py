@@ -69,20 +69,22 @@ def one_stage(state: State) -> Proposals:
     space, evaluator = state.space, state.evaluator
     if state.fixed is not None or not space.may_be_one_stage:
         return
-    on_one_host = len(space.cluster.hosts) == 1
-    best: tuple[int, Pipeline] | None = None
-    for m in _worth_one_stage(state, 1) if on_one_host else (1,):
-        below = state.estimate if best is None else best[1].step_time
-        pipeline = evaluator.estimate(Candidate(m, 1), space.first_shapes, below)
-        if pipeline is not None:
-            best = m, pipeline
-        if best is not None and (pipeline is None or not evaluator.is_memory_dear_for(m, pipeline)):
-            break
+    if len(space.cluster.hosts) > 1 or space.method.stages is not None:
+        first = evaluator.estimate(Candidate(1, 1), space.first_shapes, state.estimate)
+        best = None if first is None else (1, first)
+    else:
+        best = None
+        for m in _worth_one_stage(state, 1):
+            pipeline = evaluator.in_one_stage(m, state.estimate if best is None else best[1].step_time)
+            if pipeline is not None:
+                best = m, pipeline
+            if best is not None and (pipeline is None or not evaluator.is_memory_dear(m, pipeline.stages[0].mesh)):
+                break
     m = 1 if best is None else best[0]
     state.in_one_stage.add(m)
     outcome = yield Proposal(Candidate(m, 1), None if best is None else best[1].step_time)
-    if outcome.better is None and best is not None:
-        yield from with_fewest_microbatches(state, m + 1)  # it takes more memory than the stage search counts
+    if outcome.better is None and best is not None:  # as where it takes more memory than the stage search counts
+        yield from with_fewest_microbatches(state, m + 1)
 
 
 def stage_per_host(state: State) -> Proposals:
@@ -183,15 +185,17 @@ def more_microbatches(state: State) -> Proposals:
     if state.fixed is not None:
         return
     if (plan := state.plan) is not None:
-        more: Iterable[int] = [n for n in space.many[::-1] if n > plan.num_microbatches]
-        if len(plan.stages) == 1 and not plan.stages[0].recomputed:
-            more, stages = _worth_one_stage(state, plan.num_microbatches + 1), 1
-        numbers, in_vain = iter(more), 0
-        while in_vain < _IN_VAIN and state.evaluator.is_memory_dear(state.plan or plan):
-            if (m := next(numbers, None)) is None:
-                return
+        numbers: Iterable[int] = ()
+        if any(stage.recomputed for stage in plan.stages):
+            numbers = [n for n in space.many[::-1] if n > plan.num_microbatches]
+        elif len(plan.stages) == 1 and space.method.stages is None:
+            numbers, stages = _while_memory_is_dear(state, plan), 1
+        in_vain = 0
+        for m in numbers:
             outcome = yield Proposal(Candidate(m, stages))
             in_vain = 0 if outcome.is_better else in_vain + 1
+            if in_vain == _IN_VAIN:
+                return
         return
     if space.may_be_a_pipeline:
         for m in space.more:
@@ -347,6 +351,17 @@ def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
             if seconds < state.estimate and m >= max(fewest, least) and m not in state.in_one_stage:
                 yield m
                 least = max(least, evaluator.stages.fewest_in_one_stage(layered, meshes))
+
+
+def _while_memory_is_dear(state: State, plan: Plan) -> Iterator[int]:
+    """More microbatches than a plan of one stage has, as long as the best plan would be quicker with more memory."""
+    numbers: Iterator[int] | None = None
+    while state.evaluator.is_memory_dear(plan.num_microbatches, plan.stages[0].mesh):
+        numbers = numbers or _worth_one_stage(state, plan.num_microbatches + 1)
+        if (m := next(numbers, None)) is None:
+            return
+        yield m
+        plan = state.plan or plan
 
 
 def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, below: float) -> tuple[int, float]:

@@ -17,8 +17,8 @@ class Part(enum.StrEnum):
     BOUND_OF_MEMORY = "bound_of_memory"
     """All devices as one stage are left out with numbers of microbatches that are known not to fit."""
 
-    BOUND_OF_SOLVED = "bound_of_solved"
-    """A candidate is given up once the stages solved keep devices busy for longer than the best plan takes."""
+    BOUND_OF_PRICE = "bound_of_price"
+    """A pipeline that needs more memory than the solver counted is given up if it is no quicker than the best plan."""
 
     OVERHEADS = "overheads"
     """What like layers were found to send on a mesh counts for layers that were not asked for."""

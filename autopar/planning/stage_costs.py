@@ -197,10 +197,11 @@ class StageCosts:
         return True
 
     def fewest_in_one_stage(self, layered: Layered, meshes: Sequence[Mesh]) -> float:
-        """Numbers of microbatches from that of `layered` to below this do not fit as one stage on any of these meshes.
+        """A bound on the microbatches with which all layers as one stage fit, for no fewer than `layered` has.
 
-        0 if none is known not to. A number that was asked for needs at least some memory beside the state, and with
-        more microbatches that memory at most shrinks in proportion.
+        It is for these meshes, and for others that need no less than 1 / `_FAR` of the memory which these do. 0 where
+        nothing is known; infinite where the state alone does not fit. A number of microbatches that was asked for needs
+        at least some memory beside the state, and with more of them that memory at most shrinks in proportion.
         """
         if not self.method.has(Part.BOUND_OF_MEMORY):
             return 0.0
@@ -216,7 +217,7 @@ class StageCosts:
                 if (priced := self._priced[key]) is not None:
                     least = min(least, priced.numbers.least_bytes(1))
             state = sum(stage.state_bytes(mesh.shape) for stage in self._layers(layered, span))
-            room = self.prices.memory(mesh) - state
+            room = _FAR * self.prices.memory(mesh) - state
             if room > 0:
                 fewest = min(fewest, m * (least - state) / room)
         return fewest
@@ -337,7 +338,7 @@ class StageCosts:
         return m * loop + once, max(1.0, _SLACK * max(times, default=1.0))
 
     def _largest_smaller(self, mesh: Mesh, num_layers: int) -> Any:
-        """The key of what is known of spans on fewer devices of such hosts, as many of them along all axes but one."""
+        """The key of what is known of spans on fewer devices of such hosts, with equal axes but for the first."""
         hosts = self.prices.kinds_of_hosts(mesh)
         smaller = {
             key: other.size

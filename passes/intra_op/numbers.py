@@ -34,7 +34,6 @@ class StageNumbers:
     edges: list[tuple[int, int, Array]] = dataclasses.field(default_factory=list)
     node_in_loop: list[bool] = dataclasses.field(default_factory=list)  # what it costs, it costs per microbatch
     edge_in_loop: list[bool] = dataclasses.field(default_factory=list)
-    received: dict[int, Array] = dataclasses.field(default_factory=dict)  # by node: what transfers are of its costs
     held: list[dict[Held, Array]] = dataclasses.field(default_factory=list)  # by node: [strategy], whole bytes
 
     def problem(self, in_flight: int) -> Problem:
@@ -88,10 +87,6 @@ class StageNumbers:
                 changes[when.start] += amount
                 changes[when.end] -= amount
         return max(itertools.accumulate(changes[t] for t in sorted(changes)), default=0.0)
-
-    def busy_seconds(self, solution: Solution) -> float:
-        """Seconds per step of the solution's cost in which the stage's devices do not wait for transfers."""
-        return solution.cost - sum(float(seconds[solution.choice[n]]) for n, seconds in self.received.items())
 
     def loop_seconds(self, solution: Solution) -> float:
         """Seconds per step that the programs of the microbatches take, of the solution's cost."""

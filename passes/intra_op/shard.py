@@ -271,9 +271,8 @@ class StageProblem:
             if slot in sums:
                 self.numbers.costs[node] = self.numbers.costs[node] + self._adding(value, choices)
             if source is None and not here:
-                transfer = choices.nbytes(value) / setting.link_bandwidth * setting.often(value in step.batched)
-                self.numbers.costs[node] = self.numbers.costs[node] + transfer
-                self.numbers.received[node] = self.numbers.received.get(node, 0.0) + transfer
+                transfer = choices.nbytes(value) / setting.link_bandwidth
+                self.numbers.costs[node] = self.numbers.costs[node] + transfer * setting.often(value in step.batched)
         self._sums = sums
 
     def _adding(self, total: Value, choices: Shardings) -> Any:
