@@ -118,7 +118,9 @@ class StageProblem:
         self.readers: dict[Slot, list[End]] = defaultdict(list)
         self._readers_in: dict[tuple[Slot, ProgramPhase], list[End]] = defaultdict(list)  # .. in one phase
         self._copies: dict[Any, End] = {}  # tied ones
-        self.copies: dict[tuple[Slot, ProgramPhase], int] = {}  # the nodes of layouts in which a phase reads a leaf
+        self.copies: dict[
+            tuple[Slot, ProgramPhase], int
+        ] = {}  # the nodes of layouts in which a phase reads a leaf or a sum
         self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
         self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
         alike = stage.alike if setting.tied else {}
@@ -316,7 +318,8 @@ class StageProblem:
         sent = self._sent()
         for (slot, phase), readers in self._readers_in.items():
             source = self._source(slot)
-            if slot[1] in self.state and len(readers) > 1 and all(end.stacked is None for end in readers):
+            is_shared = slot[1] in self.state or slot in self._sums
+            if is_shared and len(readers) > 1 and all(end.stacked is None for end in readers):
                 source = self._copy(slot, phase, source, readers)
             for reader in readers:
                 self._edge(slot[1], source, reader)
@@ -344,7 +347,10 @@ class StageProblem:
                     self._edge(out, self._source(self._slot(program, out)), End(node, shardings, False))
 
     def _copy(self, slot: Slot, phase: ProgramPhase, source: End, readers: Sequence[End]) -> End:
-        """A layout in which a phase of a program takes a leaf of the state, for all that read it there."""
+        """A layout in which a phase of a program takes a leaf of the state, or a sum, for all that read it there.
+
+        Running sums stay partial over the microbatches, and are reduced once for all readers.
+        """
         key = (source.node, id(source.shardings), *sorted((end.node, id(end.shardings)) for end in readers))
         copy = self._copies.get(key) if self.setting.tied else None
         if copy is None:

@@ -83,6 +83,25 @@ def test_a_choice_costs_what_its_programs_do(
 
 
 @pytest.mark.usefixtures("whole_arrays")
+@pytest.mark.parametrize("model", ["gpt", "scan"])
+def test_a_sum_over_microbatches_is_reduced_once_for_all_that_read_it(model: str) -> None:
+    """Adam reads each gradient several times."""
+    analysis = analysis_of(*_MODELS[model], 32)
+    cluster = cluster_of(1, 4, flops=1e12, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-7)
+    plan, lowered = Planner(analysis, cluster, recipes.data_parallel(4)).plan(4)
+    prices = Prices(cluster)
+    costs = [
+        (program_cost(local, prices.kind(local.mesh), prices.resharder(local.mesh)[1]), local.program.in_loop)
+        for local in lowered.programs
+    ]
+    assert sum(cost.communication for cost, in_loop in costs if not in_loop) > 0.1 * plan.step_time
+    seconds = sum(cost.seconds * (4 if in_loop else 1) for cost, in_loop in costs)
+    assert sum(s.objective for s in lowered.shardings) == pytest.approx(seconds, rel=0.02)
+    free, _ = Planner(analysis, cluster, recipes.auto(num_stages=1, baselines=False)).plan(4)
+    assert free.step_time <= plan.step_time
+
+
+@pytest.mark.usefixtures("whole_arrays")
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("model", ["gpt", "moe"])
 def test_a_choice_costs_what_its_programs_do_where_kernels_have_a_single_output(model: str, devices: int) -> None:
