@@ -251,8 +251,8 @@ def test_a_stage_may_hold_a_loop_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     """Where the stages do not fit with the parts joined."""
     finish = Finisher.finish
 
-    def refused(self: Finisher, layered: Layered, placed: PlacedStep, *args: Any) -> Any:
-        return None if layered.num_layers == placed.num_stages else finish(self, layered, placed, *args)
+    def refused(self: Finisher, layered: Layered, placed: PlacedStep, *args: Any, **kw: Any) -> Any:
+        return None if layered.num_layers == placed.num_stages else finish(self, layered, placed, *args, **kw)
 
     monkeypatch.setattr(Finisher, "finish", refused)
     x, losses, expected = draw(4, BATCH, WIDTH), [], state_of("shared")
