@@ -126,6 +126,28 @@ def test_a_plan_that_is_too_slow_is_not_made_to_fit() -> None:
     assert _finish(careless, mesh, 1, below=0.0)[0] == plan
 
 
+def test_what_fits_since_it_gathers_again_is_kept_where_less_memory_takes_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Seconds, and whether it fits, of what is lowered one after the other: the second gathers again."""
+    lowered, given = Finisher._lowered, iter([(1.0, False), (1.5, True), (2.0, False)])
+
+    def as_given(self: Finisher, *args: Any) -> Any:
+        programs, plan = lowered(self, *args)
+        seconds, fits = next(given)
+        [stage] = plan.stages
+        memory = dataclasses.replace(stage.memory, capacity=stage.memory.total - 1 + fits)
+        return programs, dataclasses.replace(
+            plan, step_time=seconds, stages=(dataclasses.replace(stage, memory=memory),)
+        )
+
+    monkeypatch.setattr(Finisher, "_lowered", as_given)
+    monkeypatch.setattr("autopar.planning.finisher.keeps_gathered", lambda *_: True)
+    plan, _ = _finish(_finisher()[0], [mesh_at(0, (4,))], 1, below=1.8)
+    assert plan.step_time == 1.5
+    assert next(given, None) is None
+
+
 def test_what_fits_in_no_way_is_named() -> None:
     mesh = [mesh_at(0, (4,))]
     roomy, _ = _finish(_finisher()[0], mesh, 1)

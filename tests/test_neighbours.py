@@ -80,6 +80,17 @@ def with_times(times: Mapping[int, float], **changes: Any) -> Callable[[Candidat
     return answer
 
 
+def keeping_the_best(state: State, answer: Callable[[Candidate], Outcome]) -> Callable[[Candidate], Outcome]:
+    """These answers; what is better becomes the best plan of the state, as in a search."""
+
+    def kept(candidate: Candidate) -> Outcome:
+        outcome = answer(candidate)
+        state.plan = outcome.better[0] if outcome.better else state.plan
+        return outcome
+
+    return kept
+
+
 def recomputing(plan: Plan) -> Plan:
     """As if its first stage computed something again; which blocks these are does not matter."""
     first, *rest = plan.stages
@@ -201,14 +212,7 @@ def test_more_microbatches_where_something_is_computed_again() -> None:
     plan = dataclasses.replace(_two_stages()[0], num_microbatches=2)
     assert answered(neighbours.more_microbatches(state_of(plan)), nothing) == []
     again = state_of(recomputing(plan))
-    times = with_times({8: 0.9})
-
-    def answer(candidate: Candidate) -> Outcome:
-        outcome = times(candidate)
-        again.plan = outcome.better[0] if outcome.better else again.plan
-        return outcome
-
-    found = answered(neighbours.more_microbatches(again), answer)
+    found = answered(neighbours.more_microbatches(again), keeping_the_best(again, with_times({8: 0.9})))
     assert [each.num_microbatches for each in found] == [4, 8, 16, 32]  # 4 in vain, 8 better, two in vain
 
 
@@ -218,13 +222,7 @@ def test_more_microbatches_where_one_stage_needs_more_memory(monkeypatch: pytest
     state = state_of(dataclasses.replace(plan, stages=plan.stages[:1], num_microbatches=2))
     monkeypatch.setattr(Evaluator, "is_memory_dear", lambda self, m, mesh: m < 8)
     times = with_times({4: 0.9, 8: 0.8, 16: 0.7})
-
-    def answer(candidate: Candidate) -> Outcome:
-        outcome = times(candidate)
-        state.plan = outcome.better[0] if outcome.better else state.plan
-        return outcome
-
-    found = answered(neighbours.more_microbatches(state), answer)
+    found = answered(neighbours.more_microbatches(state), keeping_the_best(state, times))
     assert [(each.num_microbatches, each.num_stages) for each in found] == [(4, 1), (8, 1)]
 
 

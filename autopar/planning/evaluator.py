@@ -25,7 +25,7 @@ from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.inter_op import Pipeline, plan_stages
 from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight
-from autopar.passes.submeshes import ShapesFn, mesh_at
+from autopar.passes.submeshes import ShapesFn
 from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, has_equal_groups, shapes_on
 from autopar.planning.finisher import Finisher, TooSlow, with_layers
 from autopar.planning.layering import Layered
@@ -96,8 +96,7 @@ class Evaluator:
 
     def _are_far(self, layered: Layered) -> bool:
         """Whether one stage on meshes of few shapes is so far from fitting, or from the best, that more are in vain."""
-        meshes = [mesh_at(0, s) for s in self.space.first_shapes(self.cluster, 0, self.cluster.num_devices)]
-        return self.stages.are_far(layered, meshes, self.best.step_time)
+        return self.stages.are_far(layered, self.space.first_meshes, self.best.step_time)
 
     def estimate(
         self, candidate: Candidate, shapes: ShapesFn | None = None, below: float = math.inf
@@ -276,7 +275,7 @@ class Evaluator:
     ) -> Finished | None:
         """The plan of these layers on these meshes, which the stage search found if it did.
 
-        None also if it needs more memory than the solver counted, and is to take less than `below` seconds.
+        None if it does not fit, or needs more memory than the solver counted and takes `below` seconds or more.
         """
         spans, meshes = zip(*stages, strict=True)
         levels = self._levels(layered, len(spans), pipeline)
@@ -325,10 +324,14 @@ class Evaluator:
         estimate = math.inf if pipeline is None else pipeline.step_time
         finished = None
         for way, placed in ways:
-            if finished is None or _is_dear(finished[0], estimate):
-                other = self.finisher.finish(way, placed, meshes, self.schedule, below=below)
-                if other is not None and (finished is None or other[0].step_time < finished[0].step_time):
-                    finished = other
+            if finished is None:
+                finished = self.finisher.finish(way, placed, meshes, self.schedule, below=below)
+            elif _is_dear(finished[0], estimate):
+                with contextlib.suppress(TooSlow):
+                    below = min(below, finished[0].step_time)
+                    other = self.finisher.finish(way, placed, meshes, self.schedule, below=below)
+                    if other is not None and other[0].step_time < finished[0].step_time:
+                        finished = other
         return finished
 
     def _search(self, layered: Layered, candidate: Candidate) -> tuple[Pipeline | None, Pipeline | None]:

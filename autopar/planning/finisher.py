@@ -92,7 +92,7 @@ class Finisher:
         or gathers parameters again, whichever is quicker. Stages that have to are `reshard_after_forward`.
 
         Raises:
-          TooSlow: it does not fit, and takes `below` seconds per step or more before it is made to.
+          TooSlow: nothing that fits was found, and what does not takes `below` seconds per step or more as it is.
         """
         rows = schedule_for(schedule, meshes, layered.step.num_microbatches)
         # Interleaved stages begin with an equal part of their devices' memory each.
@@ -123,7 +123,9 @@ class Finisher:
             if not above:
                 return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
             if plan.step_time >= below and self.method.has(Part.BOUND_OF_PRICE):
-                raise TooSlow
+                if other is None:
+                    raise TooSlow
+                return other
             leaner_stages = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
             if leaner_stages and other is None and self.method.has(Part.RESHARD_AFTER_FORWARD):
                 leaner, leaner_plan = self._lowered(

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from autopar.errors import MicrobatchError, PlanError
 from autopar.ir.plan import Plan
 from autopar.passes.inter_op import Pipeline
-from autopar.passes.submeshes import ShapesFn, mesh_at
+from autopar.passes.submeshes import ShapesFn
 from autopar.planning.candidate import (
     Candidate,
     Outcome,
@@ -228,7 +228,7 @@ def fewer_microbatches(state: State) -> Proposals:
     while plan is not None and (fewer := space.fewer(plan)) is not None:
         groups = groups_of(plan) if are_free else None
         if groups is not None and len(groups) == 1 and fewer in state.in_one_stage:
-            break
+            break  # it was no better
         fewest = fewer
         if groups is not None:
             fewest, _ = _best_number(state, fewer, method.num_stages, shapes_on(groups), state.estimate)
@@ -331,8 +331,7 @@ def _plan(outcome: Outcome) -> Plan | None:
 def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
     """Numbers of microbatches, rising, with which one stage may fit, and may be quicker than the best if it does."""
     evaluator, space = state.evaluator, state.space
-    number = space.cluster.num_devices
-    meshes = [mesh_at(0, shape) for shape in space.first_shapes(space.cluster, 0, number)]
+    meshes = space.first_meshes
     in_vain, least = 0, 0.0
     for m in (1, *space.many[::-1]):
         if 1 < m < least:
@@ -355,9 +354,8 @@ def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
 
 def _while_memory_is_dear(state: State, plan: Plan) -> Iterator[int]:
     """More microbatches than a plan of one stage has, as long as the best plan would be quicker with more memory."""
-    numbers: Iterator[int] | None = None
+    numbers = _worth_one_stage(state, plan.num_microbatches + 1)
     while state.evaluator.is_memory_dear(plan.num_microbatches, plan.stages[0].mesh):
-        numbers = numbers or _worth_one_stage(state, plan.num_microbatches + 1)
         if (m := next(numbers, None)) is None:
             return
         yield m

@@ -171,6 +171,12 @@ class SearchSpace:
             )
         return stages
 
+    @property
+    def first_meshes(self) -> list[Mesh]:
+        """All devices in each of their first shapes."""
+        number = self.cluster.num_devices
+        return [mesh_at(0, shape) for shape in self.first_shapes(self.cluster, 0, number)]
+
     def first_shapes(self, cluster: Cluster, start: int, size: int) -> tuple[tuple[int, ...], ...]:
         """Those of one axis of several devices, and of several hosts that of hosts x width.
 

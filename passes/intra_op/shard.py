@@ -118,9 +118,8 @@ class StageProblem:
         self.readers: dict[Slot, list[End]] = defaultdict(list)
         self._readers_in: dict[tuple[Slot, ProgramPhase], list[End]] = defaultdict(list)  # .. in one phase
         self._copies: dict[Any, End] = {}  # tied ones
-        self.copies: dict[
-            tuple[Slot, ProgramPhase], int
-        ] = {}  # the nodes of layouts in which a phase reads a leaf or a sum
+        # The nodes of layouts in which a phase reads a leaf or a sum.
+        self.copies: dict[tuple[Slot, ProgramPhase], int] = {}
         self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
         self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
         alike = stage.alike if setting.tied else {}

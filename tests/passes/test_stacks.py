@@ -22,7 +22,7 @@ from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.rules.loops import chain_of
 from autopar.passes.rules.table import rule_of
 from autopar.passes.stacks import Stacks, cut_leaves, find_stacks, finest
-from autopar.planning.finisher import Finisher
+from autopar.planning.finisher import Finisher, TooSlow
 from autopar.planning.layering import Layered
 from autopar.tracing.trace import trace
 
@@ -282,6 +282,26 @@ def test_a_stage_may_hold_a_loop_in_parts(monkeypatch: pytest.MonkeyPatch) -> No
     loss = following(state, x)
     _, metrics = again(state, x)
     assert float(metrics["loss"]) == pytest.approx(float(loss), rel=1e-5)
+
+
+def test_a_plan_that_fits_is_kept_where_the_same_in_parts_is_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Finisher.finish
+    made: list[Any] = []
+
+    def too_slow_after_the_first(self: Finisher, *args: Any, **kw: Any) -> Any:
+        if made and "below" in kw:
+            raise TooSlow
+        made.append(finish(self, *args, **kw))
+        return made[-1]
+
+    monkeypatch.setattr(Finisher, "finish", too_slow_after_the_first)
+    monkeypatch.setattr("autopar.planning.evaluator._is_dear", lambda *_: True)
+    piped = autopar.parallelize(
+        step_of("shared"), method=autopar.recipes.inter_op_only(2), num_microbatches=2, batch_axes=(None, 0),
+        devices=jax.devices()[:2],
+    )  # fmt: skip
+    plan = piped.plan(state_of("shared"), draw(4, BATCH, WIDTH))
+    assert plan.step_time <= made[0][0].step_time
 
 
 def test_what_follows_a_cut_state(pipeline: Any) -> None:
