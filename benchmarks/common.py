@@ -118,7 +118,7 @@ def _running() -> tuple[str, list[str]]:
     for argument in rest:
         if argument == "--json":
             next(rest, None)
-        elif not argument.startswith("--json=") and argument != "--write":
+        elif not argument.startswith("--json="):
             arguments.append(argument)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec else "", arguments

@@ -1,10 +1,8 @@
-"""What XLA sets aside for programs of many kinds, and a correction learned from it.
+"""What XLA sets aside for programs of many kinds, beside what is predicted.
 
-Models other than those that `benchmarks.verify` holds plans by, or of other sizes, on other numbers of H100s. For each
-kind of program (`cost_model/xla_memory.py`) the factor is the weighted median of what XLA sets aside for temporaries
-over what was predicted, drawn towards 1 where programs are few. The held-out error is that of each family of models
-with the factors of all others. Bars: its median and 95th percentile, relative to all bytes of a program, of programs of
-1 MiB and more. `--write` renews the data that the cost model reads.
+Models other than those that `benchmarks.verify` holds plans by, or of other sizes, on other numbers of H100s. Nothing
+is fitted to them. Bars: the median and the 95th percentile of the errors, relative to all bytes of a program, of
+programs of 1 MiB and more.
 
 Needs XLA's compiler for NVIDIA GPUs: `pip install 'autopar[verify]'`.
 """
@@ -13,13 +11,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
 import json
-import math
 import pathlib
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +23,6 @@ import optax
 
 from autopar import recipes
 from autopar.cost_model.program_cost import temporaries
-from autopar.cost_model.xla_memory import program_kind
 from autopar.errors import UserError
 from autopar.ir.method import Method
 from autopar.planning.finisher import Finisher
@@ -37,9 +30,7 @@ from benchmarks import common
 from benchmarks.models import encoder_decoder, gpt, moe, unet, wide_resnet
 from benchmarks.verify import plan_on_h100s
 
-DATA = pathlib.Path(__file__).parent.parent / "cost_model" / "data" / "memory" / "gpu.json"
 _LEAST = 1 << 20  # bytes of a program: of what smaller ones take nothing depends
-_PRIOR = 3.0  # programs of factor 1 that each kind begins with
 _GPT = gpt.GPTConfig(32000, 512, 3, 1536, 12, dropout=0.0, dtype=jnp.bfloat16)
 _RESNET = wide_resnet.WideResNetConfig((1, 1, 2, 1), 128, 2, image_size=192, dtype=jnp.bfloat16)
 # The family, the module, its configuration, the optimizer, examples a device, whether a block can be computed again.
@@ -77,19 +68,14 @@ class Row:
     case: str
     family: str
     program: str
-    kind: str
     rest: int  # bytes of arguments and results
-    predicted: int  # bytes of temporaries, uncorrected
+    predicted: int  # bytes of temporaries
     found: int  # bytes of temporaries
 
     @property
-    def weight(self) -> float:
-        """How much of the program's memory the prediction is."""
-        return self.predicted / max(1, self.rest + self.found)
-
-    def error(self, factors: Mapping[str, float]) -> float:
+    def error(self) -> float:
         """Relative, of all bytes of the program."""
-        return (factors.get(self.kind, 1.0) * self.predicted - self.found) / max(1, self.rest + self.found)
+        return (self.predicted - self.found) / max(1, self.rest + self.found)
 
 
 def cases() -> list[tuple[str, str, bool]]:
@@ -126,65 +112,27 @@ def compiled(case: tuple[str, str, bool]) -> tuple[list[Row], str]:
         if not check.names[0].startswith("bridge") and check.found.total >= _LEAST:
             rest, found = check.found.total - check.found.temporaries, check.found.temporaries
             predicted = temporaries(local, kind, finisher.stages.prices.resharder(local.mesh)[1])
-            rows.append(Row(name, family, check.names[0], program_kind(local), rest, predicted, found))
+            rows.append(Row(name, family, check.names[0], rest, predicted, found))
     return rows, name
 
 
-def fitted(rows: Sequence[Row]) -> dict[str, float]:
-    """The factor of each kind."""
-    kinds: dict[str, list[Row]] = defaultdict(list)
-    for row in rows:
-        if row.predicted and row.found:
-            kinds[row.kind].append(row)
-    found = {}
-    for kind, mine in sorted(kinds.items()):
-        logs = np.array([0.0] + [math.log(row.found / row.predicted) for row in mine])
-        weights = np.array([_PRIOR * np.mean([row.weight for row in mine])] + [row.weight for row in mine])
-        order = np.argsort(logs)
-        middle = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
-        found[kind] = round(float(np.exp(logs[order][middle])), 3)
-    return found
-
-
-def errors(rows: Sequence[Row], factors: Mapping[str, float]) -> list[float]:
-    """Absolute, relative."""
-    return [abs(row.error(factors)) for row in rows]
-
-
-def held_out(rows: Sequence[Row]) -> list[float]:
-    """The errors of each family's programs with the factors of all other families."""
-    found = []
-    for family in sorted({row.family for row in rows}):
-        factors = fitted([row for row in rows if row.family != family])
-        found += errors([row for row in rows if row.family == family], factors)
-    return found
-
-
 def bars(rows: Sequence[Row]) -> dict[str, common.Bar]:
-    """Families held out first; then, without limits, what the factors of all rows, or none, leave."""
-    samples: dict[str, tuple[common.Sample | None, list[float]]] = {
-        "held_out_by_family": ("held out", held_out(rows)),
-        "fitted": ("fitted", errors(rows, fitted(rows))),
-        "uncorrected": (None, errors(rows, {})),
-    }
+    """Of the relative errors, whichever way."""
+    errors = [abs(row.error) for row in rows]
     return {
-        f"{name}_{statistic}": common.Bar(
-            float(np.quantile(those, quantile)), limit if sample == "held out" else None, len(those), sample, "%"
-        )
-        for name, (sample, those) in samples.items()
-        for statistic, quantile, limit in (("median", 0.5, 0.05), ("95th_percentile", 0.95, 0.15))
+        name: common.Bar(float(np.quantile(errors, quantile)), limit, len(errors), "held out", "%")
+        for name, quantile, limit in (("median", 0.5, 0.05), ("95th_percentile", 0.95, 0.15))
     }
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.memory_corpus", description="Learns what XLA's memory differs by from predictions."
+        prog="python -m benchmarks.memory_corpus", description="How far predicted memory is from XLA's."
     )
     parser.add_argument("--only", default="", help="cases whose name contains this text")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
     parser.add_argument("--rows", type=pathlib.Path, help="take the rows of such a file instead of compiling")
-    parser.add_argument("--write", action="store_true", help="renew the data of the cost model")
     arguments = parser.parse_args()
 
     rows: list[Row] = []
@@ -195,18 +143,9 @@ def main() -> None:
         for mine, text in common.each_in_a_process(compiled, chosen, common.num_cores()):
             print(text, flush=True)
             for row in mine:
-                print(f"  {row.program} ({row.kind}): {row.error({}):+.1%}", flush=True)
+                print(f"  {row.program}: {row.error:+.1%}", flush=True)
             rows += mine
-    factors = fitted(rows)
-    print(f"factors: {json.dumps(factors)}")
     common.report(bars(rows) if rows else {}, [dataclasses.asdict(row) for row in rows], arguments.json)
-    if arguments.write:
-        data = {
-            "source": "python -m benchmarks.memory_corpus --write: temporaries that XLA sets aside over predicted ones",
-            "compiler": f"jaxlib {importlib.metadata.version('jaxlib')}, for an H100",
-            "date": str(datetime.date.today()), "programs": len(rows), "factors": factors,
-        }  # fmt: skip
-        DATA.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

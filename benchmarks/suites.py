@@ -82,10 +82,9 @@ SUITES = (
         quick=("--only", "intra-op-ablation wresnet 2"),
     ),
     Suite(
-        "memory_corpus", "benchmarks.memory_corpus", "Predicted memory against XLA's compiler, by families held out",
+        "memory_corpus", "benchmarks.memory_corpus", "Predicted memory against XLA's compiler",
         "Programs of GPT, MoE, Wide-ResNet, U-Net and encoder-decoder steps compiled for H100s that are not there: "
-        "errors of the bytes of a program. Held out by family: the factors of the memory model are those of all "
-        "other families.",
+        "errors of the bytes of a program. Nothing was fitted to them.",
         quick=("--only", "unet, data parallel"), missing=_missing_compiler,
     ),
     Suite(

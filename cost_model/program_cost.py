@@ -21,7 +21,6 @@ from autopar.cost_model.compute import (
 )
 from autopar.cost_model.order import Combining, ProgramKernels, held_by, live
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, AppliedStep, StepPrice, applied_steps, step_axes
-from autopar.cost_model.xla_memory import temporaries_factor
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import DeviceKind, Mesh
@@ -83,7 +82,7 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
     """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
     costs = op_costs(local, kind, price)
-    needed = math.ceil(temporaries_factor(local, kind) * temporaries(local, kind, price))
+    needed = math.ceil(_calibrated_temporaries(local, kind) * temporaries(local, kind, price))
     start = kind.dispatch_overhead + _set_aside(local, kind, needed)
     phases = phases_of(local)
     by_phase: dict[Phase, float] = defaultdict(float)
@@ -95,6 +94,14 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
         tuple(each for c in costs for each in c.collectives), needed,
         sum(c.launches for c in costs), sum(c.moved for c in costs), start, by_phase,
     )  # fmt: skip
+
+
+def _calibrated_temporaries(local: LocalProgram, kind: DeviceKind) -> float:
+    """By a calibration (`Measured.temporaries`): how many times as large as `temporaries` says the buffer is."""
+    computed = [op for op in local.ops if isinstance(op, Compute)]
+    products = [op.product for op in computed] + [each.product for op in computed for each in op.kernels]
+    convolves = any(product is not None and product.patches is not None for product in products)
+    return kind.measured.temporaries.get("convolutions" if convolves else "others", 1.0)
 
 
 def phases_of(local: LocalProgram) -> tuple[Phase, ...]:
@@ -386,7 +393,7 @@ def _reshard(op: Reshard, mesh: Mesh, told: ProgramKernels, price: StepPrice) ->
 
 
 def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
-    """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without `temporaries_factor`).
+    """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without what a calibration found).
 
     Until a result is made, other values lie in its place.
     """

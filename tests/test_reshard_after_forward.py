@@ -14,7 +14,6 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.compiling import compiler
-from autopar.cost_model.xla_memory import memory_factors
 from autopar.ir.local import Reread
 from autopar.ir.mesh import Cluster, XlaBackend
 from autopar.ir.method import Method
@@ -174,5 +173,4 @@ def test_what_leads_to_sums_alone_waits_where_latency_is_hidden() -> None:
 
     assert most("plain", False) < LAYERS / 2 * WEIGHT
     assert most("plain", True) > 2 * LAYERS * WEIGHT
-    learned = memory_factors()["collectives again"]
-    assert most("rematerialized", True) == pytest.approx(learned * most("plain", True), rel=1e-4)
+    assert most("rematerialized", True) == most("plain", True)

@@ -112,7 +112,7 @@ class Measured:
     # Bytes of a buffer, ascending, and bytes per second in which a program sets one aside; none: in no time.
     allocations: tuple[tuple[float, float], ...] = ()
     # How many times as large as by the cost model a program's temporaries are, of programs with "convolutions" and of
-    # "others", or nothing; where latency is hidden the cost model's own factors hold.
+    # "others", or nothing: for GPUs XLA's schedulers are known too well for a factor to help.
     temporaries: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 

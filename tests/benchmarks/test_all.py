@@ -18,7 +18,7 @@ ABSENT = Suite("absent", "benchmarks.nothing", "Absent", "", missing=lambda: "a 
 
 
 def test_a_suite_that_fails_stops_no_other(tmp_path: pathlib.Path, capfd: pytest.CaptureFixture[str]) -> None:
-    rows = [dataclasses.asdict(Row("case", family, "step", "plain", 0, 1000, 1000)) for family in ("gpt", "moe")]
+    rows = [dataclasses.asdict(Row("case", family, "step", 0, 1000, 1000)) for family in ("gpt", "moe")]
     compiled = tmp_path / "compiled.json"
     compiled.write_text(json.dumps({"rows": rows}))
     corpus = Suite("corpus", "benchmarks.memory_corpus", "The corpus", "", ("--rows", str(compiled)))
