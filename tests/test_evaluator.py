@@ -177,6 +177,26 @@ def test_equal_stages_of_a_shape() -> None:
     assert evaluator.outcome(Candidate(8, 3, mesh_shape=(1,))) == (None, False)  # of 4 devices
 
 
+def test_one_stage_on_a_mesh_is_planned_where_it_is_expected_to_be_quicker() -> None:
+    """By what is known of it, even if one stage on another mesh was planned before."""
+    evaluator = Evaluator(_analysis(), _CLUSTER, AUTO)
+    mesh = mesh_at(0, (4,))
+    first = evaluator.outcome(Candidate(1, 1))
+    assert first.is_better and first.finished is not None
+    assert evaluator.on_mesh(1, mesh) == (None, False)  # no quicker than what was chosen
+    evaluator.best = Incumbent(step_time=1e3, estimate=1e3)
+    found = evaluator.on_mesh(1, mesh)
+    assert found.is_better and found.finished is not None
+    plan = found.finished[0]
+    assert [(stage.mesh, stage.layers) for stage in plan.stages] == [(mesh, (0, 4))]
+    assert evaluator.best.step_time == plan.step_time
+    assert evaluator.best.estimate == pytest.approx(plan.step_time, rel=0.02)
+    # Expected to be quicker, and found not to be.
+    evaluator.best = Incumbent(step_time=plan.step_time / 2, estimate=1e3)
+    assert not evaluator.on_mesh(1, mesh).is_better
+    assert evaluator.best == Incumbent(step_time=plan.step_time / 2, estimate=1e3)
+
+
 def test_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluator = Evaluator(_analysis(), _CLUSTER, recipes.auto(time_limit=100.0))
     evaluator.check_time()

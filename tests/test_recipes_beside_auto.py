@@ -115,6 +115,21 @@ def test_auto_is_never_slower_than_a_recipe(name: str) -> None:
     assert not quicker
 
 
+@pytest.mark.parametrize("name", ["mlp, much memory", "mlp, narrow layers", "mlp, launches cost", "mlp, latency costs"])
+def test_what_is_proved_of_the_mesh_of_all_devices_holds_for_recipes(name: str) -> None:
+    """What the solver counts for a recipe is never less than the bound of all shardings on that mesh."""
+    make, sizes = CASES[name]
+    sizes = {"hosts": 1, "flops": 1e11, "memory_bandwidth": 1e10, "link": 1e10, "launch": 1e-7, **sizes}
+    cluster = cluster_of(sizes.pop("hosts"), sizes.pop("devices"), **sizes)
+    function, state, batch = make()
+    step = autopar.parallelize(function, cluster=cluster, num_microbatches=1)
+    free = step.plan(state, batch, method=recipes.auto(pipeline=False, mesh_shape=(-1,), baselines=False))
+    assert free.lower_bound > 0
+    for recipe in (recipes.data_parallel(1), *(recipes.zero(stage, 1) for stage in (1, 2, 3))):
+        plan = step.plan(state, batch, method=recipe)
+        assert plan.lower_bound / (1 - plan.gap) >= free.lower_bound * (1 - 1e-9)
+
+
 @pytest.mark.parametrize("memory", [2.72, 5.7])
 def test_a_recipe_finds_its_best_number_of_microbatches(memory: float) -> None:
     """Where few fit, and where more than one of an example for each data shard do not divide the batch."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from autopar import recipes
 from autopar.errors import InfeasiblePlanError, TimeLimitWarning, UserError, warn
-from autopar.ir.mesh import Cluster
+from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.ir.units import count_text, seconds_text
@@ -53,7 +53,15 @@ def plan_beside_recipes(
         return _with_note(plans[-1], text)
     if not method.baselines or cluster.num_devices == 1:
         return best
-    if (least := _least_within_one_stage(planner.evaluator, fixed)) >= (1 - _CLOSE) * planner.best_estimate:
+    mesh = mesh_at(0, (cluster.num_devices,))
+    least = _least_within_one_stage(planner.evaluator, mesh, fixed)
+    if 0 < least < (1 - _CLOSE) * planner.best_estimate:
+        of_all_devices = dataclasses.replace(method, num_stages=1, mesh_shape=(-1,), min_stages=1)
+        if method.allows(of_all_devices) and [stage.mesh for stage in best[0].stages] != [mesh]:
+            # The recipes are special cases of this one, and more is known of it by now.
+            best = planner.better_on(mesh, fixed or 1) or best
+        least = max(least, _proved(best[0], mesh, fixed))
+    if least >= (1 - _CLOSE) * min(planner.best_estimate, _objective(best[0])):
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
@@ -92,15 +100,27 @@ def _better(planner: Planner, recipe: Method) -> Finished | None:
     return planner.better_by(planner.beside(recipe.within(planner.method)))
 
 
-def _least_within_one_stage(evaluator: Evaluator, fixed: int | None) -> float:
+def _least_within_one_stage(evaluator: Evaluator, mesh: Mesh, fixed: int | None) -> float:
     """Seconds per step that no recipe within one stage beats, as far as the stage search knows; 0 if it knows nothing.
 
-    More microbatches take no less there: what is done once for each is done more often.
+    They use the mesh of all devices. More microbatches take no less there: what is done once for each is done more
+    often.
     """
-    mesh = mesh_at(0, (evaluator.cluster.num_devices,))
     with contextlib.suppress(UserError):
         return evaluator.stages.known_bound(evaluator.layering.layered(fixed or 1, False), mesh, _CLOSE / 2)
     return 0.0
+
+
+def _proved(plan: Plan, mesh: Mesh, fixed: int | None) -> float:
+    """The same, as it was proved when a plan of one stage on that mesh was made; 0 where it is none."""
+    first = plan.stages[0]
+    roomy = first.memory.total < _ROOMY * first.memory.capacity  # else it may have been made with less memory
+    return plan.lower_bound if first.mesh == mesh and plan.num_microbatches == (fixed or 1) and roomy else 0.0
+
+
+def _objective(plan: Plan) -> float:
+    """Seconds per step that the solver counts for a plan of one stage; of others it knows no whole step."""
+    return plan.lower_bound / (1 - plan.gap) if len(plan.stages) == 1 and plan.gap < 1 else math.inf
 
 
 class _Estimate(NamedTuple):

@@ -160,6 +160,25 @@ class Evaluator:
         finished = self._planned(candidate)
         return Outcome(finished, finished is not None and self._is_better(finished))
 
+    def on_mesh(self, m: int, mesh: Mesh) -> Outcome:
+        """The plan of one stage on a mesh, if by what is known of it now it is quicker than the best so far.
+
+        The stage search compares shapes of meshes by solutions that may be a little dearer than the best; of some,
+        better ones become known later.
+        """
+        self.check_time()
+        layered = self.layering.layered(m, False)
+        span = (0, layered.num_layers)
+        cost = self.stages.cost(layered, self.schedule, span, mesh, 1)
+        estimate = math.inf if cost is None else m * cost.per_microbatch + cost.per_step
+        if estimate >= self.best.estimate:
+            return Outcome(None)
+        finished = self._finished(layered, [(span, mesh)], None, self.best.step_time)
+        is_better = finished is not None and self._is_better(finished)
+        if is_better:
+            self.best.estimate = estimate
+        return Outcome(finished, is_better)
+
     def _is_better(self, finished: Finished) -> bool:
         plan = finished[0]
         if plan.step_time >= self.best.step_time:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from autopar.errors import InternalError, PlanError, UnsplitWarning, UserError, warn
-from autopar.ir.mesh import Cluster
+from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
@@ -88,6 +88,13 @@ class Planner:
         """Seconds that the stage search may estimate for a plan of one stage which is quicker than the best."""
         best = self.evaluator.best
         return (1 + (_EQUALLY_OFF if best.num_stages == 1 else DEAR)) * best.estimate
+
+    def better_on(self, mesh: Mesh, num_microbatches: int) -> Finished | None:
+        """The plan of one stage on a mesh, if by what is known of it now it is quicker than the best, and it is."""
+        with contextlib.suppress(OutOfTime, UserError):
+            if (better := self.evaluator.on_mesh(num_microbatches, mesh).better) is not None:
+                return self._noted(better)
+        return None
 
     def beside(self, method: Method) -> Planner:
         """A planner by another method that looks for what is better than what this has found."""
