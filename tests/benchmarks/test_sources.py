@@ -129,7 +129,7 @@ def test_the_solver_of_this_checkout_depends_on_no_costs() -> None:
     assert not any(name.startswith("autopar.cost_model") for name in solver)
     assert {"autopar.cost_model.compute", "benchmarks.models.gpt", "benchmarks.published"} <= set(accuracy)
     data = {path.name for path in found.data("benchmarks.accuracy")}
-    assert {"p3.16xlarge.json", "alpa_osdi22_measured.json", "gpu.json"} <= data
+    assert {"p3.16xlarge.json", "alpa_osdi22_measured.json", "a100-40gb.txtpb"} <= data
     assert "best_costs.json" not in data
     runtime = {"autopar.runtime.worker", "autopar.runtime.launcher"}
     pipeline = {"benchmarks.pipeline_processes", "autopar.__main__", *runtime}
