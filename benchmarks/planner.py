@@ -4,11 +4,10 @@ alpa: every case of Alpa's weak scaling (OSDI'22) on 1 to 64 V100s. The model is
 with no recipe to fall back to; then the plans that Alpa, Megatron-LM and DeepSpeed published for it are priced in the
 same cost model, with the compilers and the 16-bit sums of then, each with the shardings that the solver finds under
 what it fixes, and all usual recipes with as many microbatches as is best for each: data parallelism, ZeRO, Megatron's
-degrees, of the quickest of these GPipe's schedule and interleaved stages. The degrees are searched one after the other,
-each for a plan that is quicker than those of the degrees before it. Bars: our plan takes no longer than the best of the
-others; so does the one that users get, which may be a recipe's; every published plan fits, since it ran; GPT-39B on 64
-devices is planned in 60 s and 4 GiB, tracing included, and all cases together in 10 minutes, one after the other. Where
-the published plan was measured, our time over the measured one is printed beside that of the published plan.
+degrees, of the quickest of these GPipe's schedule and interleaved stages. Bars: our plan takes no longer than the best
+of the others; so does the one that users get, which may be a recipe's; every published plan fits, since it ran; GPT-39B
+on 64 devices is planned in 60 s and 4 GiB, tracing included, and all cases together in 10 minutes, one after the other.
+Where the published plan was measured, our time over the measured one is printed beside that of the published plan.
 
 megatron: the configurations of Megatron-LM (SC'21), 1.7B on 32 to 1008B on 3,072 A100s, beside the published degrees of
 tensor, pipeline and data parallelism, in the published microbatch size or the best of a few, and the same recipes.
@@ -46,10 +45,6 @@ from autopar.cost_model.hardware import load_preset, preset_names
 from autopar.errors import UserError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method, StageMethod
-from autopar.ir.plan import Plan
-from autopar.planning.garbage import uncollected
-from autopar.planning.planner import Planner
-from autopar.planning.traced import TracedStep
 from benchmarks import common, growth, published
 from benchmarks.traced import trace
 
@@ -194,28 +189,21 @@ class Outcome:
     plan: str  # layers, mesh and microbatches, or why there is none
 
 
-def _traced(case: Case, num_microbatches: int | None) -> TracedStep:
-    """A case's step. Those who ran these summed in 16 bits what has 16."""
-    m = num_microbatches or case.num_microbatches
-    return trace(*published.train_step(case.spec, case.batch_size, m, scan=case.scan), reduces_own_dtype=True)
-
-
 def planned(case: Case, method: Method) -> Outcome:
     """Trace and plan a case."""
     started = time.perf_counter()
+    m = method.num_microbatches or case.num_microbatches
+    function, state, batch = published.train_step(case.spec, case.batch_size, m, scan=case.scan)
+    # Those who ran these summed in 16 bits what has 16.
     try:
         with warnings.catch_warnings(action="ignore"):
-            plan, _ = _traced(case, method.num_microbatches).search(case.cluster, method, with_relaxations=False)
+            plan, _ = trace(function, state, batch, reduces_own_dtype=True).search(
+                case.cluster, method, with_relaxations=False
+            )
     except UserError as error:  # nothing fits, or the batch cannot be cut so
-        return _none(f"{type(error).__name__}: {error}", time.perf_counter() - started)
-    return _outcome(plan, time.perf_counter() - started)
-
-
-def _none(why: str, seconds: float) -> Outcome:
-    return Outcome(None, None, None, seconds, common.most_memory(), why)
-
-
-def _outcome(plan: Plan, seconds: float) -> Outcome:
+        took, told = time.perf_counter() - started, f"{type(error).__name__}: {error}"
+        return Outcome(None, None, None, took, common.most_memory(), told)
+    seconds = time.perf_counter() - started
     each = (f"{s.layers[1] - s.layers[0]} on {'x'.join(map(str, s.mesh.shape))}" for s in plan.stages)
     alike = ((text, len(list(group))) for text, group in itertools.groupby(each))
     stages = " + ".join(text if number == 1 else f"{number} times {text}" for text, number in alike)
@@ -230,22 +218,17 @@ def ours(case: Case) -> Outcome:
     return planned(case, recipes.auto(baselines=False))
 
 
-def usual_recipes() -> dict[str, Method]:
-    """Recipes within one stage, with their microbatches free."""
-    return {
+def usual_recipes(cluster: Cluster, state: int) -> dict[str, Method]:
+    """Recipes with their microbatches free.
+
+    Of Megatron's degrees, for each degree of tensor parallelism within a host, the shallowest pipelines that divide so
+    many bytes of state enough.
+    """
+    found = {
         "data parallel": recipes.data_parallel(None),
         **{f"ZeRO-{stage}": recipes.zero(stage, None) for stage in (1, 2, 3)},
         "within one stage": recipes.intra_op_only(),
     }
-
-
-def megatron_degrees(cluster: Cluster, state: int) -> dict[str, Method]:
-    """Megatron's degrees of parallelism, with their microbatches free.
-
-    For each degree of tensor parallelism within a host, the shallowest pipelines that divide so many bytes of state
-    enough.
-    """
-    found = {}
     devices, width = cluster.num_devices, cluster.hosts[0].num_devices
     for tensor in (n for n in range(1, width + 1) if width % n == 0):
         deep = (n for n in range(1, devices // tensor + 1) if devices % (tensor * n) == 0)
@@ -261,51 +244,19 @@ def rivals(case: Case) -> dict[str, Outcome]:
     common.use_virtual_devices(1)
     _, state, _ = published.train_step(case.spec, case.batch_size, case.num_microbatches, scan=case.scan)
     nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
-    others = {**case.rivals, **usual_recipes()}
+    others = {**case.rivals, **usual_recipes(case.cluster, nbytes)}
     found = {name: planned(case, method) for name, method in others.items()}
-    found |= by_degrees(case, megatron_degrees(case.cluster, nbytes))
-    return {"with recipes": planned(case, recipes.auto()), **found}
-
-
-def by_degrees(case: Case, degrees: Mapping[str, Method]) -> dict[str, Outcome]:
-    """Of each the plan, if it is quicker than those of the degrees before it; so the quickest of all is among them.
-
-    Then, of the quickest pipeline, GPipe's schedule and interleaved stages.
-    """
-    step = _traced(case, None)
-    best: Planner | None = None
-    found: dict[str, Outcome] = {}
-
-    @uncollected()
-    def look(name: str, method: Method) -> None:
-        nonlocal best
-        started, own = time.perf_counter(), Planner(step.analysis, case.cluster, method)
-        with warnings.catch_warnings(action="ignore"):
-            try:
-                finished = own.plan() if best is None else best.better_by(own)
-            except UserError:  # nothing fits
-                finished = None
-        seconds = time.perf_counter() - started
-        if finished is not None:
-            best, found[name] = own, _outcome(finished[0], seconds)
-        else:
-            quicker = "" if best is None else f" in less than {best.evaluator.best.step_time:.4g} s a step"
-            found[name] = _none(f"nothing fits{quicker}", seconds)
-
-    for name, method in degrees.items():
-        look(name, method)
     # Of equal meshes, one stage each.
-    pipelines = [name for name in found if degrees[name].num_stages != 1 and found[name].seconds is not None]
-    for name in pipelines[-1:]:
-        method = degrees[name]
+    pipelines = [name for name, method in others.items() if method.mesh_shape and method.num_stages not in (None, 1)]
+    pipelines = [name for name in pipelines if found[name].seconds is not None]
+    for name in sorted(pipelines, key=lambda name: found[name].seconds or math.inf)[:1]:
+        method = others[name]
         assert method.num_stages is not None and method.mesh_shape is not None
         dealt_out = (StageMethod(1, method.mesh_shape),) * (2 * method.num_stages)
-        look(f"{name}, GPipe", dataclasses.replace(method, schedule="gpipe"))
-        look(
-            f"{name}, interleaved",
-            dataclasses.replace(method, stages=dealt_out, mesh_shape=None, schedule="interleaved"),
-        )
-    return found
+        interleaved = dataclasses.replace(method, stages=dealt_out, mesh_shape=None, schedule="interleaved")
+        found[f"{name}, GPipe"] = planned(case, dataclasses.replace(method, schedule="gpipe"))
+        found[f"{name}, interleaved"] = planned(case, interleaved)
+    return {"with recipes": planned(case, recipes.auto()), **found}
 
 
 def margin(found: Mapping[str, Outcome], name: str = "ours") -> float:
