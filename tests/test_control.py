@@ -366,18 +366,18 @@ def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]], are_alike: bool
 
 
 def test_recipes_stand_beside_the_plan() -> None:
-    """Where the solver shows that none can be quicker, what they take at least."""
     notes = {}
     for baselines in (True, False):
         plan = plan_of(CLUSTER, baselines=baselines)
-        notes[baselines] = [note for note in plan.notes if "recipe" in note]
+        [notes[baselines]] = [[note for note in plan.notes if note.startswith("recipes would take")]]
     assert notes[False] == []
     [note] = notes[True]
-    assert note.startswith("no recipe within one stage would take less than about ")
-    number, unit = note.removesuffix(".").split()[-2:]
     for recipe in (recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))):
         step_time = autopar.parallelize(make_step()).plan(*shapes(), cluster=CLUSTER, method=recipe).step_time
-        assert step_time > float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+        *least, number, unit = note.split(f"{recipe.name} in 1 microbatch ")[1].split(",")[0].strip(".").split()
+        assert least in ([], ["at", "least"])
+        seconds = float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]
+        assert seconds == pytest.approx(step_time, rel=0.1) or (least and plan.step_time < seconds < step_time)
 
 
 def without_all_but(*kept: Neighbour, **options: Any) -> Method:

@@ -60,8 +60,7 @@ def plan_beside_recipes(
         if method.allows(of_all_devices) and [stage.mesh for stage in best[0].stages] != [mesh]:
             # The recipes are special cases of this one, and more is known of it by now.
             best = planner.better_on(mesh, fixed or 1) or best
-        least = max(least, _proved(best[0], mesh, fixed))
-    if least >= (1 - _CLOSE) * min(planner.best_estimate, _objective(best[0])):
+    if least >= (1 - _CLOSE) * min(planner.best_estimate, best[0].step_time):
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
@@ -109,18 +108,6 @@ def _least_within_one_stage(evaluator: Evaluator, mesh: Mesh, fixed: int | None)
     with contextlib.suppress(UserError):
         return evaluator.stages.known_bound(evaluator.layering.layered(fixed or 1, False), mesh, _CLOSE / 2)
     return 0.0
-
-
-def _proved(plan: Plan, mesh: Mesh, fixed: int | None) -> float:
-    """The same, as it was proved when a plan of one stage on that mesh was made; 0 where it is none."""
-    first = plan.stages[0]
-    roomy = first.memory.total < _ROOMY * first.memory.capacity  # else it may have been made with less memory
-    return plan.lower_bound if first.mesh == mesh and plan.num_microbatches == (fixed or 1) and roomy else 0.0
-
-
-def _objective(plan: Plan) -> float:
-    """Seconds per step that the solver counts for a plan of one stage; of others it knows no whole step."""
-    return plan.lower_bound / (1 - plan.gap) if len(plan.stages) == 1 and plan.gap < 1 else math.inf
 
 
 class _Estimate(NamedTuple):

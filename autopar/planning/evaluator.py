@@ -122,9 +122,13 @@ class Evaluator:
     def is_memory_dear(self, m: int, mesh: Mesh) -> bool:
         """Whether one stage on a mesh takes longer than it would with more memory, by the stage search."""
         layered = self.layering.layered(m, False)
+        return self._seconds_on(layered, mesh) > (1 + _ENOUGH) * self.stages.in_any_memory(layered, mesh)
+
+    def _seconds_on(self, layered: Layered, mesh: Mesh) -> float:
+        """Per step of all layers as one stage on a mesh, by the stage search; infinite where they do not fit."""
+        m = layered.step.num_microbatches
         cost = self.stages.cost(layered, self.schedule, (0, layered.num_layers), mesh, 1)
-        seconds = math.inf if cost is None else m * cost.per_microbatch + cost.per_step
-        return seconds > (1 + _ENOUGH) * self.stages.in_any_memory(layered, mesh)
+        return math.inf if cost is None else m * cost.per_microbatch + cost.per_step
 
     def seconds_without_bubble(self, plan: Plan) -> float:
         """Seconds of a step, about, if gradients of parameters take their share of it by matrix products."""
@@ -168,12 +172,10 @@ class Evaluator:
         """
         self.check_time()
         layered = self.layering.layered(m, False)
-        span = (0, layered.num_layers)
-        cost = self.stages.cost(layered, self.schedule, span, mesh, 1)
-        estimate = math.inf if cost is None else m * cost.per_microbatch + cost.per_step
+        estimate = self._seconds_on(layered, mesh)
         if estimate >= self.best.estimate:
             return Outcome(None)
-        finished = self._finished(layered, [(span, mesh)], None, self.best.step_time)
+        finished = self._finished(layered, [((0, layered.num_layers), mesh)], None, self.best.step_time)
         is_better = finished is not None and self._is_better(finished)
         if is_better:
             self.best.estimate = estimate
