@@ -26,7 +26,7 @@ from benchmarks import common
 from benchmarks.models import gpt
 from benchmarks.traced import trace
 
-LAYERS = (24, 48, 96, 192, 384, 768)
+LAYERS = {True: (24, 48, 96, 192, 384, 768), False: (24, 48, 96, 192)}  # as one scan, and unrolled
 HOSTS = (1, 4, 16, 64, 256, 1024)
 CONFIG = gpt.GPTConfig(
     51200, sequence_length=1024, num_layers=48, width=2048, num_heads=16, dropout=0.0, dtype=jnp.bfloat16, remat=True,
@@ -61,9 +61,9 @@ class Measured:
 def points() -> list[Point]:
     """All series."""
     found = []
-    for scan in (True, False):
+    for scan, numbers in LAYERS.items():
         name = "layers, scanned" if scan else "layers, unrolled"
-        for layers in LAYERS:
+        for layers in numbers:
             config = dataclasses.replace(CONFIG, num_layers=layers, scan=scan)
             found.append(Point(name, layers, config, hosts=8, batch_size=512))
     return found + [Point("hosts", hosts, CONFIG, hosts, batch_size=64 * hosts) for hosts in HOSTS]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 
 import autopar
 from autopar import recipes
+from autopar.ir.method import Method
 from benchmarks import growth, planner
 from benchmarks.planner import Outcome
 
@@ -60,9 +62,10 @@ def test_a_published_plan_that_was_measured_stands_beside_its_measurement() -> N
 
 def test_recipes_of_a_case() -> None:
     cluster = autopar.load_preset("p3.16xlarge", num_hosts=2)
-    found = planner.usual_recipes(cluster, 3 * cluster.hosts[0].kind.memory)
-    assert all(method.num_microbatches is None for method in found.values())
-    degrees = [name.removeprefix("megatron ") for name in found if name.startswith("megatron")]
+    found = planner.megatron_degrees(cluster, 3 * cluster.hosts[0].kind.memory)
+    methods = (*planner.within_one_stage().values(), *found.values())
+    assert all(method.num_microbatches is None for method in methods)
+    degrees = [name.removeprefix("megatron ") for name in found]
     assert degrees == [
         "4x1x4",
         "2x1x8",
@@ -76,6 +79,43 @@ def test_recipes_of_a_case() -> None:
         "2x8x1",
         "1x8x2",
     ]
+
+
+def four_layers(batch_size: int) -> tuple[planner.Case, dict[str, Method]]:
+    """A GPT on 4 GPUs, and Megatron's degrees for it."""
+    gpt = next(case for case in planner.alpa_cases() if case.name == "gpt 760M on 2")
+    cluster = autopar.load_preset("p3.16xlarge-2022", num_hosts=1, devices_per_host=4)
+    spec = {**gpt.spec, "num_layers": 4}
+    degrees = planner.megatron_degrees(cluster, 1 << 20)
+    assert len(degrees) == 5
+    return dataclasses.replace(gpt, spec=spec, batch_size=batch_size, cluster=cluster, num_microbatches=4), degrees
+
+
+def test_degrees_that_are_far_from_the_best_are_given_up() -> None:
+    case, degrees = four_layers(16)
+    quick = {"quick": outcome(0.1)}  # a step of data parallelism takes 0.13 s
+    found = planner.by_degrees(case, degrees, {"quick": recipes.data_parallel()}, quick)
+    assert {*found} == {*degrees}  # no pipeline to interleave
+    limits = {name: "0.125" if degrees[name].num_stages != 1 else "0.1" for name in degrees}
+    told = {name: f"nothing fits in less than {limit} s a step" for name, limit in limits.items()}
+    assert {name: outcome.plan for name, outcome in found.items()} == told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [64, 256])
+def test_the_best_of_the_degrees_is_not_given_up(batch_size: int) -> None:
+    """What is found is what each comes to alone, and the best of all is among it."""
+    case, degrees = four_layers(batch_size)
+    alone = {name: planner.planned(case, method).seconds for name, method in degrees.items()}
+    times = {name: seconds for name, seconds in alone.items() if seconds is not None}
+    best = min(times, key=times.__getitem__)
+    pipeline = min((name for name in times if degrees[name].num_stages != 1), key=times.__getitem__)
+    found = planner.by_degrees(case, degrees, {}, {})
+    assert all(outcome.seconds in (None, times[name]) for name, outcome in found.items() if name in times)
+    assert found[best].seconds == times[best]
+    assert times[pipeline] < (1 + planner.WORSE) * times[best]  # or there would be no need to find it
+    assert found[pipeline].seconds == times[pipeline]
+    assert {f"{pipeline}, GPipe", f"{pipeline}, interleaved"} <= {*found}
 
 
 def test_bars() -> None:
@@ -122,7 +162,8 @@ def test_bars_without_the_weak_scaling_of_alpa() -> None:
 def test_growth() -> None:
     points = growth.points()
     assert {point.number for point in points if point.series == "hosts"} == {1, 4, 16, 64, 256, 1024}
-    assert max(point.config.num_layers for point in points) == 768
+    assert [point.number for point in points if point.series == "layers, scanned"] == [24, 48, 96, 192, 384, 768]
+    assert [point.number for point in points if point.series == "layers, unrolled"] == [24, 48, 96, 192]
 
     def measured(series: str, number: int, equations: int, seconds: float) -> growth.Measured:
         return growth.Measured(series, number, equations, seconds / 4, 3 * seconds / 4, 1.0, "")
