@@ -64,7 +64,9 @@ COMMON: Mapping[str, Mapping[str, Any]] = {
     "wresnet": {"optimizer": "sgd_momentum", "remat": True, "num_classes": 1024},
 }
 LARGEST = {"gpt 39B on 64": ("gpt_39B", 60.0), "megatron 1008.0B on 3072": ("megatron_1008B", 300.0)}  # seconds
-WORSE = 0.25  # relative: pipelines slower than the best of all by more are none that interleaving makes the best
+# Relative: pipelines slower than the best of all by more are none that interleaving makes the best. Two rounds halve
+# the bubble, which is at most as long as the rest of the step, there being no fewer microbatches than stages.
+WORSE = 1 / 3
 MISJUDGED = 0.1  # relative: what the stage search estimates to be slower by more is given up
 DEPTHS = 4  # of Megatron's pipelines that are tried for each degree of tensor parallelism
 OURS = ("ours", "with recipes")
@@ -286,14 +288,14 @@ def by_degrees(
       outcomes: what is known of those.
     """
     step = _traced(case, None)
-    shared = Planner(step.analysis, case.cluster)
     seconds = {name: outcome.seconds for name, outcome in outcomes.items() if outcome.seconds is not None}
     found: dict[str, Outcome] = {}
 
     def look(name: str, method: Method, below: float) -> None:
-        found[name] = _outcome(lambda: _quicker(shared.beside(method), below))
-        if (time := found[name].seconds) is not None:
-            seconds[name] = time
+        # What one planner knows is forgotten before the next: for the largest cases it is gigabytes.
+        found[name] = _outcome(lambda: _quicker(Planner(step.analysis, case.cluster, method), below))
+        if (mine := found[name].seconds) is not None:
+            seconds[name] = mine
         elif below < math.inf:
             found[name] = dataclasses.replace(found[name], plan=f"nothing fits in less than {below:.4g} s a step")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -30,9 +31,13 @@ _METHOD = recipes.auto(remat=False)
 
 @functools.cache
 def _analysis() -> BatchAnalysis:
+    return _analysis_of(models.mlp_loss)
+
+
+def _analysis_of(loss: Any) -> BatchAnalysis:
     layer = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32), "b": jax.ShapeDtypeStruct((256,), jnp.float32)}
     batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((512, 256), jnp.float32))
-    return analyse(models.sgd(models.mlp_loss), {"layers": [layer] * 8}, batch)
+    return analyse(models.sgd(loss), {"layers": [layer] * 8}, batch)
 
 
 class _Recorded(StageCosts):
@@ -102,6 +107,61 @@ def test_a_stage_is_solved_again_with_less_memory() -> None:
             break
     else:
         pytest.fail("no stage was solved again")
+
+
+def _chain(params: Any, batch: Any) -> Any:
+    x = batch["x"]
+    for layer in params["layers"]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def test_what_fits_into_less_memory_fits_into_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a choice needs beside what was counted does not keep another one from fitting."""
+    analysis = _analysis_of(_chain)
+    monkeypatch.setattr(f"{__name__}._analysis", lambda: analysis)
+    mesh = [mesh_at(0, (4,))]
+    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    slower = math.inf
+    for share in (0.62, 0.7, 0.8, 0.9):
+        limit = int(share * roomy.peak_memory)
+        plan, _ = _finish(_finisher(dataclasses.replace(_METHOD, memory_limit=limit))[0], mesh, 1)
+        assert plan.peak_memory <= limit
+        assert plan.step_time <= 1.01 * slower
+        slower = plan.step_time
+
+
+def test_a_stage_that_was_given_too_little_memory_gets_some_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of the memory, and seconds, of what is lowered: the second needs far less than what is there."""
+    quick = cluster_of(1, 4, flops=1e13, memory_bandwidth=1e13, link=1e9, latency=1e-6, launch=1e-6)
+    monkeypatch.setattr(f"{__name__}._CLUSTER", quick)
+    mesh = [mesh_at(0, (4,))]
+    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    limit = roomy.peak_memory
+    lowered = Finisher._lowered
+    fewer, more = [(1.45, 1.0), (0.6, 2.0), (0.999, 1.5)], [(1.45, 1.0), (0.6, 2.0), (1.1, 1.2), (0.999, 1.7)]
+    for needs in (fewer, more):
+        given = iter(needs)
+
+        def as_given(self: Finisher, *args: Any, given: Iterator[tuple[float, float]] = given) -> Any:
+            programs, plan = lowered(self, *args)
+            share, seconds = next(given)
+            [stage] = plan.stages
+            other = int(share * limit) - stage.memory.total
+            memory = dataclasses.replace(stage.memory, temporaries=stage.memory.temporaries + other)
+            return programs, dataclasses.replace(
+                plan, step_time=seconds, stages=(dataclasses.replace(stage, memory=memory),)
+            )
+
+        monkeypatch.setattr(Finisher, "_lowered", as_given)
+        monkeypatch.setattr("autopar.planning.finisher.keeps_gathered", lambda *_: False)
+        finisher, stages = _finisher(dataclasses.replace(_METHOD, memory_limit=limit))
+        plan, _ = _finish(finisher, mesh, 1)
+        assert plan.step_time == min(seconds for share, seconds in needs if share <= 1)
+        first, second, third, *fourth = [nbytes for _, nbytes in stages.withheld]
+        assert first == 0 < third < second
+        assert all(third < nbytes < second for nbytes in fourth)
+        assert next(given, None) is None
 
 
 def test_a_plan_that_is_too_slow_is_not_made_to_fit() -> None:

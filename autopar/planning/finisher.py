@@ -38,7 +38,8 @@ _GOOD_GAP = 0.002  # relative: what is better by less is not looked for
 _CLOSE = 0.05  # relative: a solution of the search this close to its bound is good enough to begin with
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
-_MOST_ROUNDS = 4  # in which a stage is solved with less and less memory
+_MOST_ROUNDS = 5  # in which a stage is solved with less memory, and with more again
+_WORTH = 0.02  # relative: what so much of the time could be saved for, a stage is solved again with more memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,6 +51,51 @@ class LeafHome:
 
 
 _Known = tuple[StageNumbers, int, Solution]  # a problem, the microbatches in flight
+
+
+class _Withheld:
+    """How many bytes of each stage's memory are withheld from the solver, which counts memory at a few times only.
+
+    What is not counted differs between solutions: it is looked for between too few bytes and enough.
+    """
+
+    def __init__(self, nbytes: Sequence[float]) -> None:
+        self.nbytes = list(nbytes)
+        self._too_few: dict[int, tuple[float, float]] = {}  # bytes, and the seconds of what then needed too much
+        self._enough: dict[int, float] = {}  # or too many for anything to fit
+
+    def take(self, stage: int, needed: StageMemory, solution: Solution) -> None:
+        """Withhold more of a stage's memory: with this solution it needs more than there is."""
+        self._too_few[stage] = self.nbytes[stage], solution.cost
+        uncounted, excess = needed.total - solution.peak, needed.total - needed.capacity
+        more = max(uncounted, self.nbytes[stage] + excess) + _MARGIN * needed.capacity
+        if stage in self._enough:
+            more = min(more, (self.nbytes[stage] + self._enough[stage]) / 2)
+        self.nbytes[stage] = more
+
+    def release(self, stage: int, capacity: float) -> bool:
+        """Withhold less of a stage's memory, as nothing fits into the rest; whether there is anything to be tried."""
+        if stage not in self._too_few:
+            return False
+        self._enough[stage] = self.nbytes[stage]
+        too_few, _ = self._too_few[stage]
+        self.nbytes[stage] = (too_few + self._enough[stage]) / 2
+        return self._enough[stage] - too_few > 4 * _MARGIN * capacity
+
+    def give_back(self, needs: Mapping[int, tuple[StageMemory, Solution]]) -> dict[int, float]:
+        """Withhold less of stages that need less than there is, and how many seconds could be saved by that at most."""
+        saved: dict[int, float] = {}
+        for stage, (needed, solution) in needs.items():
+            if stage not in self._too_few:
+                continue
+            too_few, least = self._too_few[stage]
+            enough = self._enough[stage] = self.nbytes[stage]
+            uncounted = needed.total - solution.peak
+            fewer = max(uncounted + _MARGIN * needed.capacity, (too_few + enough) / 2)
+            if fewer < enough - _MARGIN * needed.capacity:
+                self.nbytes[stage] = fewer
+                saved[stage] = solution.cost - least
+        return saved
 
 
 class TooSlow(Exception):
@@ -89,7 +135,8 @@ class Finisher:
         """Solve the chosen stages as they really are, lower them and price what will run; None if it does not fit.
 
         The solver counts memory at a few times only: a stage that needs more than there is, is solved again with less,
-        or gathers parameters again, whichever is quicker. Stages that have to are `reshard_after_forward`.
+        or gathers parameters again, whichever is quicker. One that is much slower for that, and then needs far less
+        than there is, is solved again with some of the memory back. Stages that have to are `reshard_after_forward`.
 
         Raises:
           TooSlow: nothing that fits was found, and what does not takes `below` seconds per step or more as it is.
@@ -98,22 +145,27 @@ class Finisher:
         # Interleaved stages begin with an equal part of their devices' memory each.
         rounds = placed.num_stages // rows.num_groups
         always = set(range(len(meshes)) if self.method.zero == 3 else reshard_after_forward)
-        other: tuple[Plan, LoweredStep] | None = None  # that fits since it gathers again
-        withheld = [(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes]
+        best: tuple[Plan, LoweredStep] | None = None  # of those that fit
+        unfit = math.inf  # seconds per step of what needs more memory than there is
+        withheld = _Withheld([(1 - 1 / rounds) * self.stages.prices.memory(mesh) for mesh in meshes])
         solved: dict[int, tuple[StageSharding, Solution]] = {}
         known: list[_Known] = []
         for _ in range(_MOST_ROUNDS if self.method.has(Part.LESS_MEMORY) else 1):
-            for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
-                if stage not in solved:
-                    try:
-                        problem, solution = self._solved(layered, placed, stage, mesh, rows, withheld[stage], known)
-                    except Infeasible as error:
-                        self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
-                        return other
-                    except Contradiction as error:
-                        self.stages.note_contradiction(error)
-                        return other
-                    solved[stage] = problem.read(solution), solution
+            try:
+                for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
+                    if stage not in solved:
+                        without = withheld.nbytes[stage]
+                        problem, solution = self._solved(layered, placed, stage, mesh, rows, without, known)
+                        solved[stage] = problem.read(solution), solution
+            except Infeasible as error:
+                is_far = best is None or best[0].step_time > (1 + _WORTH) * unfit
+                if is_far and withheld.release(stage, self.stages.prices.memory(meshes[stage])):
+                    continue
+                self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
+                return best
+            except Contradiction as error:
+                self.stages.note_contradiction(error)
+                return best
             objective = sum(solution.cost for _, solution in solved.values())
             bound = sum(max(0.0, solution.lower_bound) for _, solution in solved.values())  # no cost is negative
             gap = max(0.0, (objective - bound) / objective) if objective > 0 else 0.0
@@ -121,26 +173,33 @@ class Finisher:
             lowered, plan = self._lowered(layered, placed, chosen, always, schedule, bound, gap)
             above = _above(plan)
             if not above:
-                return (plan, lowered) if other is None or plan.step_time <= other[0].step_time else other
-            if plan.step_time >= below and self.method.has(Part.BOUND_OF_PRICE):
-                if other is None:
+                if best is None or plan.step_time <= best[0].step_time:
+                    best = plan, lowered
+                saved = withheld.give_back({stage: (plan.stages[stage].memory, s) for stage, (_, s) in solved.items()})
+                saving = sum(saved.values())
+                if saving <= _WORTH * objective or best[0].step_time - saving >= below:
+                    return best
+                for stage in saved:
+                    del solved[stage]
+                continue
+            unfit = plan.step_time
+            if unfit >= below and self.method.has(Part.BOUND_OF_PRICE):
+                if best is None:
                     raise TooSlow
-                return other
+                return best
             leaner_stages = {stage for stage in above if stage not in always and keeps_gathered(lowered, stage)}
-            if leaner_stages and other is None and self.method.has(Part.RESHARD_AFTER_FORWARD):
+            if leaner_stages and best is None and self.method.has(Part.RESHARD_AFTER_FORWARD):
                 leaner, leaner_plan = self._lowered(
                     layered, placed, chosen, always | leaner_stages, schedule, bound, gap
                 )
                 if not _above(leaner_plan):
-                    other = leaner_plan, leaner
-                    if leaner_plan.step_time <= (1 + _GOOD_GAP) * plan.step_time:
-                        return other
+                    best = leaner_plan, leaner
+                    if leaner_plan.step_time <= (1 + _GOOD_GAP) * unfit:
+                        return best
             for stage, needed in above.items():
-                uncounted = needed.total - solved.pop(stage)[1].peak
-                excess = needed.total - needed.capacity
-                withheld[stage] = max(uncounted, withheld[stage] + excess) + _MARGIN * needed.capacity
-        if other is not None:
-            return other
+                withheld.take(stage, needed, solved.pop(stage)[1])
+        if best is not None:
+            return best
         stage, needed = max(above.items(), key=lambda item: item[1].total)
         short = Infeasible(needed.total, needed.capacity, proved=False)
         self.stages.note_infeasible(short, f"stage {stage} of {placed.num_stages}")

@@ -33,7 +33,7 @@ class Part(enum.StrEnum):
     """Stages that do not fit as they are compute more of the forward pass again."""
 
     LESS_MEMORY = "less_memory"
-    """A stage that needs more memory than the solver counted is solved again with less."""
+    """A stage that needs more memory than the solver counted is solved again with less, and with some of it back."""
 
     RESHARD_AFTER_FORWARD = "reshard_after_forward"
     """A stage that needs more memory than there is gathers its parameters again in the backward pass."""
