@@ -39,7 +39,7 @@ _CLOSE = 0.05  # relative: a solution of the search this close to its bound is g
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
 _MOST_ROUNDS = 5  # in which a stage is solved with less memory, and with more again
-_WORTH = 0.02  # relative: what so much of the time could be saved for, a stage is solved again with more memory
+_WORTH = 0.1  # relative: what so much of the time could be saved for, a stage is solved again with more memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +90,9 @@ class _Withheld:
                 continue
             too_few, least = self._too_few[stage]
             enough = self._enough[stage] = self.nbytes[stage]
-            uncounted = needed.total - solution.peak
-            fewer = max(uncounted + _MARGIN * needed.capacity, (too_few + enough) / 2)
+            fewer = needed.total - solution.peak + _MARGIN * needed.capacity
+            if fewer <= too_few:
+                fewer = (too_few + enough) / 2
             if fewer < enough - _MARGIN * needed.capacity:
                 self.nbytes[stage] = fewer
                 saved[stage] = solution.cost - least
