@@ -69,6 +69,14 @@ def residual_loss(params: Sequence[Params], batch: dict[str, Any]) -> Any:
     return jnp.mean((x - batch["y"]) ** 2)
 
 
+def dense_chain_loss(params: Sequence[Params], batch: dict[str, Any]) -> Any:
+    """Mean squared error of a chain of dense layers with tanh after each."""
+    x = batch["x"]
+    for layer in params:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
 def mlp_loss(params: Params, batch: dict[str, Any]) -> Any:
     """Mean squared error of a chain of dense layers with tanh between them."""
     x = batch["x"]

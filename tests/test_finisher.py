@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar import recipes
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import Method
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.shard import StageProblem
@@ -30,14 +30,13 @@ _METHOD = recipes.auto(remat=False)
 
 
 @functools.cache
-def _analysis() -> BatchAnalysis:
-    return _analysis_of(models.mlp_loss)
-
-
-def _analysis_of(loss: Any) -> BatchAnalysis:
+def _analysis(is_chain: bool = False) -> BatchAnalysis:
+    """Of eight layers, with a tanh after the last one, too, if it is a chain."""
     layer = {"w": jax.ShapeDtypeStruct((256, 256), jnp.float32), "b": jax.ShapeDtypeStruct((256,), jnp.float32)}
     batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((512, 256), jnp.float32))
-    return analyse(models.sgd(loss), {"layers": [layer] * 8}, batch)
+    if is_chain:
+        return analyse(models.sgd(models.dense_chain_loss), [layer] * 8, batch)
+    return analyse(models.sgd(models.mlp_loss), {"layers": [layer] * 8}, batch)
 
 
 class _Recorded(StageCosts):
@@ -56,8 +55,10 @@ class _Recorded(StageCosts):
         return super().problem(layered, placed, stage, mesh, tied, withheld, *args, **kwargs)
 
 
-def _finisher(method: Method = _METHOD) -> tuple[Finisher, _Recorded]:
-    finisher = Finisher(_analysis(), _CLUSTER, method)
+def _finisher(
+    method: Method = _METHOD, cluster: Cluster = _CLUSTER, is_chain: bool = False
+) -> tuple[Finisher, _Recorded]:
+    finisher = Finisher(_analysis(is_chain), cluster, method)
     stages = _Recorded(finisher.stages.prices, method)
     finisher.stages = stages
     return finisher, stages
@@ -69,6 +70,23 @@ def _finish(
     layered = finisher.layering.layered(m, len(meshes) > 1)
     cuts = [i * layered.num_layers // len(meshes) for i in range(1, len(meshes))]
     return finisher.finish(*finisher.layering.placed(layered, cuts, schedule), meshes, schedule, below=below)
+
+
+def _lowered_as(given: Iterator[tuple[float, float]]) -> Callable[..., Any]:
+    """`Finisher._lowered` of one stage that needs these shares of the memory, and takes these seconds, in turn."""
+    lowered = Finisher._lowered
+
+    def as_given(self: Finisher, *args: Any) -> Any:
+        programs, plan = lowered(self, *args)
+        share, seconds = next(given)
+        [stage] = plan.stages
+        other = int(share * stage.memory.capacity) - stage.memory.total
+        memory = dataclasses.replace(stage.memory, temporaries=stage.memory.temporaries + other)
+        return programs, dataclasses.replace(
+            plan, step_time=seconds, stages=(dataclasses.replace(stage, memory=memory),)
+        )
+
+    return as_given
 
 
 def test_stages_as_they_were_given() -> None:
@@ -109,54 +127,34 @@ def test_a_stage_is_solved_again_with_less_memory() -> None:
         pytest.fail("no stage was solved again")
 
 
-def _chain(params: Any, batch: Any) -> Any:
-    x = batch["x"]
-    for layer in params["layers"]:
-        x = jnp.tanh(x @ layer["w"] + layer["b"])
-    return jnp.mean((x - batch["y"]) ** 2)
-
-
-def test_what_fits_into_less_memory_fits_into_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_into_less_memory_fits_into_more() -> None:
     """What a choice needs beside what was counted does not keep another one from fitting."""
-    analysis = _analysis_of(_chain)
-    monkeypatch.setattr(f"{__name__}._analysis", lambda: analysis)
     mesh = [mesh_at(0, (4,))]
-    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    roomy, _ = _finish(_finisher(is_chain=True)[0], mesh, 1)
     slower = math.inf
     for share in (0.62, 0.7, 0.8, 0.9):
         limit = int(share * roomy.peak_memory)
-        plan, _ = _finish(_finisher(dataclasses.replace(_METHOD, memory_limit=limit))[0], mesh, 1)
+        method = dataclasses.replace(_METHOD, memory_limit=limit)
+        plan, _ = _finish(_finisher(method, is_chain=True)[0], mesh, 1)
         assert plan.peak_memory <= limit
         assert plan.step_time <= 1.01 * slower
         slower = plan.step_time
 
 
 def test_a_stage_that_was_given_too_little_memory_gets_some_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shares of the memory, and seconds, of what is lowered: the second needs far less than what is there."""
+    """The second of what is lowered needs far less than there is."""
     quick = cluster_of(1, 4, flops=1e13, memory_bandwidth=1e13, link=1e9, latency=1e-6, launch=1e-6)
-    monkeypatch.setattr(f"{__name__}._CLUSTER", quick)
     mesh = [mesh_at(0, (4,))]
-    roomy, _ = _finish(_finisher()[0], mesh, 1)
-    limit = roomy.peak_memory
-    lowered = Finisher._lowered
+    roomy, _ = _finish(_finisher(cluster=quick)[0], mesh, 1)
+    method = dataclasses.replace(_METHOD, memory_limit=roomy.peak_memory)
     fewer, more = [(1.45, 1.0), (0.6, 2.0), (0.999, 1.5)], [(1.45, 1.0), (0.6, 2.0), (1.1, 1.2), (0.999, 1.7)]
+    monkeypatch.setattr("autopar.planning.finisher.keeps_gathered", lambda *_: False)
     for needs in (fewer, more):
         given = iter(needs)
-
-        def as_given(self: Finisher, *args: Any, given: Iterator[tuple[float, float]] = given) -> Any:
-            programs, plan = lowered(self, *args)
-            share, seconds = next(given)
-            [stage] = plan.stages
-            other = int(share * limit) - stage.memory.total
-            memory = dataclasses.replace(stage.memory, temporaries=stage.memory.temporaries + other)
-            return programs, dataclasses.replace(
-                plan, step_time=seconds, stages=(dataclasses.replace(stage, memory=memory),)
-            )
-
-        monkeypatch.setattr(Finisher, "_lowered", as_given)
-        monkeypatch.setattr("autopar.planning.finisher.keeps_gathered", lambda *_: False)
-        finisher, stages = _finisher(dataclasses.replace(_METHOD, memory_limit=limit))
-        plan, _ = _finish(finisher, mesh, 1)
+        finisher, stages = _finisher(method, quick)
+        with monkeypatch.context() as patched:
+            patched.setattr(Finisher, "_lowered", _lowered_as(given))
+            plan, _ = _finish(finisher, mesh, 1)
         assert plan.step_time == min(seconds for share, seconds in needs if share <= 1)
         first, second, third, *fourth = [nbytes for _, nbytes in stages.withheld]
         assert first == 0 < third < second
@@ -189,21 +187,14 @@ def test_a_plan_that_is_too_slow_is_not_made_to_fit() -> None:
 def test_what_fits_since_it_gathers_again_is_kept_where_less_memory_takes_too_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Seconds, and whether it fits, of what is lowered one after the other: the second gathers again."""
-    lowered, given = Finisher._lowered, iter([(1.0, False), (1.5, True), (2.0, False)])
-
-    def as_given(self: Finisher, *args: Any) -> Any:
-        programs, plan = lowered(self, *args)
-        seconds, fits = next(given)
-        [stage] = plan.stages
-        memory = dataclasses.replace(stage.memory, capacity=stage.memory.total - 1 + fits)
-        return programs, dataclasses.replace(
-            plan, step_time=seconds, stages=(dataclasses.replace(stage, memory=memory),)
-        )
-
-    monkeypatch.setattr(Finisher, "_lowered", as_given)
+    """The second of what is lowered gathers again."""
+    mesh = [mesh_at(0, (4,))]
+    roomy, _ = _finish(_finisher()[0], mesh, 1)
+    finisher, _ = _finisher(dataclasses.replace(_METHOD, memory_limit=roomy.peak_memory))
+    given = iter([(1.1, 1.0), (0.9, 1.5), (1.1, 2.0)])
+    monkeypatch.setattr(Finisher, "_lowered", _lowered_as(given))
     monkeypatch.setattr("autopar.planning.finisher.keeps_gathered", lambda *_: True)
-    plan, _ = _finish(_finisher()[0], [mesh_at(0, (4,))], 1, below=1.8)
+    plan, _ = _finish(finisher, mesh, 1, below=1.8)
     assert plan.step_time == 1.5
     assert next(given, None) is None
 

@@ -39,7 +39,7 @@ _CLOSE = 0.05  # relative: a solution of the search this close to its bound is g
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
 _MOST_ROUNDS = 5  # in which a stage is solved with less memory, and with more again
-_WORTH = 0.1  # relative: what so much of the time could be saved for, a stage is solved again with more memory
+_WORTH = 0.1  # relative: a stage is solved again with more memory where so much of the time could be saved by that
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +66,12 @@ class _Withheld:
 
     def take(self, stage: int, needed: StageMemory, solution: Solution) -> None:
         """Withhold more of a stage's memory: with this solution it needs more than there is."""
-        self._too_few[stage] = self.nbytes[stage], solution.cost
+        # As long as it may have as much as is counted of this solution, that is the solution again.
+        self._too_few[stage] = max(self.nbytes[stage], needed.capacity - solution.peak), solution.cost
         uncounted, excess = needed.total - solution.peak, needed.total - needed.capacity
         more = max(uncounted, self.nbytes[stage] + excess) + _MARGIN * needed.capacity
         if stage in self._enough:
-            more = min(more, (self.nbytes[stage] + self._enough[stage]) / 2)
+            more = min(more, (self._too_few[stage][0] + self._enough[stage]) / 2)
         self.nbytes[stage] = more
 
     def release(self, stage: int, capacity: float) -> bool:
