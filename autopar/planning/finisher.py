@@ -38,6 +38,7 @@ _GOOD_GAP = 0.002  # relative: what is better by less is not looked for
 _CLOSE = 0.05  # relative: a solution of the search this close to its bound is good enough to begin with
 _FEWER = 0.7  # so many nodes, as a share, tell a problem with ties from one without
 _MARGIN = 0.005  # of the memory: another choice has another excess
+_NARROW = 0.1  # of the memory: between too few bytes and too many so close, what fits is not looked for
 _MOST_ROUNDS = 5  # in which a stage is solved with less memory, and with more again
 _WORTH = 0.1  # relative: a stage is solved again with more memory where so much of the time could be saved by that
 
@@ -81,7 +82,7 @@ class _Withheld:
         self._enough[stage] = self.nbytes[stage]
         too_few, _ = self._too_few[stage]
         self.nbytes[stage] = (too_few + self._enough[stage]) / 2
-        return self._enough[stage] - too_few > 4 * _MARGIN * capacity
+        return self._enough[stage] - too_few > _NARROW * capacity
 
     def give_back(self, needs: Mapping[int, tuple[StageMemory, Solution]]) -> dict[int, float]:
         """Withhold less of stages that need less than there is, and how many seconds could be saved by that at most."""
