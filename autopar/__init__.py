@@ -20,6 +20,7 @@ from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import register_schedule
 from autopar.ir.why import Alternative, Why
+from autopar.ops.attention import dot_product_attention
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.planned import Planned
 from autopar.reporting.report import Report
@@ -56,6 +57,7 @@ __all__ = [
     "cluster_from_devices",
     "cluster_from_json",
     "cluster_to_json",
+    "dot_product_attention",
     "gather",
     "hint",
     "initialize",

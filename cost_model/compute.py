@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar.cost_model.attention import attention_share
 from autopar.ir.mesh import DeviceKind, Patches, Pooling, ProductSizes, ProductSpeed
 
 # Which peak a matrix product runs at: the first name that the device kind has, times the factor. float32 products
@@ -59,6 +60,8 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> f
     """Share of the speed of large products (`kind.matmul_efficiency`) that one of these sizes reaches; None: large."""
     if sizes is None:
         return 1.0
+    if sizes.attention is not None and kind.multiprocessors:
+        return attention_share(sizes.attention) / kind.matmul_efficiency
     if kind.measured.products:
         measured = _product_speeds(kind)
         if flops := measured.flops(sizes, dtype):
@@ -75,7 +78,7 @@ def _share_of(multiprocessors: int, sizes: ProductSizes) -> float:
     multiprocessors, the last wave as if it were full. A long sum of products may be shared out (split-K).
     The best of a few tile sizes is taken, as the libraries choose.
     """
-    batch, rows, columns, depth, _ = sizes
+    batch, rows, columns, depth = sizes[:4]
     if not batch * rows * columns:
         return 1.0
     best = 0.0
@@ -98,7 +101,7 @@ def partial_sum_bytes(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) 
     A long sum of which there are few is made in parts, in at least 32 bits each, so that more thread blocks are busy
     (XLA's split-K rewriter): the product writes them, and what reads its result reads them and adds them up.
     """
-    if sizes is None or sizes.patches is not None or not kind.multiprocessors or not kind.xla.split_k:
+    if sizes is None or sizes.patches or sizes.attention or not kind.multiprocessors or not kind.xla.split_k:
         return 0.0
     if not dtype.startswith(("float", "bfloat", "complex")):
         return 0.0
@@ -112,7 +115,7 @@ def partial_sum_bytes(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) 
 @functools.lru_cache(maxsize=1 << 16)
 def _parts(multiprocessors: int, sizes: ProductSizes) -> int:
     """Those of which waves of tiles and partial sums cost least."""
-    batch, rows, columns, depth, _ = sizes
+    batch, rows, columns, depth = sizes[:4]
     tiles = batch * math.ceil(rows / _PART_TILE[0]) * math.ceil(columns / _PART_TILE[1])
 
     def cost(parts: int) -> float:

@@ -139,6 +139,7 @@ def _measured_data(measured: Measured) -> dict[str, Any]:
 def _product_data(measured: ProductSpeed) -> dict[str, Any]:
     patches = measured.sizes.patches
     sizes = measured.sizes._asdict() | {"patches": None if patches is None else patches._asdict()}
+    del sizes["attention"]  # none was measured
     return {"dtype": measured.dtype, "sizes": sizes, "flops": measured.flops}
 
 

@@ -54,6 +54,15 @@ class Patches(NamedTuple):
     gaps: int = 1  # places in which there is one element, where the array is dilated
 
 
+class Attention(NamedTuple):
+    """What the speed of fused attention depends on, whose products never are in memory."""
+
+    keys: float  # of a query, where all are seen; of a causal mask those of the last query, twice the mean
+    masked: bool  # as by a causal mask, so that parts of a tile are computed in vain
+    width: float  # of a head
+    backward: bool
+
+
 Pooling = Literal["result", "gradient"]  # of reductions over windows of an array
 
 
@@ -65,6 +74,7 @@ class ProductSizes(NamedTuple):
     columns: float
     depth: float
     patches: Patches | None = None  # where the rows are windows of an array
+    attention: Attention | None = None  # both products of attention in one, and the backward pass's five
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.hint import Hint
-from autopar.ir.mesh import Patches, Pooling, ProductSizes
+from autopar.ir.mesh import Attention, Patches, Pooling, ProductSizes
 from autopar.ir.strategy import AxisChoice, Gathered, Split
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
@@ -159,7 +159,8 @@ class Sides(NamedTuple):
     rows: Side
     columns: Side
     depth: Side
-    patches: Patches | None
+    patches: Patches | None = None
+    attention: Attention | None = None
 
     @property
     def each(self) -> tuple[Side, Side, Side, Side]:
@@ -171,7 +172,7 @@ def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes
     if sides is None:
         return None
     batch, rows, columns, depth = (size / math.prod(split.get(f, 1) for f in held) for size, held in sides.each)
-    return ProductSizes(batch, rows, columns, depth, sides.patches)
+    return ProductSizes(batch, rows, columns, depth, sides.patches, sides.attention)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,6 +17,7 @@ from jax.interpreters import partial_eval
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Callback, Equation, Literal, Operand, Phase, Rounds, Value
+from autopar.ops.cudnn_calls import TAKEN_OVER
 from autopar.tracing import loop_callbacks
 from autopar.tracing.axis_collectives import unmapped
 from autopar.tracing.interpret import Interpreter, opened
@@ -232,6 +233,11 @@ def _shard_map(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) ->
     return builder.inlined(_unmapped(eqn, at.source), inputs, at)
 
 
+def _take_over(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
+    function = TAKEN_OVER[eqn.primitive.name](eqn.params, [operand.shape for operand in inputs])
+    return None if function is None else builder.traced(function, inputs, at)
+
+
 def _call_back(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand]:
     builder.callbacks.append(_callback(eqn.primitive, eqn.params, inputs, at.source))
     return ()
@@ -299,6 +305,7 @@ _TAKEN_APART: dict[str, Callable[[Builder, Any, list[Operand], _Where], Sequence
     "scan": _scan,
     "while": _while,
     "rev": _rev,
+    **dict.fromkeys(TAKEN_OVER, _take_over),
     "reshape": _reshape,
     "reduce_and": _count,
     "reduce_or": _count,

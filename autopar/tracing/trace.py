@@ -28,6 +28,7 @@ from autopar.ir.graph import Equation, Graph, Operand, Value, least_sum_bytes
 from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
+from autopar.ops.cudnn_calls import as_if_on_gpu
 from autopar.tracing.build import CALLS, Builder, is_library, live_equations, live_jaxpr, source_of
 from autopar.tracing.conditions import taken_apart
 from autopar.tracing.loop_callbacks import CALLBACKS
@@ -178,7 +179,7 @@ def _jaxpr_of(flat: _FlatFunction, specs: Sequence[Any], paths: Sequence[str], l
         return flat(*args, **kwargs)
 
     try:
-        with jax.disable_jit(False):
+        with jax.disable_jit(False), as_if_on_gpu():
             return jax.make_jaxpr(named)(*args, **kwargs)
     except _NEEDS_VALUE as error:
         raise TraceError(

@@ -119,7 +119,7 @@ def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None
     if sides is None:
         return None
     batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides.each)
-    return Sides(batch, rows, columns, depth, sides.patches)
+    return sides._replace(batch=batch, rows=rows, columns=columns, depth=depth)
 
 
 def unit_of(kernels: Sequence[BodyKernel]) -> Unit:

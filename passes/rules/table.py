@@ -15,6 +15,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.rule import Local, Rule
 from autopar.ir.same import Signature
 from autopar.passes.rules import (
+    attention,
     dot,
     elementwise,
     gather,
@@ -33,6 +34,7 @@ from autopar.passes.rules.omitted import OMITTED
 _BUILT_IN: dict[str, RuleBuilder] = {
     **elementwise.RULES,
     **dot.RULES,
+    **attention.RULES,
     **ragged.RULES,
     **layout.RULES,
     **slicing.RULES,

@@ -15,6 +15,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.random import threefry2x32_p
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.ops.attention import attention_backward_p, attention_p
+from autopar.ops.blockwise import Form
 from autopar.passes.rules.random import random_bits_window_p
 from tests.passes.rules.primitives import primitives_of_jax
 
@@ -284,6 +286,36 @@ CLOSE: dict[str, Case] = {
     "attention": (
         lambda x, y: lax.dot_general(x, y, (((3,), (3,)), ((0, 1), (0, 1)))),
         (floats(2, 4, 6, 8), floats(2, 4, 2, 8)),
+    ),
+    "attention, fused": (
+        functools.partial(attention_p.bind, optional=("bias", "key_lengths"), form=Form(0.3, 2, 1)),
+        (floats(4, 3, 6, 2), floats(4, 5, 2, 2), floats(4, 5, 2, 2), floats(1, 6, 3, 5), integers(4, high=5) + 1),
+    ),
+    "gradient of attention, fused": (
+        functools.partial(
+            attention_backward_p.bind, optional=("bias", "mask"), form=Form(0.3, None, 0), dtypes=(jnp.float32,) * 4
+        ),
+        (
+            floats(4, 3, 4, 2),
+            floats(4, 5, 2, 2),
+            floats(4, 5, 2, 2),
+            floats(1, 1, 3, 5),
+            bools(4, 1, 1, 5),
+            floats(4, 3, 4, 2),
+            positive(4, 4, 3),
+            floats(4, 3, 4, 2, seed=1),
+        ),
+    ),
+    "gradient of attention, fused, with one head of keys": (
+        functools.partial(attention_backward_p.bind, optional=(), form=Form(0.3), dtypes=(jnp.float32,) * 3),
+        (
+            floats(2, 3, 4, 2),
+            floats(2, 5, 1, 2),
+            floats(2, 5, 1, 2),
+            floats(2, 3, 4, 2),
+            positive(2, 4, 3),
+            floats(2, 3, 4, 2, seed=1),
+        ),
     ),
     "weight gradient": (
         lambda x, y: lax.dot_general(x, y, (((0, 1), (1, 0)), ((), ()))),
