@@ -157,7 +157,7 @@ def _op_cost(
             LocalKernel(op.flops, _moved_bytes(op, mesh, sent), op.product, dtype, op.traffic.launches, op.pooling),
         )
         for k in kernels:
-            compute += _kernel_seconds(k, kind)
+            compute += kernel_seconds(k, kind)
             launches += k.times
             moved += k.nbytes + 2 * k.rounds * partial_sum_bytes(kind, k.product, k.dtype)
         flops = op.flops
@@ -180,7 +180,7 @@ def _applied(op: Reshard, mesh: Mesh) -> Iterator[AppliedStep]:
     return applied_steps(op.steps, value.shape, value.itemsize, op.source, mesh, value.sum_itemsize)
 
 
-def _kernel_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
+def kernel_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
     """Of all its rounds."""
     partial = kernel.rounds * partial_sum_bytes(kind, kernel.product, kernel.dtype)
     seconds = compute_time(
@@ -306,7 +306,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
                       for k, i in op.traffic.aliases}  # fmt: skip
             moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
             if op.kernels:
-                seconds = sum(_kernel_seconds(k, kind) for k in op.kernels)
+                seconds = sum(kernel_seconds(k, kind) for k in op.kernels)
                 told.run_rounds(reads, makes, aliases, op.temporaries, seconds)
             elif written:
                 lie: dict[Hashable, Hashable] = {results[k]: place for k, place in aliases.items()}

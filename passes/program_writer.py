@@ -159,6 +159,7 @@ class ProgramWriter:
                         k.times,
                         k.pooling,
                         k.rounds,
+                        k.plain_attention,
                     )
                     for k in rule.kernels
                 ),

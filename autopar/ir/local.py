@@ -34,6 +34,7 @@ class LocalKernel:
     times: float  # that it is launched
     pooling: Pooling | None = None
     rounds: float = 1.0
+    plain_attention: bool = False  # see `BodyKernel`
 
 
 @dataclasses.dataclass(frozen=True)

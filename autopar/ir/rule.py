@@ -188,6 +188,7 @@ class BodyKernel:
     rematerialized: bool = False  # see `Equation`
     pooling: Pooling | None = None
     rounds: float = 1.0
+    plain_attention: bool = False  # it reads or writes all scores of an attention
 
 
 @dataclasses.dataclass(frozen=True)

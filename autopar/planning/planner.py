@@ -15,12 +15,14 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 
+from autopar.cost_model.reshard import StepPrice
 from autopar.errors import InternalError, PlanError, UnsplitWarning, UserError, warn
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
+from autopar.passes.unfused import unfused_notes
 from autopar.passes.unsplit import find_unsplit
 from autopar.planning.candidate import Finished, Incumbent, Outcome, Proposal, Proposals
 from autopar.planning.evaluator import DEAR, Evaluator, OutOfTime
@@ -134,13 +136,17 @@ class Planner:
         return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
 
     def _notes(self, lowered: LoweredStep, step_time: float) -> tuple[str, ...]:
-        """What is left whole for want of a divisor; what costs most is a warning, too."""
+        """What is left whole for want of a divisor, where what costs most is a warning, too; unfused attention."""
         prices = self.evaluator.prices
-        causes = find_unsplit(lowered, self.method, prices.kind, lambda mesh: prices.resharder(mesh)[1], step_time)
+
+        def price_of(mesh: Mesh) -> StepPrice:
+            return prices.resharder(mesh)[1]
+
+        causes = find_unsplit(lowered, self.method, prices.kind, price_of, step_time)
         for cause in causes:
             if cause.is_dear:
                 warn(f"{self.analysis.graph.name}, method {self.method.name!r}: {cause}", UnsplitWarning)
-        return tuple(map(str, causes))
+        return (*map(str, causes), *unfused_notes(lowered, prices.kind, price_of, step_time))
 
 
 def better_plans(state: State, neighbours: Sequence[Neighbour]) -> Iterator[Finished]:

@@ -18,6 +18,7 @@ from autopar.ir.rule import (
     Unit,
 )
 from autopar.ir.strategy import Gathered
+from autopar.passes.rules.plain_attention import plain_attention
 from autopar.passes.rules.propagation import Body, BodyCut
 
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
@@ -133,6 +134,7 @@ def kernels_of_rounds(
     """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
     outputs = [v for v in body.outputs if isinstance(v, Value)]
     traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
+    plain = plain_attention(body.equations, body.rules)
     kernels: list[BodyKernel] = []
     fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
     for e in body.equations:
@@ -147,7 +149,9 @@ def kernels_of_rounds(
         if moved or sides:
             launches = times * traffic[e.id].launches
             kernels.append(
-                BodyKernel(flops, held, moved, sides, dtype, launches, e.rematerialized, rule.pooling, times)
+                BodyKernel(
+                    flops, held, moved, sides, dtype, launches, e.rematerialized, rule.pooling, times, e.id in plain
+                )
             )
         else:
             fused[held, dtype] += flops

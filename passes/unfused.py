@@ -1,0 +1,113 @@
+"""Attention with all scores in memory: what it costs in a plan, and what it would as one operator."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jax.extend import core as jex_core
+
+from autopar.cost_model.attention import attention_share
+from autopar.cost_model.compute import peak_flops
+from autopar.cost_model.program_cost import kernel_seconds, op_costs
+from autopar.cost_model.reshard import StepPrice
+from autopar.ir.graph import Equation, Phase
+from autopar.ir.local import Compute
+from autopar.ir.mesh import Attention, DeviceKind, Mesh
+from autopar.ir.units import seconds_text
+from autopar.passes.lower import LoweredStep
+from autopar.passes.rules.plain_attention import plain_attention
+from autopar.tracing.build import source_of
+
+_LEAST_SHARE = 0.1  # of a step's time: what is less is not worth a note
+_LONG, _WIDTH = 4096.0, 128.0  # positions and width of a head for which the speed of a kernel is estimated
+
+
+@dataclasses.dataclass
+class _Line:
+    """Attention in one line of the user's, on a device of the stage where it takes longest."""
+
+    seconds: float = 0.0  # of a step
+    fused: float = 0.0  # of the kernels that would do the same
+    in_loop: bool = False  # whose backward pass is another loop, where nothing tells what the scores are
+    backward: bool = False  # whether some of it is of the backward pass
+
+    @property
+    def told(self) -> str:
+        """Whether it is all that there is."""
+        return "in its forward pass" if self.in_loop and not self.backward else "about"
+
+
+def unfused_notes(
+    lowered: LoweredStep, kind_of: Callable[[Mesh], DeviceKind], price_of: Callable[[Mesh], StepPrice],
+    step_time: float,
+) -> list[str]:  # fmt: skip
+    """For each line with attention that takes over a tenth of the step on GPUs: what fused attention would take.
+
+    Args:
+      lowered: the programs of the plan.
+      kind_of, price_of: of a stage's mesh the kind of device, and the price of collectives.
+      step_time: seconds.
+    """
+    equations = {eqn.id: eqn for program in lowered.placed.programs for eqn in program.equations}
+    plain = plain_attention([*equations.values()], lowered.rules)
+    stages: dict[int, dict[str, _Line]] = defaultdict(lambda: defaultdict(_Line))
+    for local in lowered.programs:
+        kind = kind_of(local.mesh)
+        if not kind.multiprocessors:
+            continue
+        often = lowered.placed.step.num_microbatches if local.program.in_loop else 1
+        for op, cost in zip(local.ops, op_costs(local, kind, price_of(local.mesh)), strict=True):
+            if not isinstance(op, Compute):
+                continue
+            inside = [kernel for kernel in op.kernels if kernel.plain_attention]
+            if inside:
+                line, seconds = _line_inside(op.equation), sum(kernel_seconds(kernel, kind) for kernel in inside)
+                flops = sum(kernel.flops for kernel in inside if kernel.product is not None)
+            elif op.equation.id in plain:
+                line, seconds = plain[op.equation.id].source, cost.seconds
+                flops = op.flops if op.product is not None else 0.0
+            else:
+                continue
+            entry = stages[local.program.stage][line or "an unknown line"]
+            entry.seconds += often * seconds
+            entry.fused += often * _fused_seconds(flops, op.equation, kind)
+            entry.in_loop |= bool(inside)
+            entry.backward |= op.equation.phase is Phase.BACKWARD
+    worst: dict[str, _Line] = {}
+    for lines in stages.values():
+        for line, entry in lines.items():
+            if entry.seconds > worst.get(line, _Line()).seconds:
+                worst[line] = entry
+    return [
+        f"attention at {line} has all its scores in memory and takes {entry.told} {entry.seconds / step_time:.0%} of "
+        f"the step ({seconds_text(entry.seconds)}): autopar.dot_product_attention would take about "
+        f"{seconds_text(entry.fused)}"
+        for line, entry in sorted(worst.items(), key=lambda item: -item[1].seconds)
+        if step_time and entry.seconds >= _LEAST_SHARE * step_time
+    ]
+
+
+def _line_inside(loop: Equation) -> str:
+    """The line of the largest exponential in the body of an equation; its own where the body says none."""
+
+    def exponentials(params: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
+        for jaxpr in jex_core.jaxprs_in_params(params):
+            for eqn in jaxpr.eqns:
+                if eqn.primitive.name == "exp":
+                    result: Any = eqn.outvars[0].aval
+                    yield math.prod(result.shape), source_of(eqn)
+                yield from exponentials(eqn.params)
+
+    lines = sorted((size, line) for size, line in exponentials(loop.params) if line)
+    return lines[-1][1] if lines else loop.source
+
+
+def _fused_seconds(flops: float, eqn: Equation, kind: DeviceKind) -> float:
+    """Of products that are a part of fused attention; its backward pass has five instead of four of them."""
+    backward = eqn.phase is Phase.BACKWARD and not eqn.rematerialized
+    speed = attention_share(Attention(_LONG, False, _WIDTH, backward)) * peak_flops(kind, "bfloat16", matmul=True)
+    return (1.25 if backward else 1.0) * flops / speed
