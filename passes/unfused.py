@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core as jex_core
@@ -17,6 +17,7 @@ from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Phase
 from autopar.ir.local import Compute
 from autopar.ir.mesh import Attention, DeviceKind, Mesh
+from autopar.ir.rule import Rule
 from autopar.ir.units import seconds_text
 from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.plain_attention import plain_attention
@@ -89,6 +90,15 @@ def unfused_notes(
         for line, entry in sorted(worst.items(), key=lambda item: -item[1].seconds)
         if step_time and entry.seconds >= _LEAST_SHARE * step_time
     ]
+
+
+def unfused_hint(equations: Sequence[Equation], rules: Mapping[int, Rule]) -> str:
+    """For a step that does not fit: where attention has all its scores in memory, and what does without; or ""."""
+    lines = [anchor.source for anchor in plain_attention(equations, rules).values()]
+    lines += [_line_inside(eqn) for eqn in equations if any(k.plain_attention for k in rules[eqn.id].kernels)]
+    if not lines:
+        return ""
+    return f"Attention at {lines[0]} has all its scores in memory; autopar.dot_product_attention does without them."
 
 
 def _line_inside(loop: Equation) -> str:

@@ -16,13 +16,14 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 from autopar.cost_model.reshard import StepPrice
-from autopar.errors import InternalError, PlanError, UnsplitWarning, UserError, warn
+from autopar.errors import InfeasiblePlanError, InternalError, PlanError, UnsplitWarning, UserError, warn
 from autopar.ir.mesh import Cluster, Mesh
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
-from autopar.passes.unfused import unfused_notes
+from autopar.passes.rules.table import rule_of
+from autopar.passes.unfused import unfused_hint, unfused_notes
 from autopar.passes.unsplit import find_unsplit
 from autopar.planning.candidate import Finished, Incumbent, Outcome, Proposal, Proposals
 from autopar.planning.evaluator import DEAR, Evaluator, OutOfTime
@@ -69,7 +70,10 @@ class Planner:
             if best is None:
                 raise
         if best is None:
-            raise self.evaluator.stages.infeasible(self.analysis.graph.name)
+            equations = self.analysis.graph.equations
+            error = self.evaluator.stages.infeasible(self.analysis.graph.name)
+            hint = unfused_hint(equations, {eqn.id: rule_of(eqn) for eqn in equations})
+            raise InfeasiblePlanError(f"{error} {hint}".strip()) from None
         return self._noted(best)
 
     def any_plan(self, num_microbatches: int | None = None) -> Plan | None:

@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar import recipes
+from autopar.errors import InfeasiblePlanError
 from autopar.passes.rules.plain_attention import plain_attention
 from autopar.passes.rules.table import rule_of
 
@@ -92,6 +93,17 @@ def test_it_is_told_alike_in_microbatches() -> None:
 
 def test_nothing_is_told_of_fused_attention() -> None:
     assert notes(make_step(fused)) == []
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_where_nothing_fits_it_is_told(scan: bool) -> None:
+    cluster = autopar.load_preset("p3.16xlarge", num_hosts=1, devices_per_host=1)
+    params, _ = arrays()
+    batch = jax.ShapeDtypeStruct((16, 16 * LENGTH, HEADS * WIDTH), jnp.bfloat16)
+    with pytest.raises(InfeasiblePlanError, match=r"Attention at .*by_hand.* autopar.dot_product_attention does"):
+        autopar.parallelize(make_step(by_hand, scan=scan)).plan(params, batch, cluster=cluster)
+    plan = autopar.parallelize(make_step(fused, scan=scan)).plan(params, batch, cluster=cluster)
+    assert plan.peak_memory < 16e9
 
 
 def test_nothing_is_told_on_cpus() -> None:
