@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.extend import core as jex_core
 
 from autopar.cost_model.attention import attention_share
@@ -15,12 +16,16 @@ from autopar.cost_model.compute import peak_flops
 from autopar.cost_model.program_cost import kernel_seconds, op_costs
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Phase
-from autopar.ir.local import Compute
+from autopar.ir.local import Compute, LocalKernel
 from autopar.ir.mesh import Attention, DeviceKind, Mesh
-from autopar.ir.rule import Rule
+from autopar.ir.rule import BodyKernel, Rule, product_sizes
 from autopar.ir.units import seconds_text
+from autopar.ops.attention import in_one_block
 from autopar.passes.lower import LoweredStep
+from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds
+from autopar.passes.rules.nested import make_body
 from autopar.passes.rules.plain_attention import plain_attention
+from autopar.passes.rules.table import rule_of
 from autopar.tracing.build import source_of
 
 _LEAST_SHARE = 0.1  # of a step's time: what is less is not worth a note
@@ -90,6 +95,34 @@ def unfused_notes(
         for line, entry in sorted(worst.items(), key=lambda item: -item[1].seconds)
         if step_time and entry.seconds >= _LEAST_SHARE * step_time
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfused:
+    """What a piece of attention as one operator would be as two products around a softmax."""
+
+    seconds: float
+    scores: int  # bytes of one array of them
+
+
+def as_products(eqn: Equation, shapes: Sequence[Sequence[int]], kind: DeviceKind) -> Unfused | None:
+    """Of operands of these shapes, those of one device; None if the equation is no attention as one operator."""
+    if eqn.primitive.name not in ("attention", "attention_backward"):
+        return None
+    avals = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, eqn.inputs, strict=True)]
+    closed = jax.make_jaxpr(in_one_block(eqn.primitive.name, eqn.params))(*avals)
+    positions = range(len(avals))
+    body = make_body(avals, [(closed, positions)], rule_of)
+    kernels = kernels_of_rounds(body, [], LoopLayout(positions, ()), 1.0)
+    seconds = sum(kernel_seconds(_whole(kernel), kind) for kernel in kernels)
+    (batch, length, heads, _), (_, keys, *_) = shapes[:2]
+    return Unfused(seconds, 4 * batch * heads * length * keys)
+
+
+def _whole(kernel: BodyKernel) -> LocalKernel:
+    moved = sum(nbytes for nbytes, _ in kernel.traffic)
+    product = product_sizes(kernel.sides, {})
+    return LocalKernel(kernel.flops, moved, product, kernel.dtype, kernel.times, kernel.pooling, kernel.rounds)
 
 
 def unfused_hint(equations: Sequence[Equation], rules: Mapping[int, Rule]) -> str:

@@ -55,6 +55,7 @@ class Why:
     source: str  # the user's line
     chosen: Alternative
     others: tuple[Alternative, ...]
+    besides: str = ""  # another way to compute it, in words
 
     def __str__(self) -> str:
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -65,4 +66,5 @@ class Why:
         for other in self.others:
             table.add_row(Text(str(other)), seconds_text(other.seconds), other.verdict)
         place = f"stage {self.stage}, {self.phase.value}" + (f", {self.source}" if self.source else "")
-        return render([Text(f"{self.operator} ({place})"), table])
+        besides = [Text(self.besides)] if self.besides else []
+        return render([Text(f"{self.operator} ({place})"), table, *besides])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -170,6 +170,20 @@ def _compute_backward(
     *others, result, statistics, gradient = rest
     named = dict(zip(optional, others, strict=True))
     return blockwise.attend_backward(query, key, value, named, result, statistics, gradient, form, dtypes)
+
+
+def in_one_block(primitive: str, params: Mapping[str, Any]) -> Callable[..., Any]:
+    """What a primitive computes, with all scores at once: as two products around a softmax."""
+
+    def compute(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+        block, named = key.shape[1], dict(zip(params["optional"], rest, strict=False))
+        if primitive == attention_p.name:
+            return blockwise.attend(query, key, value, named, params["form"], block)
+        result, statistics, gradient = rest[-3:]
+        form, dtypes = params["form"], params["dtypes"]
+        return blockwise.attend_backward(query, key, value, named, result, statistics, gradient, form, dtypes, block)
+
+    return compute
 
 
 def _compute_on_gpu(query: Any, key: Any, value: Any, *others: Any, optional: tuple[str, ...], form: Form) -> Any:

@@ -34,8 +34,9 @@ OPTIONAL = ("bias", "mask", "query_lengths", "key_lengths")
 
 
 def attend(
-    query: jax.Array, key: jax.Array, value: jax.Array, others: Mapping[str, jax.Array], form: Form
-) -> tuple[jax.Array, jax.Array]:
+    query: jax.Array, key: jax.Array, value: jax.Array, others: Mapping[str, jax.Array], form: Form,
+    block: int | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Softmax of the scores times the values, and the logarithms of the sums of the scores' exponentials.
 
     Args:
@@ -44,11 +45,12 @@ def attend(
       value: [B, S, K, V].
       others: some of `OPTIONAL`.
       form: what else there is to it.
+      block: keys of a block, at most; None: as many as are usual.
 
     Returns:
       [B, T, N, V] in the type of the queries, and [B, N, T] in 32 bits or more.
     """
-    blocks = _Blocks(query, key, value, others, form)
+    blocks = _Blocks(query, key, value, others, form, block)
     shape = blocks.grouped[:-2]  # [B, K, G, T]
     start = (
         jnp.full(shape, -jnp.inf, blocks.wide),
@@ -76,17 +78,17 @@ def attend(
 
 def attend_backward(
     query: jax.Array, key: jax.Array, value: jax.Array, others: Mapping[str, jax.Array], result: jax.Array,
-    statistics: jax.Array, gradient: jax.Array, form: Form, dtypes: Sequence[Any],
+    statistics: jax.Array, gradient: jax.Array, form: Form, dtypes: Sequence[Any], block: int | None = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """The gradients of the queries, keys and values, and of the bias if there is one.
 
     Args:
-      query, key, value, others, form: as for `attend`.
+      query, key, value, others, form, block: as for `attend`.
       result, statistics: what `attend` made of them.
       gradient: of the result.
       dtypes: of the gradients.
     """
-    blocks = _Blocks(query, key, value, others, form)
+    blocks = _Blocks(query, key, value, others, form, block)
     wide = blocks.wide
     if (rows := blocks.rows) is not None:
         gradient = jnp.where(rows[:, :, None, None], gradient, jnp.zeros_like(gradient))
@@ -123,11 +125,13 @@ def attend_backward(
 class _Blocks:
     """The operands, cut into blocks of keys; arrays of scores are [B, K, G, T, keys of the block]."""
 
-    def __init__(self, query: Any, key: Any, value: Any, others: Mapping[str, Any], form: Form) -> None:
+    def __init__(
+        self, query: Any, key: Any, value: Any, others: Mapping[str, Any], form: Form, block: int | None
+    ) -> None:
         self.form, self.others = form, others
         self.wide = jnp.promote_types(query.dtype, jnp.float32)
         self.length = key.shape[1]
-        self.count = max(1, math.ceil(self.length / _BLOCK))
+        self.count = max(1, math.ceil(self.length / (block or _BLOCK)))
         self.size = math.ceil(self.length / self.count)
         self.heads = key.shape[2]
         self.query = self.by_group(query)

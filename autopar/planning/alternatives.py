@@ -13,12 +13,14 @@ from autopar.ir.graph import Equation, Phase
 from autopar.ir.local import StageSharding
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import schedule_for
+from autopar.ir.units import bytes_text, seconds_text
 from autopar.ir.why import Alternative, Why
 from autopar.passes.intra_op.priced_stage import PATIENCE
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.lower import LoweredStep
 from autopar.passes.solver.problem import Infeasible
 from autopar.passes.solver.solve import Forced
+from autopar.passes.unfused import as_products
 from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.layering import Layered
 
@@ -90,6 +92,7 @@ class _Stage:
         )
         self.phases = {p.index: p.phase for p in lowered.placed.programs}
         self.in_flight = rows.in_flight(stage)
+        self.mesh, self.kind, self.num_microbatches = mesh, finisher.stages.prices.kind(mesh), plan.num_microbatches
         self.choice = _choice(self.problem, lowered.shardings[stage])
         self.operators = {node for node, _ in self.problem.parts.values()}
         self.tied = tied
@@ -113,8 +116,24 @@ class _Stage:
             others.sort(key=lambda one: one.stage_seconds)
             # A program of several phases is named by the first.
             phase = eqn.phase if self.phases[program] in (Phase.FORWARD, Phase.UPDATE) else self.phases[program]
-            whys.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, chosen, tuple(others)))
+            besides = self._as_products(eqn, program, chosen)
+            whys.append(Why(self.stage, phase, eqn.primitive.name, eqn.source, chosen, tuple(others), besides))
         return whys
+
+    def _as_products(self, eqn: Equation, program: int, chosen: Alternative) -> str:
+        """Of attention as one operator: what it would take with all its scores in memory."""
+        shapes = [
+            tuple(n // tiles for n, tiles in zip(v.shape, sharding.tiles(self.mesh), strict=True))
+            for v, sharding in zip(eqn.inputs, chosen.operands, strict=True)
+        ]
+        found = as_products(eqn, shapes, self.kind)
+        if found is None:
+            return ""
+        seconds = found.seconds * (self.num_microbatches if self.phases[program].in_loop else 1)
+        return (
+            f"As two products around a softmax it would take {seconds_text(seconds)}, with scores of "
+            f"{bytes_text(found.scores)} an array."
+        )
 
     def _likely(self, node: int, mine: int, most: int | None) -> list[int]:
         """The other strategies that cost least with neighbours at their best for them."""

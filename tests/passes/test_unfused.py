@@ -136,3 +136,15 @@ def test_the_softmax_of_a_loss_is_no_attention() -> None:
         .graph
     )
     assert not plain_attention(graph.equations, {eqn.id: rule_of(eqn) for eqn in graph.equations})
+
+
+def test_why_says_what_products_would_take() -> None:
+    """About what the plan by products takes for them."""
+    cluster = autopar.load_preset("dgx-h100", num_hosts=1, devices_per_host=4)
+    method = recipes.data_parallel(2)
+    plan = autopar.parallelize(make_step(fused), method=method).plan(*arrays(), cluster=cluster)
+    forward, backward = (plan.why("attention", most=2 * LAYERS)[i] for i in (0, -1))
+    for why in (forward, backward):
+        assert "As two products around a softmax it would take" in str(why)
+        assert "with scores of 256.0 MiB an array" in str(why)
+    assert plan.why("dot_general", most=1)[0].besides == ""
