@@ -18,7 +18,7 @@ import heapq
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 
 from autopar.cost_model.dependencies import Dependencies
-from autopar.cost_model.latency_hiding import hide_latency
+from autopar.cost_model.latency_hiding import IssuedKernel, hide_latency
 
 _MOST_COMBINED = 256  # collectives that become one
 
@@ -43,7 +43,10 @@ class ProgramKernel:
     aliases: tuple[tuple[int, int], ...] = ()
     collective: Combining | None = None  # None: it is none
     last: bool = False  # after all others
-    seconds: float = 0.0
+    seconds: float = 0.0  # that XLA's scheduler expects it to take
+    cost: float = 0.0  # seconds that it takes by the cost model
+    starts: bool = True  # it begins here
+    ends: bool = True
 
 
 class ProgramKernels:
@@ -75,13 +78,14 @@ class ProgramKernels:
     def run(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], *, held: int = 0,
         aliases: Mapping[Hashable, Hashable] | None = None, collective: Combining | None = None,
-        in_place: Iterable[Hashable] = (), seconds: float = 0.0, part_of: Hashable = None,
+        in_place: Iterable[Hashable] = (), seconds: float = 0.0, cost: float = 0.0, part_of: Hashable = None,
     ) -> None:  # fmt: skip
         """A kernel that makes values of so many bytes, some in the places of others.
 
-        `in_place`: operands whose buffers results of the same sizes may take. `seconds`: how long it takes; of a
-        collective, how long after its start it ends. `part_of`: results with an equal one are those of one kernel,
-        unless one needs another by way of other kernels.
+        `in_place`: operands whose buffers results of the same sizes may take. `seconds`: how long XLA's scheduler
+        expects it to take; of a collective, how long after its start it ends. `cost`: how long it takes by the cost
+        model. `part_of`: results with an equal one are those of one kernel, unless one needs another by way of other
+        kernels.
         """
         made = range(len(self.sizes), len(self.sizes) + len(makes))
         lie = [
@@ -106,11 +110,11 @@ class ProgramKernels:
             begun, others = self.kernels[whole], (b for b in taken if self._maker.get(b) != whole)
             self.kernels[whole] = dataclasses.replace(
                 begun, reads=tuple(dict.fromkeys((*begun.reads, *others))), makes=(*begun.makes, *made),
-                aliases=(*begun.aliases, *lie), seconds=begun.seconds + seconds,
+                aliases=(*begun.aliases, *lie), seconds=begun.seconds + seconds, cost=begun.cost + cost,
             )  # fmt: skip
         else:
             whole = self._dependencies.add(self._makers(taken))
-            self.kernels.append(ProgramKernel(taken, tuple(made), held, tuple(lie), collective, False, seconds))
+            self.kernels.append(ProgramKernel(taken, tuple(made), held, tuple(lie), collective, False, seconds, cost))
             if part_of is not None:
                 self._parts[part_of] = whole
         self._maker.update(dict.fromkeys(made, whole))
@@ -138,7 +142,7 @@ class ProgramKernels:
 
     def run_rounds(
         self, reads: Iterable[Hashable], makes: Sequence[tuple[Hashable, int]], aliases: Mapping[int, Hashable | None],
-        held: int = 0, seconds: float = 0.0,
+        held: int = 0, seconds: float = 0.0, cost: float = 0.0,
     ) -> None:  # fmt: skip
         """A loop: results lie, by their numbers, where the carry did, or are filled, which XLA begins with zeros."""
         begun: dict[Hashable, Hashable] = {}
@@ -149,7 +153,7 @@ class ProgramKernels:
                 begun[value] = (value, "begun")
                 self.run([], [(begun[value], nbytes)])
                 self.values[-1] = value
-        self.run([*reads, *begun.values()], makes, held=held, aliases=begun, seconds=seconds)
+        self.run([*reads, *begun.values()], makes, held=held, aliases=begun, seconds=seconds, cost=cost)
 
     def lie_elsewhere(self, results: Collection[int]) -> None:
         """These buffers lie where arguments do, and so in no operand's place; no memory is set aside for them."""
@@ -289,6 +293,7 @@ def _combine(
                 makes=tuple(makes),
                 aliases=aliases,
                 seconds=sum(each.seconds - how.latency for each in members if (how := each.collective)) + latency,
+                cost=sum(each.cost for each in members),
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
 
@@ -361,14 +366,16 @@ def _beside_collectives(graph: _KernelGraph, order: Sequence[int]) -> list[Progr
         order, graph.before, [k.seconds for k in kernels], [k.collective is not None for k in kernels],
         [k.last for k in kernels],
     )  # fmt: skip
-    return [kernels[step.kernel] if step.starts else _end_of(kernels[step.kernel]) for step in steps]
+    return [_part(kernels[step.kernel], step) for step in steps]
 
 
-def _end_of(collective: ProgramKernel) -> ProgramKernel:
-    """What is read and made is there until then; but for operands that results may take the place of."""
-    taken = {operand for _, operand in collective.aliases}
-    reads = (*(b for b in collective.reads if b not in taken), *collective.makes)
-    return dataclasses.replace(collective, reads=reads, makes=(), aliases=())
+def _part(kernel: ProgramKernel, step: IssuedKernel) -> ProgramKernel:
+    """What is read and made is there until the end; but for operands that results may take the place of."""
+    if step.starts:
+        return dataclasses.replace(kernel, ends=step.ends)
+    taken = {operand for _, operand in kernel.aliases}
+    reads = (*(b for b in kernel.reads if b not in taken), *kernel.makes)
+    return dataclasses.replace(kernel, reads=reads, makes=(), aliases=(), starts=False)
 
 
 def _ranges(order: Sequence[ProgramKernel], leaving: Sequence[int]) -> dict[int, tuple[int, int]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar.cost_model.compute import (
@@ -19,7 +19,8 @@ from autopar.cost_model.compute import (
     product_share,
     strided_read_seconds,
 )
-from autopar.cost_model.order import Combining, ProgramKernels, held_by, live
+from autopar.cost_model.order import Combining, Live, ProgramKernels, held_by, live
+from autopar.cost_model.overlap import hidden_seconds
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, AppliedStep, StepPrice, applied_steps, step_axes
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
@@ -39,6 +40,7 @@ class ProgramCost:
 
     compute: float  # seconds
     communication: float  # seconds
+    hidden: float  # seconds by which it is shorter than both together, since collectives run beside kernels
     flops: float  # on one device
     collectives: tuple[Collective, ...]
     temporaries: int  # bytes live at once beyond the inputs and outputs
@@ -50,7 +52,7 @@ class ProgramCost:
     @property
     def seconds(self) -> float:
         """Of the operations."""
-        return self.compute + self.communication
+        return self.compute + self.communication - self.hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,17 +82,24 @@ def port_bytes(port: Port, mesh: Mesh) -> int:
 
 
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
-    """Price every operation: compute by the roofline with fused elementwise chains, collectives one by one."""
+    """Price every operation, and what XLA's order of them hides and holds.
+
+    Compute by the roofline with fused elementwise chains, collectives one by one.
+    """
     costs = op_costs(local, kind, price)
-    needed = math.ceil(_calibrated_temporaries(local, kind) * temporaries(local, kind, price))
+    schedule = _Scheduled(local, kind, price, costs)
+    needed = math.ceil(_calibrated_temporaries(local, kind) * schedule.temporaries)
+    hidden = hidden_seconds(schedule.live.order, kind.xla.overlap_slowdown)
     start = kind.dispatch_overhead + _set_aside(local, kind, needed)
+    communication = sum(c.communication for c in costs)
+    shown = 1 - hidden / communication if hidden else 1.0  # of all collectives alike, to say of each phase
     phases = phases_of(local)
     by_phase: dict[Phase, float] = defaultdict(float)
     by_phase[phases[0] if phases else local.program.phase] = start
     for phase, cost in zip(phases, costs, strict=True):
-        by_phase[phase] += cost.seconds
+        by_phase[phase] += cost.compute + shown * cost.communication
     return ProgramCost(
-        sum(c.compute for c in costs), sum(c.communication for c in costs), sum(c.flops for c in costs),
+        sum(c.compute for c in costs), communication, hidden, sum(c.flops for c in costs),
         tuple(each for c in costs for each in c.collectives), needed,
         sum(c.launches for c in costs), sum(c.moved for c in costs), start, by_phase,
     )  # fmt: skip
@@ -284,12 +293,15 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
     return moved + sum(written)
 
 
-def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramKernels:
-    """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums."""
+def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Sequence[OpCost]) -> ProgramKernels:
+    """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums.
+
+    What an operation costs that is fused into others is of none of their kernels: it takes next to nothing.
+    """
     mesh, sent, told = local.mesh, _sent(local), ProgramKernels()
     gathered: set[_Held] = set()  # in another layout than results have
     fused: dict[_Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
-    for op in local.ops:
+    for op, priced in zip(local.ops, costs, strict=True):
         if isinstance(op, Compute):
             operands = zip(op.equation.inputs, op.operands, strict=True)
             reads = [(v, s) for v, s in operands if isinstance(v, Value) and s is not None]
@@ -307,7 +319,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
             moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
             if op.kernels:
                 seconds = sum(kernel_seconds(k, kind) for k in op.kernels)
-                told.run_rounds(reads, makes, aliases, op.temporaries, seconds)
+                told.run_rounds(reads, makes, aliases, op.temporaries, seconds, priced.seconds)
             elif written:
                 lie: dict[Hashable, Hashable] = {results[k]: place for k, place in aliases.items()}
                 shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
@@ -315,7 +327,10 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
                 seconds = _estimated_seconds(op, moved, kind)
                 part_of = None if aliases else op.traffic.kernel  # what is written where something lies is apart
                 held = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
-                told.run(reads, makes, held=held, aliases=lie, in_place=taken_over, seconds=seconds, part_of=part_of)
+                told.run(
+                    reads, makes, held=held, aliases=lie, in_place=taken_over, seconds=seconds, cost=priced.seconds,
+                    part_of=part_of,
+                )  # fmt: skip
             else:
                 fused.update(dict.fromkeys(results[:1], moved))
             for key in results:
@@ -325,7 +340,7 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Program
             told.fence([((op.copy, op.sharding), (op.value, op.sharding))], [] if op.after is None else [op.after])
         elif isinstance(op, Accumulate):
             seconds = accumulate_seconds(kind, local_bytes(op.total, op.sharding, mesh))
-            told.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds)
+            told.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds, cost=seconds)
         else:
             _reshard(op, mesh, told, price)
             last = op.steps[-1]
@@ -387,30 +402,39 @@ def _reshard(op: Reshard, mesh: Mesh, told: ProgramKernels, price: StepPrice) ->
             seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
             collective = Combining((step.kind, axes, dtype) if combines else None, sums, latency)
             aliases = {there: here} if step.kind == "all_reduce" else {}
-            told.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds)
+            told.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds, cost=seconds)
         here = there
     told.fuse((value, op.target), told.buffers([here]))
 
 
-def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
-    """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without what a calibration found).
+class _Scheduled:
+    """The kernels of a program in XLA's order."""
 
-    Until a result is made, other values lie in its place.
-    """
-    told = _kernels(local, kind, price)
-    given = Counter(_signature(port) for port in local.inputs)
-    renewed: set[int] = set()  # results that lie where an argument does
-    if local.program.phase is Phase.UPDATE:
-        for port in local.outputs:
-            if given[_signature(port)]:
-                given[_signature(port)] -= 1
-                renewed.update(told.buffers([port]))
-        told.lie_elsewhere(renewed)
-    xla = kind.xla
-    schedule = live(
-        told, combined=xla.collective_combine_threshold, contiguous=xla.combines_contiguously,
-        hides_latency=xla.hides_latency,
-    )  # fmt: skip
-    ranges = {buffer: at for buffer, at in schedule.ranges.items() if buffer not in renewed}
-    results = sum(told.sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(schedule.order))
-    return max(0, max(held_by(ranges, told.sizes, schedule.order), default=0) - results)
+    def __init__(self, local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Sequence[OpCost]) -> None:
+        told, xla = _kernels(local, kind, price, costs), kind.xla
+        given = Counter(_signature(port) for port in local.inputs)
+        renewed: set[int] = set()  # results that lie where an argument does
+        if local.program.phase is Phase.UPDATE:
+            for port in local.outputs:
+                if given[_signature(port)]:
+                    given[_signature(port)] -= 1
+                    renewed.update(told.buffers([port]))
+            told.lie_elsewhere(renewed)
+        self.live: Live = live(
+            told, combined=xla.collective_combine_threshold, contiguous=xla.combines_contiguously,
+            hides_latency=xla.hides_latency,
+        )  # fmt: skip
+        self._sizes, self._renewed = told.sizes, renewed
+
+    @property
+    def temporaries(self) -> int:
+        """Bytes that are set aside beside inputs and outputs: until a result is made, other values lie in its place."""
+        order = self.live.order
+        ranges = {buffer: at for buffer, at in self.live.ranges.items() if buffer not in self._renewed}
+        results = sum(self._sizes[buffer] for buffer, (_, end) in ranges.items() if end == len(order))
+        return max(0, max(held_by(ranges, self._sizes, order), default=0) - results)
+
+
+def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
+    """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without what a calibration found)."""
+    return _Scheduled(local, kind, price, op_costs(local, kind, price)).temporaries

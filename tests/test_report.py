@@ -38,7 +38,8 @@ def test_the_parts_of_the_step_add_up(name: str) -> None:
         assert all(part >= 0 for part in split.parts.values())
         stages = [plan.stages[stage] for stage in split.stages]
         assert split.compute == pytest.approx(sum(stage.compute for stage in stages))
-        assert split.collectives + split.resharding == pytest.approx(sum(stage.communication for stage in stages))
+        communication = split.collectives + split.resharding + split.hidden
+        assert communication == pytest.approx(sum(stage.communication for stage in stages))
     assert report.split is not None
     assert report.split.waiting + report.split.bubble == pytest.approx(plan.bubble * plan.step_time, abs=1e-9)
 

@@ -257,7 +257,8 @@ _read_xla = record(
     {
         "collective_combine_threshold": whole("a whole number of bytes, 0 or more", least=0),
         "combines_contiguously": read_boolean,
-        "hides_latency": read_boolean, "single_output": read_boolean, "split_k": read_boolean,
+        "hides_latency": read_boolean, "overlap_slowdown": number("a share from 0 to 0.99", least=0, most=0.99),
+        "single_output": read_boolean, "split_k": read_boolean,
     },
     dataclasses.asdict(XlaBackend()),
 )  # fmt: skip

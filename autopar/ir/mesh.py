@@ -94,9 +94,11 @@ class XlaBackend:
     # Whether sums over devices that become one are copied into one array before, as Alpa's fork did
     # (`CombineAllReducesContinuousBuffer`). That takes memory; the time that it takes is not predicted.
     combines_contiguously: bool = False
-    # Whether it runs collectives beside other kernels, as XLA for GPUs does today. That takes memory; the time that it
-    # saves is not predicted.
+    # Whether it runs collectives beside other kernels, as XLA for GPUs does today. That takes memory, and saves time.
     hides_latency: bool = True
+    # The share of their speed that kernels lose while a collective runs beside them. ASSUMPTION: the share of the
+    # multiprocessors that NCCL takes, 24 of an H100's 132.
+    overlap_slowdown: float = 0.18
     # Whether a kernel has one result, reduces only what is in memory, and reads arrays that lie in another order
     # element by element, as XLA's for CPUs: those for GPUs merge kernels, and transpose in tiles.
     single_output: bool = False

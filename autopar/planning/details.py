@@ -59,7 +59,7 @@ def gather_details(
         alone, kind = prices.while_busy(local.mesh), prices.while_busy(local.mesh).kind(local.mesh)
         costs = op_costs(local, kind, alone.resharder(local.mesh)[1])
         runs = played.rows.num_microbatches if local.program.in_loop else 1
-        programs.append(PricedProgram(local, runs, costs, cost.start))
+        programs.append(PricedProgram(local, runs, costs, cost.start, cost.hidden))
     groups = ReportRecord(plan, None).groups
     parameters = _parameters(layered.analysis.graph, plan)
     layers, layer_of = _layers(layered, lowered)
@@ -107,22 +107,26 @@ def _beside(group: Group, groups: Sequence[Group], cluster: Cluster) -> frozense
 
 
 def _split(group: Group, programs: Sequence[PricedProgram], timeline: Timeline, beside: Collection[int]) -> TimeSplit:
-    compute = collectives = resharding = launches = 0.0
+    compute = collectives = resharding = launches = hidden = 0.0
     for program in programs:
         if program.stage not in group.stages:
             continue
         launches += program.runs * program.launch
+        hidden += program.runs * program.hidden
         for op, cost in zip(program.local.ops, program.costs, strict=True):
             compute += program.runs * cost.compute
+            exposed = program.runs * program.exposed * cost.communication
             if isinstance(op, Reshard) and not any(step.kind in SUM_KINDS for step in op.steps):
-                resharding += program.runs * cost.communication
+                resharding += exposed
             else:
-                collectives += program.runs * cost.communication
+                collectives += exposed
     idle = timeline.makespan - compute - collectives - resharding - launches
     if idle < _ROUNDING * timeline.makespan:
         idle = 0.0
     waiting = min(idle, _waiting(group, timeline, beside))
-    return TimeSplit(group.stages, group.devices, compute, collectives, resharding, launches, waiting, idle - waiting)
+    return TimeSplit(
+        group.stages, group.devices, compute, collectives, resharding, launches, waiting, idle - waiting, hidden
+    )
 
 
 def _waiting(group: Group, timeline: Timeline, beside: Collection[int]) -> float:
@@ -152,7 +156,7 @@ def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline:
         inside = shares[program.stage, program.phase]
         inside[program.phases[0] if program.phases else program.phase] += program.launch
         for phase, cost in zip(program.phases, program.costs, strict=True):
-            inside[phase] += cost.seconds
+            inside[phase] += cost.compute + program.exposed * cost.communication
     spans = []
     for event in timeline.events:
         if event.end == event.start:

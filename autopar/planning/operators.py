@@ -35,6 +35,13 @@ class PricedProgram:
     runs: int  # per step
     costs: tuple[OpCost, ...]  # of one run
     launch: float  # seconds to start it
+    hidden: float  # seconds by which a run is shorter, since collectives run beside kernels
+
+    @functools.cached_property
+    def exposed(self) -> float:
+        """The share of the seconds of communication by which a run is longer."""
+        communication = sum(cost.communication for cost in self.costs)
+        return 1 - self.hidden / communication if self.hidden else 1.0
 
     @property
     def stage(self) -> int:
@@ -52,7 +59,7 @@ class PricedProgram:
     @property
     def seconds(self) -> float:
         """Of one run."""
-        return self.launch + sum(cost.seconds for cost in self.costs)
+        return self.launch + sum(cost.seconds for cost in self.costs) - self.hidden
 
 
 @dataclasses.dataclass(eq=False)

@@ -50,8 +50,8 @@ _MOST_LEAVES = 20_000  # that can be searched
 _PART_COLOURS = dict(zip(PART_TITLES, (BLUE, ORANGE, PURPLE, GREY, SKY, "#dfe3e8"), strict=True))
 _PART_MEANINGS = {
     "compute": "kernels",
-    "collectives": "sums over devices, and what operators exchange by themselves",
-    "resharding": "values gathered or moved from one sharding to another within a stage",
+    "collectives": "sums over devices, and what operators exchange by themselves, while no kernel runs",
+    "resharding": "values gathered or moved from one sharding to another within a stage, while no kernel runs",
     "launches": "starting programs",
     "waiting": "idle while another stage's transfer is under way, or while other virtual devices have the cores",
     "bubble": "idle otherwise: the pipeline fills, drains, or waits for a slower stage",
@@ -127,6 +127,7 @@ def _context(report: ReportRecord) -> dict[str, Any]:
         "part_colours": _PART_COLOURS,
         "meanings": _PART_MEANINGS,
         "split": None if split is None else _bar(split.parts),
+        "hidden": 0.0 if split is None else split.hidden,
         "splits": []
         if details is None
         else [(_group_name(s.stages, s.devices), _bar(s.parts)) for s in details.splits],

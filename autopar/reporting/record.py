@@ -26,12 +26,13 @@ class TimeSplit:
     stages: tuple[int, ...]  # that are on these devices
     devices: tuple[int, ...]
     compute: float  # in kernels
-    collectives: float  # sums over devices, and what operators exchange by themselves
-    resharding: float  # gathering and moving values from one sharding to another, within the stage
+    collectives: float  # sums over devices, and what operators exchange by themselves, beside no kernels
+    resharding: float  # gathering and moving values from one sharding to another, within the stage, beside no kernels
     launches: float  # starting programs
     # Idle while a transfer from another stage is under way, or while it is the turn of other virtual devices.
     waiting: float
     bubble: float  # idle otherwise: filling and draining the pipeline, or a slower stage elsewhere
+    hidden: float  # besides: seconds of communication that kernels run beside, so that the step is shorter by them
 
     @property
     def parts(self) -> dict[str, float]:
@@ -238,7 +239,8 @@ class ReportRecord:
             return None
         splits = self.details.splits
         mean = {name: math.fsum(split.parts[name] for split in splits) / len(splits) for name in PARTS}
-        return TimeSplit(tuple(range(len(self.plan.stages))), (), **mean)
+        hidden = math.fsum(split.hidden for split in splits) / len(splits)
+        return TimeSplit(tuple(range(len(self.plan.stages))), (), **mean, hidden=hidden)
 
 
 def _is_whole(leaf: LeafPlan) -> bool:

@@ -35,7 +35,7 @@ def _content(report: ReportRecord) -> dict[str, Any]:
         "utilisation": report.utilisation,
         "flops": plan.flops,
         "peak_memory": plan.peak_memory,
-        "split": None if split is None else split.parts,
+        "split": None if split is None else {**split.parts, "hidden": split.hidden},
         "search": {
             "seconds": None if details is None else details.planning_seconds,
             "gap": plan.gap,

@@ -99,15 +99,17 @@ def table(first: str, *headers: str, left: Sequence[str] = ()) -> Table:
 
 
 def _splits(report: ReportRecord, details: Details) -> Table:
-    split_table = table("seconds of a step", *PART_TITLES.values())
+    hides = any(split.hidden for split in details.splits)
+    split_table = table("seconds of a step", *PART_TITLES.values(), *(("beside kernels",) if hides else ()))
     rows = [(f"stage {ranges_text(split.stages)}", split) for split in details.splits]
     if len(rows) > 1 and report.split is not None:
         rows.append(("mean", report.split))
     for name, split in rows:
         total = math.fsum(split.parts.values()) or 1.0
         split_table.add_row(
-            name, *(f"{seconds_text(part)} {part / total:.0%}" if part else "-" for part in split.parts.values())
-        )
+            name, *(f"{seconds_text(part)} {part / total:.0%}" if part else "-" for part in split.parts.values()),
+            *((seconds_text(split.hidden) if split.hidden else "-",) if hides else ()),
+        )  # fmt: skip
     return split_table
 
 

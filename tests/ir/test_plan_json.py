@@ -266,6 +266,7 @@ def test_every_missing_field_is_an_error() -> None:
         "multiprocessors",
     }
     optional |= {"xla", "combines_contiguously", "hides_latency", "single_output", "split_k", "pair_bandwidth"}
+    optional |= {"overlap_slowdown"}
     optional |= {"lone_bandwidth", "bfloat16"}
     optional |= {"reshard_after_forward", "recomputed", "weights"}
     for path, _ in places(json.loads(PLAN.to_json())):
