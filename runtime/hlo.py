@@ -50,35 +50,44 @@ def collectives_in_hlo(text: str, mesh: Mesh, *, as_sent: bool = False) -> tuple
     differently, for groups that are no mesh axes, and for communication that it does not know.
     """
     module = parse(text)
-    known: dict[str, list[Collective]] = {}
+    return tuple(HloCollectives(module, mesh, as_sent=as_sent).of_computation(module.entry))
 
-    def count(computation: str) -> list[Collective]:
-        if computation not in known:
-            body = module.computations[computation]
-            known[computation] = [c for instruction in body.values() for c in of(instruction, computation)]
-        return known[computation]
 
-    def of(instruction: HloInstruction, computation: str) -> list[Collective]:
+class HloCollectives:
+    """What a program's instructions send."""
+
+    def __init__(self, module: Module, mesh: Mesh, *, as_sent: bool = False) -> None:
+        self._module, self._mesh, self._as_sent = module, mesh, as_sent
+        self._known: dict[str, list[Collective]] = {}
+
+    def of_computation(self, name: str) -> list[Collective]:
+        """In the order of the text; raises as `collectives_in_hlo`."""
+        if name not in self._known:
+            body = self._module.computations[name]
+            self._known[name] = [c for instruction in body.values() for c in self.of(instruction, name)]
+        return self._known[name]
+
+    def of(self, instruction: HloInstruction, computation: str) -> list[Collective]:
+        """Of one instruction of a computation; raises as `collectives_in_hlo`."""
         opcode = instruction.opcode.removesuffix("-start")
         if opcode in _KINDS:
-            return _collectives_of(module, computation, instruction, _KINDS[opcode], mesh, as_sent)
+            kind = _KINDS[opcode]
+            return _collectives_of(self._module, computation, instruction, kind, self._mesh, self._as_sent)
         if opcode in _UNKNOWN:
             raise InternalError(f"cannot count {instruction.opcode} in compiled HLO")
         if opcode == "while":
-            body = [c for called in instruction.computations("body", "condition") for c in count(called)]
+            body = [c for called in instruction.computations("body", "condition") for c in self.of_computation(called)]
             if body and instruction.trips is None:
                 raise InternalError(f"{instruction.name} communicates and its trip count is not known")
             return body * (instruction.trips or 0)
         if opcode == "conditional":
             names = instruction.computations("branch_computations", "true_computation", "false_computation")
-            branches = [count(called) for called in names]
+            branches = [self.of_computation(called) for called in names]
             if any(branch != branches[0] for branch in branches):
                 raise InternalError(f"the branches of {instruction.name} communicate differently")
             return branches[0]
         names = instruction.computations("calls", "to_apply", "called_computations")
-        return [c for called in names for c in count(called)]
-
-    return tuple(count(module.entry))
+        return [c for called in names for c in self.of_computation(called)]
 
 
 def _collectives_of(

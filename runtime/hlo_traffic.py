@@ -18,7 +18,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.errors import InternalError
-from autopar.runtime.hlo_text import HloInstruction, Module, array_bytes, parse
+from autopar.runtime.hlo_text import HloInstruction, Module, array_bytes, ints, parse
 
 _FREE = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "optimization-barrier",
@@ -42,6 +42,8 @@ class HloKernel:
     times: int
     read: float  # bytes each time
     written: float  # bytes each time
+    flops: float = 0.0  # of products of matrices, each time
+    dtype: str = ""  # of their operands, as XLA writes it
 
     @property
     def nbytes(self) -> float:
@@ -55,32 +57,58 @@ def kernels_in_hlo(text: str) -> tuple[HloKernel, ...]:
     Raises InternalError for a loop without a known trip count.
     """
     module = parse(text)
-    known: dict[str, list[HloKernel]] = {}
+    return tuple(HloKernels(module).of_computation(module.entry))
 
-    def of_computation(name: str) -> list[HloKernel]:
-        if name not in known:
-            body = module.computations[name]
-            known[name] = [kernel for instruction in body.values() for kernel in of(instruction, body)]
-        return known[name]
 
-    def of(i: HloInstruction, body: Mapping[str, HloInstruction]) -> list[HloKernel]:
+class HloKernels:
+    """What a program's instructions launch."""
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._known: dict[str, list[HloKernel]] = {}
+
+    def of_computation(self, name: str) -> list[HloKernel]:
+        """In the order of the text; raises as `kernels_in_hlo`."""
+        if name not in self._known:
+            body = self._module.computations[name]
+            self._known[name] = [kernel for instruction in body.values() for kernel in self.of(instruction, body)]
+        return self._known[name]
+
+    def of(self, i: HloInstruction, body: Mapping[str, HloInstruction]) -> list[HloKernel]:
+        """Of one instruction of a computation; raises as `kernels_in_hlo`."""
         opcode = i.opcode.removesuffix("-start")
         if opcode in _FREE or opcode.endswith(("-done", "-update")) or opcode.startswith(_COLLECTIVES):
             return []
         if opcode == "while":
-            rounds = [k for called in i.computations("body") for k in of_computation(called)]
+            rounds = [k for called in i.computations("body") for k in self.of_computation(called)]
             if rounds and i.trips is None:
                 raise InternalError(f"the trip count of {i.name} is not known")
             return [dataclasses.replace(k, times=k.times * (i.trips or 0)) for k in rounds]
         if opcode == "conditional":
             names = i.computations("branch_computations", "true_computation", "false_computation")
-            return max(map(of_computation, names), key=lambda kernels: sum(k.nbytes for k in kernels))
+            return max(map(self.of_computation, names), key=lambda kernels: sum(k.nbytes for k in kernels))
         if opcode in ("call", "async"):
-            return [k for called in i.computations("to_apply", "calls") for k in of_computation(called)]
+            return [k for called in i.computations("to_apply", "calls") for k in self.of_computation(called)]
         match = re.search(r'op_name="([^"]*)"', i.attributes)
-        return [HloKernel(i.name, opcode, match[1] if match else "", 1, *_moved(module, i, body))]
+        moved, product = _moved(self._module, i, body), _product(self._module, i, body)
+        return [HloKernel(i.name, opcode, match[1] if match else "", 1, *moved, *product)]
 
-    return tuple(of_computation(module.entry))
+
+def _product(module: Module, i: HloInstruction, body: Mapping[str, HloInstruction]) -> tuple[float, str]:
+    """FLOPs of the products in a kernel, and the type of the operands of the largest."""
+    if i.opcode == "fusion":
+        fused = module.computations[i.computations("calls")[0]]
+        products = [_product(module, each, fused) for each in fused.values()]
+        return sum(flops for flops, _ in products), max(products)[1]
+    match = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)', i.attributes)
+    if i.opcode not in ("dot", "custom-call") or match is None:
+        return 0.0, ""
+    left = re.match(r"([a-z]\w*)\[([\d,]*)\]", body[i.operands[0]].type)
+    made = re.search(r"\[([\d,]*)\]", i.type)
+    if left is None or made is None:
+        return 0.0, ""
+    sizes = ints(left[2])
+    return 2.0 * math.prod(ints(made[1])) * math.prod(sizes[k] for k in ints(match[1])), left[1]
 
 
 def _moved(module: Module, i: HloInstruction, body: Mapping[str, HloInstruction]) -> tuple[float, float]:

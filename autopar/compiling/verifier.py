@@ -15,12 +15,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax
 
 from autopar.compiling.program_sources import device_mesh, instructions_of, write_sources
+from autopar.cost_model.compute import compute_time
+from autopar.cost_model.order import Combining, ProgramKernel
+from autopar.cost_model.overlap import hidden_seconds
 from autopar.cost_model.program_cost import ProgramCost, port_bytes, program_cost
+from autopar.cost_model.reshard import StepPrice
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.errors import InternalError, TargetError
 from autopar.ir.graph import Equation
 from autopar.ir.local import Compute, LocalProgram, Port
-from autopar.ir.mesh import Cluster, Mesh
+from autopar.ir.mesh import Cluster, DeviceKind, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Collective
 from autopar.ir.units import bytes_text
@@ -29,6 +33,7 @@ from autopar.ir.verification import (
     TRAFFIC_TOLERANCE,
     CollectiveTraffic,
     KernelTraffic,
+    Overlap,
     ProgramBytes,
     ProgramCheck,
     StageCheck,
@@ -39,7 +44,8 @@ from autopar.planning.pricing import Prices, while_running
 from autopar.runtime.ahead import Ahead, absent_gpus, compile_ahead
 from autopar.runtime.hlo import collectives_in_hlo
 from autopar.runtime.hlo_memory import Held, held_at_peak
-from autopar.runtime.hlo_traffic import kernels_in_hlo
+from autopar.runtime.hlo_schedule import HloIssued, schedule_in_hlo
+from autopar.runtime.hlo_traffic import HloKernel, kernels_in_hlo
 from autopar.runtime.source import Source
 
 _MOST_NAMED = 3  # of the operators that a remark names
@@ -76,6 +82,8 @@ def verify(
         local, ahead = lowered.programs[first], results[first][0]
         on_cpu = targets[local.program.stage] == CPU
         traffic = _traffic(plan.cluster, local, costs[first], ahead, as_sent=not on_cpu)
+        kind, price = prices.kind(local.mesh), prices.resharder(local.mesh)[1]
+        hidden = None if on_cpu else _hidden(ahead.text, local.mesh, kind, price)
         set_aside = ProgramBytes(ahead.arguments, ahead.outputs, ahead.aliased, ahead.temporaries)
         checks.append(
             ProgramCheck(
@@ -83,6 +91,7 @@ def verify(
                 tuple(sorted({lowered.programs[k].program.stage for k in members})),
                 local.program.phase.value, predicted[first], set_aside, traffic,
                 KernelTraffic(costs[first].launches, costs[first].moved), _kernels(ahead.text),
+                Overlap(costs[first].communication, costs[first].hidden, hidden),
                 _remarks(local, predicted[first], set_aside, traffic, ahead), ahead.seconds,
             )
         )  # fmt: skip
@@ -151,6 +160,37 @@ def _traffic(
         )
         for kind, axes in dict.fromkeys([*predicted, *sent])
     )  # fmt: skip
+
+
+def _hidden(text: str, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> float | None:
+    """Seconds by which a compiled program is shorter, since it runs collectives beside kernels."""
+    if not kind.xla.hides_latency:
+        return None
+    try:
+        issued = schedule_in_hlo(text, mesh)
+    except InternalError:  # a loop whose rounds nobody knows
+        return None
+    return hidden_seconds([_priced(each, kind, price) for each in issued], kind.xla.overlap_slowdown)
+
+
+def _priced(issued: HloIssued, kind: DeviceKind, price: StepPrice) -> ProgramKernel:
+    sent = sum(price(each.kind, each.axes, each.payload) for each in issued.collectives)
+    computed = sum(each.times * _kernel_seconds(each, kind) for each in issued.kernels)
+    is_collective = bool(issued.collectives) and not issued.kernels
+    return ProgramKernel(
+        (), (), collective=Combining(None, False) if is_collective else None, cost=sent + computed,
+        starts=issued.starts, ends=issued.ends,
+    )  # fmt: skip
+
+
+def _kernel_seconds(kernel: HloKernel, kind: DeviceKind) -> float:
+    dtype, nbytes = _DTYPES.get(kernel.dtype, kernel.dtype), kernel.read + kernel.written
+    multiplies = kernel.flops > 0
+    busy = compute_time(kind, flops=kernel.flops, bytes_moved=nbytes, dtype=dtype, matmul=multiplies)
+    return busy + kind.launch_overhead
+
+
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64", "c64": "complex64"}
 
 
 def _kernels(text: str) -> KernelTraffic | None:

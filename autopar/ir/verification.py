@@ -13,7 +13,7 @@ from rich.text import Text
 from autopar.errors import TargetError
 from autopar.ir.json_file import write_path
 from autopar.ir.plan_text import render
-from autopar.ir.units import bytes_text, count_text, ranges_text
+from autopar.ir.units import bytes_text, count_text, ranges_text, seconds_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +63,17 @@ class KernelTraffic:
 
 
 @dataclasses.dataclass(frozen=True)
+class Overlap:
+    """Seconds of a run of a program that collectives take, and of it what is hidden, since kernels run beside them."""
+
+    communication: float  # predicted
+    hidden: float  # predicted
+    # With starts and ends of collectives as XLA has ordered them, and its kernels priced by what they move and compute.
+    # None: on targets that hide nothing, and where a loop turns as often as its numbers say.
+    found: float | None
+
+
+@dataclasses.dataclass(frozen=True)
 class ProgramCheck:
     """One program as XLA compiled it, for all stages that have the same."""
 
@@ -74,6 +85,7 @@ class ProgramCheck:
     traffic: tuple[CollectiveTraffic, ...]
     kernels: KernelTraffic  # predicted
     found_kernels: KernelTraffic | None  # none where a loop turns as often as its numbers say
+    overlap: Overlap
     remarks: tuple[str, ...]  # what differs, and the operators it comes from
     seconds: float  # that XLA took
 
@@ -167,14 +179,17 @@ class Verification:
         return table
 
     def _programs(self) -> Table:
-        table = _table("program", "stages", "predicted", "XLA", "error", "moved", "XLA moves", "sent", "XLA sends")
+        hides = any(p.overlap.hidden or p.overlap.found for p in self.programs)
+        titles = ["program", "stages", "predicted", "XLA", "error", "moved", "XLA moves", "sent", "XLA sends"]
+        table = _table(*titles, *(("hidden", "XLA hides") if hides else ()))
         for p in self.programs:
+            hidden = "-" if p.overlap.found is None else seconds_text(p.overlap.found)
             sent, xla_sends = p.bytes_sent
             moves = "?" if p.found_kernels is None else bytes_text(round(p.found_kernels.nbytes))
             table.add_row(
                 Text(p.names[0]), ranges_text(p.stages), bytes_text(p.predicted.total), bytes_text(p.found.total),
                 f"{p.memory_error:+.1%}", bytes_text(round(p.kernels.nbytes)), moves, bytes_text(sent),
-                bytes_text(xla_sends),
+                bytes_text(xla_sends), *((seconds_text(p.overlap.hidden), hidden) if hides else ()),
             )  # fmt: skip
         return table
 

@@ -9,6 +9,7 @@ import pytest
 from autopar.ir.verification import (
     CollectiveTraffic,
     KernelTraffic,
+    Overlap,
     ProgramBytes,
     ProgramCheck,
     StageCheck,
@@ -24,7 +25,7 @@ def program(name: str, predicted: int, found: int, sent: int = 0, really_sent: i
     traffic = CollectiveTraffic("all_gather", ("x",), "link", (1, sent), (1, really_sent))
     return ProgramCheck(
         (name,), (0,), "forward", ProgramBytes(0, 0, 0, predicted), ProgramBytes(0, 0, 0, found), (traffic,),
-        KernelTraffic(1, 1), None, (), 1.0,
+        KernelTraffic(1, 1), None, Overlap(0.0, 0.0, None), (), 1.0,
     )  # fmt: skip
 
 
