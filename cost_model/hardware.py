@@ -28,6 +28,7 @@ _VIRTUAL = "cpu"
 # Chip, the device kinds (as JAX names them) that a preset describes, the preset. A kind that only names the chip
 # (a PCIe card, another memory size) gets that preset with a warning.
 _DEVICE_KINDS = (
+    ("GB200", r"NVIDIA GB200", "gb200-nvl72"),
     ("B200", r"NVIDIA B200", "dgx-b200"),
     ("H200", r"NVIDIA H200", "hgx-h200"),
     ("H100", r"NVIDIA H100 80GB HBM3", "dgx-h100"),

@@ -27,8 +27,8 @@ from tests.clusters import LINK, NETWORK, toy_kind
 
 def test_the_presets_are_those_promised() -> None:
     assert preset_names() == (
-        "cpu", "dgx-a100", "dgx-a100-2021", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "hgx-h200", "p3.16xlarge",
-        "p3.16xlarge-2022",
+        "a3-megagpu-8g", "cpu", "dgx-a100", "dgx-a100-2021", "dgx-a100-40gb", "dgx-b200", "dgx-h100", "gb200-nvl72",
+        "hgx-h200", "p3.16xlarge", "p3.16xlarge-2022", "p5.48xlarge",
     )  # fmt: skip
 
 
@@ -153,6 +153,7 @@ def test_the_virtual_devices_of_this_machine_share_its_cores() -> None:
     [
         ("NVIDIA H200", "hgx-h200"),
         ("NVIDIA B200", "dgx-b200"),
+        ("NVIDIA GB200", "gb200-nvl72"),
         ("NVIDIA H100 80GB HBM3", "dgx-h100"),
         ("NVIDIA A100-SXM4-80GB", "dgx-a100"),
         ("NVIDIA A100-SXM4-40GB", "dgx-a100-40gb"),
