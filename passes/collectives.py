@@ -16,6 +16,7 @@ import numpy as np
 
 from autopar.cost_model.reshard import permutation, step_result
 from autopar.errors import InternalError
+from autopar.ir.context import Pairs
 from autopar.ir.graph import Value, accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import halo_hops
@@ -112,6 +113,25 @@ def take_piece(x: Any, axes: Sequence[str], dim: int) -> Any:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(tuple(axes)) * size, size, dim)
 
 
+def send(x: Any, kind: StepKind, axes: Sequence[str], dim: int, to_dim: int, pairs: Pairs) -> Any:
+    """A collective over all pieces along mesh axes (major first).
+
+    What is gathered or scattered lies along `dim`; an all-to-all cuts `to_dim` and puts pieces together along `dim`.
+    """
+    match kind:
+        case "all_gather":
+            return all_gather(x, axes, dim)
+        case "reduce_scatter":
+            return psum_scatter(x, axes, dim)
+        case "all_to_all":
+            return jax.lax.all_to_all(x, tuple(axes), split_axis=to_dim, concat_axis=dim, tiled=True)
+        case "permute":
+            moves = any(i != j for i, j in pairs)
+            return jax.lax.ppermute(x, tuple(axes), pairs) if moves else x
+        case _:
+            raise InternalError(f"pieces of an equation send nothing by {kind}")
+
+
 def _apply(x: Any, step: ReshardStep, mesh: Mesh) -> Any:
     # Axes of size 1 hold everything already: leaving them out keeps the lowered program free of empty collectives.
     axes = tuple(axis for axis in step.axes if mesh.axis_size(axis) > 1)
@@ -142,7 +162,7 @@ def shift(axes: Sequence[str], distance: int, mesh: Mesh) -> tuple[tuple[str, ..
     """
     size = math.prod(mesh.axis_size(axis) for axis in axes)
     pairs = tuple((i, i + distance) for i in range(size) if 0 <= i + distance < size)
-    return _moved_axes(axes, pairs, mesh), pairs
+    return moved_axes(axes, pairs, mesh), pairs
 
 
 class Halos:
@@ -243,7 +263,7 @@ def _collectives_of(eqn: Any, axes: tuple[str, ...], mesh: Mesh) -> list[Collect
     if kind == "permute":
         names = eqn.params["axis_name"]
         named = (names,) if isinstance(names, str) else tuple(names)
-        axes = _moved_axes(named, eqn.params["perm"], mesh)
+        axes = moved_axes(named, eqn.params["perm"], mesh)
     pieces = eqn.outvars if payload_is_result else eqn.invars
     return [Collective(kind, axes, _nbytes(piece.aval)) for piece in pieces] if axes else []
 
@@ -255,7 +275,7 @@ def _mesh_axes(params: Mapping[str, Any], mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axes if axis in named and mesh.axis_size(axis) > 1)
 
 
-def _moved_axes(axes: Sequence[str], pairs: Sequence[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:
+def moved_axes(axes: Sequence[str], pairs: Sequence[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:
     """The axes along which source and target of some pair differ."""
     moved = set()
     for source, target in pairs:

@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.ir.context import Pairs
 from autopar.ir.graph import BatchDim, Equation, Graph, LeafCut, Operand, Phase, Value, operand_signature
 from autopar.ir.rule import Local, Rule
+from autopar.ir.sharding import StepKind
 from autopar.passes.rules.loops import Chain, chain_of
 from autopar.passes.rules.split import (
     Split,
@@ -172,6 +174,9 @@ class _Piece(Local):
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         raise Unsplittable("windows reach from one piece into the next")
+
+    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
+        raise Unsplittable("positions of attention lie in several pieces")
 
 
 class Cutter:

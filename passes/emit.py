@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import InternalError
+from autopar.ir.context import Pairs
 from autopar.ir.graph import Literal, Value
 from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Port, Reread, Reshard
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import Local, Rule, emit_piece
-from autopar.ir.sharding import Collective, Sharding
+from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import AxisAssignment
 from autopar.passes.collectives import (
     Halos,
@@ -27,6 +28,7 @@ from autopar.passes.collectives import (
     extreme_itemsize,
     psum_at_once,
     psum_scatter,
+    send,
     take_piece,
 )
 from autopar.passes.intra_op.strategies import Kept, combined_axes, kept_operands, kept_results, pieces, splitting_axes
@@ -85,6 +87,9 @@ class SpaceLocal(Local):
         if not self.is_split(factor) or not (before or after):
             return x
         return self.halos.borrow(x, dim, before, after, fill, self.axes[factor])
+
+    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
+        return send(x, kind, self.axes[factor], dim, to_dim, pairs) if self.is_split(factor) else x
 
     def gather(self, operand: int, x: Any) -> Any:
         kept = self.kept_operands.get(operand)

@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from autopar.errors import MicrobatchError
+from autopar.ir.context import Pairs
 from autopar.ir.graph import BatchDim, Equation, Literal, Operand, Phase, StepGraph, Value, operand_signature
 from autopar.ir.rule import Local, Rule, emit_piece
+from autopar.ir.sharding import StepKind
 from autopar.passes.batch import BatchAnalysis, Kind, When
 from autopar.passes.rules.split import (
     Split,
@@ -58,6 +60,9 @@ class _TimeLocal(Local):
         if before or after:
             raise Unsplittable("windows reach from one microbatch into the next")
         return x
+
+    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
+        raise Unsplittable("positions of attention lie in several microbatches")
 
 
 class _Splitter:

@@ -16,9 +16,11 @@ from typing import Any, Literal, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from autopar.ir.context import ContextParallel, Pairs
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.hint import Hint
 from autopar.ir.mesh import Attention, Patches, Pooling, ProductSizes
+from autopar.ir.sharding import StepKind
 from autopar.ir.strategy import AxisChoice, Gathered, Split
 
 DimMap = tuple[tuple[int, ...], ...]  # per dimension its factors, major to minor; () = size 1 or broadcast
@@ -44,6 +46,10 @@ class Local(Protocol):
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
+
+    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
+        """What a collective among the pieces of a factor makes of `x`; see `ContextParallel`."""
+        return x
 
     def gather(self, operand: int, x: Any) -> Any:
         """A round's slice of an operand, whole; see `Gathering`."""
@@ -259,6 +265,7 @@ class Rule:
     # Results that lie where an operand did, by its position, and those that rounds fill bit by bit (None).
     aliases: Mapping[int, int | None] = dataclasses.field(default_factory=dict)
     halos: tuple[Halo, ...] = ()  # in the order in which `emit` borrows
+    contexts: tuple[ContextParallel, ...] = ()  # of an attention, or of those in a body
     windows: frozenset[int] = frozenset()  # factors along which windows of a convolution lie
     pooling: Pooling | None = None
     # Of an equation with a body:
@@ -311,10 +318,12 @@ class Rule:
 
         `split`: into how many pieces factors are cut, and over how many devices what is gathered lies.
         """
-        return max(
+        most = max(
             (sum(n / math.prod(split.get(f, 1) for f in held) for n, held in live_set) for live_set in self.live_sets),
             default=0.0,
         )
+        cut = {f: n for f, n in split.items() if not isinstance(f, Gathered)}
+        return most + max((context.temporaries(cut) for context in self.contexts), default=0)
 
     @functools.cached_property
     def splittable(self) -> tuple[int, ...]:
@@ -361,7 +370,8 @@ class Rule:
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""
-        return factor in {*(total.factor for total in self.sums), *(halo.factor for halo in self.halos)}
+        communicating: list[InnerSum | Halo | ContextParallel] = [*self.sums, *self.halos, *self.contexts]
+        return any(each.factor == factor for each in communicating)
 
     def is_partial_sum(self, factor: int, result: int) -> bool:
         """Whether the pieces of a factor leave partial sums of a result."""

@@ -14,7 +14,7 @@ from jax.interpreters import batching, mlir
 
 from autopar.errors import UserError
 from autopar.ops import blockwise, cudnn
-from autopar.ops.blockwise import OPTIONAL, Form
+from autopar.ops.blockwise import OPTIONAL, START, Form
 
 attention_p = Primitive("attention")
 attention_p.multiple_results = True
@@ -135,7 +135,7 @@ _attention.defvjp(_forward, _backward)
 
 def names(others: Mapping[str, Any]) -> tuple[str, ...]:
     """Which optional operands there are."""
-    return tuple(name for name in OPTIONAL if name in others)
+    return tuple(name for name in (*OPTIONAL, START) if name in others)
 
 
 def ordered(others: Mapping[str, Any]) -> list[Any]:

@@ -31,6 +31,7 @@ class Form(NamedTuple):
 # Optional operands, in their order: added to the scores [1|B, 1|N, 1|T, 1|S]; which keys are seen, the same shape; how
 # many positions of each example's queries, and of its keys, count [B].
 OPTIONAL = ("bias", "mask", "query_lengths", "key_lengths")
+START = "query_start"  # the last of the optional operands, of pieces only: the position of the first query, []
 
 
 def attend(
@@ -43,7 +44,7 @@ def attend(
       query: [B, T, N, H]: examples, positions, heads, width.
       key: [B, S, K, H], where K divides N: so many heads share one of these.
       value: [B, S, K, V].
-      others: some of `OPTIONAL`.
+      others: some of `OPTIONAL`, and perhaps `START`.
       form: what else there is to it.
       block: keys of a block, at most; None: as many as are usual.
 
@@ -176,7 +177,12 @@ class _Blocks:
     def rows(self) -> Any:
         """Which queries count [B, T]; None: all."""
         lengths = self.others.get("query_lengths")
-        return None if lengths is None else jnp.arange(self.query.shape[3]) < lengths[:, None]
+        return None if lengths is None else self._positions < lengths[:, None]
+
+    @property
+    def _positions(self) -> Any:
+        """Of the queries."""
+        return self.others.get(START, 0) + jnp.arange(self.query.shape[3])
 
     def scores(self, index: Any) -> tuple[Any, Any]:
         """The scores of a block's keys, and which of them are seen (None: all).
@@ -196,7 +202,7 @@ class _Blocks:
         return scores, seen
 
     def _seen(self, index: Any, places: Any) -> Any:
-        at = jnp.arange(self.query.shape[3])[:, None]
+        at = self._positions[:, None]
         found = []
         if self.form.right is not None:
             found.append(places <= at + self.form.right)

@@ -62,7 +62,7 @@ class StrategySeconds:
                         for k, v in enumerate(outputs)
                     )
                     seconds[i] += self.price("all_reduce", axes, int(payload))
-        if part.sums or part.halos or part.gatherings:
+        if part.sums or part.halos or part.gatherings or part.contexts:
             for i, assignment in enumerate(options.assignments):
                 inner = [*inner_collectives(part, assignment, self.mesh)]
                 inner += [(e.collective, 1) for e in exchanges(part, assignment, self.mesh)]

@@ -16,7 +16,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Halo, Rule, halo_hops
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import REPLICATED, AxisAssignment, AxisChoice, Gathered, Partial, Split
-from autopar.passes.collectives import shift, sum_kinds
+from autopar.passes.collectives import moved_axes, shift, sum_kinds
 
 
 @dataclasses.dataclass(eq=False)
@@ -234,6 +234,11 @@ def inner_collectives(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Ite
             count = math.prod(mesh.axis_size(axis) for axis in axes)
             for kind, itemsize in sum_kinds(size, total.itemsize, total.sum_itemsize, count):
                 yield Collective(kind, axes, size * itemsize), total.times
+    for context in rule.contexts:
+        axes = splitting_axes(rule, context.factor, assignment, mesh)
+        for each in context.sent(cut) if axes else ():
+            moved = moved_axes(axes, each.pairs, mesh) if each.pairs else axes
+            yield Collective(each.kind, moved, each.nbytes), context.times
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,10 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.errors import InternalError
+from autopar.ir.context import Pairs
 from autopar.ir.graph import Equation, Literal, Value
 from autopar.ir.rule import Local, Rule, emit_piece
+from autopar.ir.sharding import StepKind
 from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 from autopar.passes.rules.split import Split, check_position, slice_units
 from autopar.tracing.build import live_equations
@@ -64,6 +66,11 @@ class _InBody(Local):
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if (before or after) and self.is_split(factor):
             raise InternalError("the body of an equation was cut where windows reach over the cut")
+        return x
+
+    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
+        for _, piece in self._cuts(factor):
+            x = piece.local.send(piece.factor, x, kind, dim, to_dim, pairs)
         return x
 
 

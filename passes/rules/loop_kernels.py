@@ -71,7 +71,8 @@ def live_sets_of(
             if rule.live_sets:
                 splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
                 inner[written[0]] = [
-                    tuple((nbytes, _outer(held, splits)) for nbytes, held in live_set) for live_set in rule.live_sets
+                    tuple((nbytes, outer_factors(held, splits)) for nbytes, held in live_set)
+                    for live_set in rule.live_sets
                 ]
             held = max((sum(nbytes for nbytes, _ in live_set) for live_set in rule.live_sets), default=0)
             makes = [(v, v.nbytes) for v in written]
@@ -111,7 +112,7 @@ def _cut_by(v: Value, numbered: Sequence[tuple[int, BodyCut]]) -> frozenset[int]
     return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
 
 
-def _outer(held: Collection[int | Gathered], splits: Mapping[int, int]) -> frozenset[int]:
+def outer_factors(held: Collection[int | Gathered], splits: Mapping[int, int]) -> frozenset[int]:
     """The outer factors, each with the inner one that it splits, of a body in a body."""
     return frozenset(f for f, inner in splits.items() if inner in held)
 
@@ -119,7 +120,7 @@ def _outer(held: Collection[int | Gathered], splits: Mapping[int, int]) -> froze
 def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None:
     if sides is None:
         return None
-    batch, rows, columns, depth = ((size, _outer(held, splits)) for size, held in sides.each)
+    batch, rows, columns, depth = ((size, outer_factors(held, splits)) for size, held in sides.each)
     return sides._replace(batch=batch, rows=rows, columns=columns, depth=depth)
 
 
@@ -179,9 +180,9 @@ def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:
 
 def _renamed(kernel: BodyKernel, splits: Mapping[int, int], times: float) -> BodyKernel:
     """A kernel of a body in a body, in the outer one's factors."""
-    traffic = tuple((times * nbytes, _outer(held, splits)) for nbytes, held in kernel.traffic)
+    traffic = tuple((times * nbytes, outer_factors(held, splits)) for nbytes, held in kernel.traffic)
     sides = _outer_sides(kernel.sides, splits)
     return dataclasses.replace(
-        kernel, flops=times * kernel.flops, held=_outer(kernel.held, splits), traffic=traffic, sides=sides,
+        kernel, flops=times * kernel.flops, held=outer_factors(kernel.held, splits), traffic=traffic, sides=sides,
         times=times * kernel.times, rounds=times * kernel.rounds,
     )  # fmt: skip

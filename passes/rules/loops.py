@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
+from autopar.ir.context import ContextParallel
 from autopar.ir.graph import BatchDim, Equation, Operand, Value, least_sum_bytes
 from autopar.ir.rule import (
     Branches,
@@ -31,7 +32,7 @@ from autopar.ir.rule import (
 from autopar.ir.same import Signature, program_signature
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, live_sets_of, unit_of
+from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, live_sets_of, outer_factors, unit_of
 from autopar.passes.rules.nested import find_cuts, gathering_path, make_body
 from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 from autopar.passes.rules.random import is_partitionable
@@ -328,7 +329,8 @@ def _rule(
     gatherings = _gatherings(body, numbered, layout, int(times))
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
-        inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))), kernels=kernels,
+        inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))),
+        contexts=_contexts(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
         unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), aliases=aliases,
@@ -408,6 +410,19 @@ def _sums(body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int) -> tu
                         held = frozenset(g for g, split in cuts if split is not None and split.factor in s.held)
                         sums.append(dataclasses.replace(s, factor=f, held=held, times=s.times * times))
     return tuple(sums)
+
+
+def _contexts(
+    body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int
+) -> tuple[ContextParallel, ...]:  # fmt: skip
+    """Of the attentions whose positions are cut in the body, in the factors of the whole."""
+    contexts: list[ContextParallel] = []
+    for e in body.equations:
+        splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
+        outer = functools.partial(outer_factors, splits=splits)
+        for context in body.rules[e.id].contexts:
+            contexts += [context.inside(f, outer, times) for f, inner in splits.items() if inner == context.factor]
+    return tuple(contexts)
 
 
 def _dim(

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
+from autopar.ir.context import Pairs
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind, emit_piece
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Sharding, StepKind
 from autopar.ir.strategy import AxisAssignment, Split
 from autopar.passes.collectives import Halos
 from autopar.passes.emit import SpaceLocal, partition_spec
@@ -127,6 +128,9 @@ class Piece(Local):
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         assert not before and not after, "these pieces are computed apart"
         return x
+
+    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
+        raise NotImplementedError("these pieces are computed apart")
 
 
 def to_numpy(array: Any) -> np.ndarray[Any, Any]:
