@@ -25,13 +25,14 @@ from autopar.ir.mesh import Mesh, XlaBackend
 from autopar.ir.program import Program
 from autopar.ir.rule import Rule, product_sizes
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import REPLICATED, AxisAssignment, Split
+from autopar.ir.strategy import REPLICATED, AxisAssignment, Split, Strategy
 from autopar.passes.emit import combination
 from autopar.passes.intra_op.strategies import (
     combined_axes,
     exchanges,
     inner_collectives,
     operand_shardings,
+    packing,
     pieces,
     result_shardings,
     temporaries,
@@ -162,7 +163,8 @@ class ProgramWriter:
                         k.plain_attention,
                     )
                     for k in rule.kernels
-                ),
+                )
+                + self._packing(eqn, rule, strategy),
                 0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh)),
                 combined,
                 rule.pooling,
@@ -172,6 +174,11 @@ class ProgramWriter:
             self.have[v] = [sharding]
             if written:
                 self.written[v] = len(self.ops)
+
+    def _packing(self, eqn: Equation, rule: Rule, strategy: Strategy) -> tuple[LocalKernel, ...]:
+        """Moving what pieces of positions send one another in memory, as one kernel."""
+        nbytes, launches = packing(rule, strategy[0], self.sharding.mesh) if rule.contexts else (0.0, 0.0)
+        return (LocalKernel(0.0, nbytes, None, str(eqn.outputs[0].dtype), launches),) if launches else ()
 
     def _narrows(self, eqn: Equation) -> bool:
         """Whether each element of the result is made of one of the operand's, alone, and has fewer bytes."""

@@ -20,6 +20,10 @@ from typing import NamedTuple
 
 from autopar.ir.sharding import StepKind
 
+# How often the gradients of all keys, as they are added up, go through memory where two halves of the queries have one
+# each: written by two calls each, of which the second adds its own, and added. Seen in what XLA compiles for an H100.
+_ADDING_HALVES = 7
+
 Pairs = tuple[tuple[int, int], ...]  # (from, to), for each piece
 
 
@@ -41,6 +45,7 @@ class Sent(NamedTuple):
 
     kind: StepKind
     nbytes: int  # payload, as in `Collective`
+    packed: int  # bytes read and written around it: pieces that are cut out before, or joined afterwards
     pairs: Pairs = ()  # of a permutation
 
 
@@ -107,7 +112,7 @@ class ContextParallel:
         of_heads, of_shared = own * self.heads.piece(cut), own * self.shared.piece(cut)
         sizes = [of_heads * n for n in (*self.queries, *self.results)]
         sizes += [of_shared * n for n in (*self.keys, *(narrow for narrow, _ in self.sums))]
-        return [Sent("all_to_all", n) for n in sizes]
+        return [Sent("all_to_all", n, 4 * n) for n in sizes]
 
     def _gathered(self, cut: Mapping[int, int]) -> list[Sent]:
         examples, count, own = self.examples.piece(cut), self.pieces(cut), self.length // self.pieces(cut)
@@ -115,16 +120,18 @@ class ContextParallel:
             examples * self.length * self.shared.piece(cut),
             examples * own * self.heads.piece(cut),
         )
-        sent = [Sent("all_gather", of_shared * n) for n in self.keys]
+        several = 2 if examples > 1 else 0  # of several examples pieces lie apart
+        sent = [Sent("all_gather", of_shared * n, several * of_shared * n) for n in self.keys]
         first, second = self.halves(cut)
         if second:
             there = [of_heads * n for n in self.queries] + [each.piece(cut) for each in self.masks]
             back = [of_heads * n for n in self.results] + [each.piece(cut) for each in self.bias_sums]
             for part, pairs in zip((first, second), halves_to(count), strict=True):
                 if any(i != j for i, j in pairs):
-                    sent += [Sent("permute", n // own * part, pairs) for n in there]
-                    sent += [Sent("permute", n // own * part, reverse(pairs)) for n in back]
-        return [*sent, *(Sent("reduce_scatter", of_shared * wide) for _, wide in self.sums)]
+                    ways = [(n, pairs) for n in there] + [(n, reverse(pairs)) for n in back]
+                    sent += [Sent("permute", n // own * part, 4 * (n // own * part), way) for n, way in ways]
+        adding = several + (_ADDING_HALVES if second else 0)
+        return [*sent, *(Sent("reduce_scatter", n := of_shared * wide, adding * n) for _, wide in self.sums)]
 
     def _bytes(self, sent: list[Sent]) -> int:
         """Those that leave a device."""

@@ -26,6 +26,7 @@ from autopar.passes.intra_op.strategies import (
     combined_axes,
     exchanges,
     inner_collectives,
+    packing,
     part_operands,
     pieces,
 )
@@ -68,6 +69,9 @@ class StrategySeconds:
                 inner += [(e.collective, 1) for e in exchanges(part, assignment, self.mesh)]
                 for c, times in inner:
                     seconds[i] += times * self.price(c.kind, c.axes, c.payload)
+                if part.contexts:
+                    nbytes, launches = packing(part, assignment, self.mesh)
+                    seconds[i] += memory_seconds(self.kind, nbytes) + self.kind.launch_overhead * launches
         return seconds
 
     def _moved(self, eqn: Equation, rule: Rule, part_index: int, options: PartOptions, traffic: Traffic) -> Any:

@@ -241,6 +241,17 @@ def inner_collectives(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Ite
             yield Collective(each.kind, moved, each.nbytes), context.times
 
 
+def packing(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[float, float]:
+    """Bytes through memory around what pieces of positions send one another, and the kernels that move them."""
+    cut = pieces(rule, assignment, mesh)
+    nbytes = launches = 0.0
+    for context in rule.contexts:
+        packed = [each.packed for each in context.sent(cut) if each.packed]
+        nbytes += context.times * sum(packed)
+        launches += context.times * 2 * len(packed)
+    return nbytes, launches
+
+
 @dataclasses.dataclass(frozen=True)
 class Exchange:
     """Some elements that every piece of an operand sends on: one hop of a halo.

@@ -244,7 +244,7 @@ class _CutAttention:
         self.bias_varies = 3 in self.masks
 
     def with_heads_exchanged(self, operands: Sequence[Any]) -> Sequence[Any]:
-        given = list(operands)
+        given = self._given(operands)
         for i, (positions, heads) in [*self.reads.items(), *((k, (_POSITIONS, _HEADS)) for k in _KEYS)]:
             given[i] = self._send(given[i], "all_to_all", dim=positions, to_dim=heads)
         results = list(_compute(self.eqn, given))
@@ -254,11 +254,7 @@ class _CutAttention:
         return results
 
     def with_keys_gathered(self, operands: Sequence[Any]) -> Sequence[Any]:
-        given = list(operands)
-        if self.is_backward:  # not before its gradient is there: else XLA would keep what the forward pass was sent
-            fenced = [*_KEYS, *self.masks, *self.reads]
-            for i, x in zip(fenced, jax.lax.optimization_barrier([given[i] for i in fenced]), strict=True):
-                given[i] = x
+        given = self._given(operands)
         for i in _KEYS:
             given[i] = self._send(given[i], "all_gather", dim=_POSITIONS)
         sums = self.eqn.outputs[1].accumulator_dtype if self.is_backward else None
@@ -270,6 +266,15 @@ class _CutAttention:
         for k in _KEYS if self.is_backward else ():
             results[k] = self._send(results[k], "reduce_scatter", dim=_POSITIONS).astype(self.eqn.outputs[k].dtype)
         return results
+
+    def _given(self, operands: Sequence[Any]) -> list[Any]:
+        """The operands; for gradients, not before the first is there: else XLA would keep what was sent before."""
+        given = list(operands)
+        if self.is_backward:
+            fenced = [*_KEYS, *self.masks, *self.reads]
+            for i, x in zip(fenced, jax.lax.optimization_barrier([given[i] for i in fenced]), strict=True):
+                given[i] = x
+        return given
 
     def _in_halves(self, operands: Sequence[Any], first: int, sums: Any) -> list[Any]:
         """An early and a late part of the queries; see `ContextParallel`."""
