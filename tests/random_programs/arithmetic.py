@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+import autopar
 from tests.random_programs.drawer import BATCH, SIZES, Drawer, Env
 
 
@@ -82,6 +83,26 @@ def product_of_two(drawer: Drawer) -> None:
     j, e = drawer.one_of(options)
     numbers = (((d,), (e,)), ((info.batch,), (drawer.infos[j].batch,)))
     drawer.add("product_of_two", lambda env, ws: lax.dot_general(env[i], env[j], numbers) / 2, 0)
+
+
+def attention(drawer: Drawer) -> None:
+    """As one operator, over the dimension between that of the examples and the last."""
+    i = drawer.floats()
+    info = drawer.infos[i]
+    if len(info.shape) != 3 or info.batch not in (0, None):
+        return
+    shared, each, width = drawer.one_of([1, 2, 4]), drawer.one_of([1, 2]), 2
+    sizes = (shared * each * width, shared * width, shared * width)
+    weights = [drawer.weight(info.shape[2], size) for size in sizes]
+    is_causal, window = drawer.flag(), drawer.one_of([None, None, (1, 0)])
+
+    def link(env: Env, ws: dict[str, Any]) -> Any:
+        x = env[i]
+        query, key, value = ((x @ ws[w]).reshape(*x.shape[:2], -1, width) for w in weights)
+        found = autopar.dot_product_attention(query, key, value, is_causal=is_causal, local_window_size=window)
+        return found.reshape(*x.shape[:2], -1)
+
+    drawer.add("attention", link, info.batch)
 
 
 def reduction(drawer: Drawer) -> None:

@@ -35,7 +35,7 @@ _KINDS: tuple[Callable[[Drawer], None], ...] = (  # some twice, to be drawn twic
     places.transpose, places.fold, places.fold, places.cut, places.dynamic, places.look_up, places.pick,
     places.scatter, places.count, places.to_floats, places.one_hot, arithmetic.convolution, arithmetic.pool,
     control.loop, control.branch, control.dropout, control.own_derivative, control.rematerialise, arithmetic.system,
-    arithmetic.groups,
+    arithmetic.groups, arithmetic.attention, arithmetic.attention,
 )  # fmt: skip
 
 
