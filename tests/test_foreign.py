@@ -54,7 +54,7 @@ called_back.defjvp(lambda primals, tangents: (called_back(*primals), jnp.cos(pri
 
 FOREIGN: dict[str, tuple[Callable[[Any], Any], str]] = {
     "own": (twice_p.bind, "no sharding rule for primitive 'twice_as_the_user_does'"),
-    "pallas": (in_pallas, "no sharding rule for primitive 'pallas_call': what its kernel computes"),
+    "pallas": (in_pallas, "nothing in 'pallas_call' can be split"),
     "callback": (called_back, "no sharding rule for primitive 'pure_callback': Python is called"),
 }
 

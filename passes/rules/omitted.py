@@ -28,8 +28,8 @@ _GROUPS: dict[str, str] = {
     _TOKEN: "after_all check create_token dce_sink tie unreachable xla_metadata_value",
     _OPAQUE: """cudnn_fusion dot_product_attention_bwd dot_product_attention_bwd_wrapper dot_product_attention_fp8_bwd
         dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper
-        dot_product_attention_fwd dot_product_attention_fwd_wrapper ffi_call pallas_call scaled_matmul
-        scaled_matmul_wrapper tpu_custom_call""",
+        dot_product_attention_fwd dot_product_attention_fwd_wrapper ffi_call scaled_matmul scaled_matmul_wrapper
+        tpu_custom_call""",
     _EXPORT: "call_exported dim_as_value dimension_size shape_assertion",
     _HIGHER: """box_get box_set call_hi_primitive call_hi_primitive_linearized from_edtype iota_2x32_shape log_extend
         log_read new_box new_log to_edtype""",

@@ -29,6 +29,7 @@ ELSEWHERE = {
     "geqp3": "leading dimensions",
     "one_minus_square": "every dimension",
     "ormqr": "leading dimensions",
+    "pallas_call": "dimensions of the grid whose index goes unchanged into every result, in whole blocks",
     "philox4x32": "every dimension",
     "platform_index": "a scalar",
     "reduce_window": _WINDOWED,
