@@ -110,6 +110,8 @@ class _Writer:
         """Bridges, then "send what was stored before this phase", then the phase's programs."""
         programs = self.programs[stage, phase]
         bridges = [i for i in programs if not self.lowered.programs[i].program.equations]
+        if phase is Phase.UPDATE and self.lowered.loop_microbatches < self.step.num_microbatches:
+            return [(i, self.lowered.loop_microbatches) for i in programs]
         return [*((i, None) for i in bridges), (stage, phase), *((i, None) for i in programs if i not in bridges)]
 
     def _issue(self, entry: _Entry) -> bool:

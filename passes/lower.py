@@ -23,6 +23,7 @@ from autopar.ir.mesh import XlaBackend
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
+from autopar.passes import last_microbatch
 from autopar.passes.program_writer import ProgramWriter, results_of
 
 
@@ -45,6 +46,7 @@ class LoweredStep:
     shardings: tuple[StageSharding, ...]  # by stage
     programs: tuple[LocalProgram, ...]  # bridges included, in an order that respects every dependency
     crossings: tuple[Crossing, ...]
+    loop_microbatches: int  # for which the programs of the loop run; the last may be in one program with the update
     homes: Mapping[Value, Port]  # graph input -> how it is stored on its home stage
     results: tuple[tuple[int, Port] | None, ...]  # per graph output: (stage, port); None for an input or a literal
 
@@ -63,6 +65,7 @@ def assemble(
     1. Every value has a layout on the stage that makes or stores it. 2. Where another stage reads it, a transfer is
     planned from that layout to the one wanted there. 3. A sum or a leaf that must first be resharded to be sent
     gets a bridge: a program without equations. 4. Each program is written out with all the ports it must serve.
+    5. Of several microbatches the last may be computed in one program with the update, see `last_microbatch`.
 
     `xla`: the cluster's compiler.
     """
@@ -154,8 +157,14 @@ class _Assembly:
             programs.append(self._bridge(stage, phase, pairs))
         order = list(Phase)
         programs.sort(key=lambda p: (order.index(p.program.phase), bool(p.program.equations), p.program.index))
+        number = self.step.num_microbatches
+        alone = self.placed.num_stages == 1 and number > 1 and not self.step.keep
+        if alone and last_microbatch.pays(programs, self.xla):
+            leaving = {result[1] for result in self.results if result is not None}
+            programs = last_microbatch.merged(programs, leaving, self.replaced, self.rules)
+            number -= 1
         return LoweredStep(
-            self.placed, self.rules, tuple(self.shardings), tuple(programs), tuple(self.crossings), self.homes,
+            self.placed, self.rules, tuple(self.shardings), tuple(programs), tuple(self.crossings), number, self.homes,
             tuple(self.results),
         )  # fmt: skip
 

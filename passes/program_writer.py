@@ -246,14 +246,20 @@ class ProgramWriter:
     def finish(self, replaced: Mapping[Port, Port]) -> LocalProgram:
         """The program. Outputs that replace an input stand in the inputs' order: JAX pairs donated buffers with
         outputs of their shape one by one, and XLA copies what lands in a buffer that is still to be read."""
-        ops = _live_ops(merge_equal_ops(self.ops, self.outputs, self.rules), self.outputs)
+        ops = live_ops(merge_equal_ops(self.ops, self.outputs, self.rules), self.outputs)
         ops = _with_exchanges(ops, self.rules, self.sharding.mesh)
-        position = {port: i for i, port in enumerate(self.inputs)}
-        outputs = sorted(self.outputs, key=lambda port: position.get(replaced.get(port, port), len(position)))
-        return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), tuple(outputs))
+        outputs = in_order_of(self.inputs, self.outputs, replaced)
+        return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), outputs)
 
 
-def _live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp, ...]:
+def in_order_of(inputs: Iterable[Port], outputs: Iterable[Port], replaced: Mapping[Port, Port]) -> tuple[Port, ...]:
+    """The outputs, those that replace an input in the inputs' order, each once."""
+    position = {port: i for i, port in enumerate(inputs)}
+    once = dict.fromkeys(outputs)
+    return tuple(sorted(once, key=lambda port: position.get(replaced.get(port, port), len(position))))
+
+
+def live_ops(ops: Sequence[LocalOp], outputs: Iterable[Port]) -> tuple[LocalOp, ...]:
     """The operations that some output needs: readers may find a shorter way than by a value's layout."""
     needed = {(port.value, port.sharding) for port in outputs}
     kept: list[LocalOp] = []

@@ -65,7 +65,7 @@ def unfused_notes(
         kind = kind_of(local.mesh)
         if not kind.multiprocessors:
             continue
-        often = lowered.placed.step.num_microbatches if local.program.in_loop else 1
+        often = lowered.loop_microbatches if local.program.in_loop else 1
         for op, cost in zip(local.ops, op_costs(local, kind, price_of(local.mesh)), strict=True):
             if not isinstance(op, Compute):
                 continue

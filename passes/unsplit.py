@@ -202,7 +202,7 @@ class _Stage:
 
     def _program(self, local: LocalProgram, at: Callable[[str, Cause, int], _UnsplitAxis]) -> None:
         """Notes which equations of a program are whole."""
-        often = self.lowered.placed.step.num_microbatches if local.program.in_loop else 1
+        often = self.lowered.loop_microbatches if local.program.in_loop else 1
         for op in local.ops:
             if isinstance(op, Compute) and op.flops > 0:
                 for axis in self.mesh.axes:

@@ -24,7 +24,7 @@ from autopar.runtime.source import Source
 def instructions_of(lowered: LoweredStep, schedule: ScheduleName, donate: frozenset[int]) -> InstructionList:
     """What the worker does in a step that may overwrite these argument leaves."""
     step = lowered.placed.step
-    rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], step.num_microbatches)
+    rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], lowered.loop_microbatches)
     return write_instructions(lowered, rows, frozenset(step.graph.inputs[i] for i in donate))
 
 

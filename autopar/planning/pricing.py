@@ -146,7 +146,7 @@ class Prices:
     def play(self, lowered: LoweredStep, schedule: ScheduleName) -> Played:
         """Every program and transfer priced, and the schedule played in simulated time."""
         placed = lowered.placed
-        rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], placed.step.num_microbatches)
+        rows = schedule_for(schedule, [s.mesh for s in lowered.shardings], lowered.loop_microbatches)
         costs = []
         for local in lowered.programs:
             prices = self.while_busy(local.mesh)
@@ -201,12 +201,12 @@ class Prices:
         for index in range(placed.num_stages):
             mesh = lowered.shardings[index].mesh
             mine = [(p, c) for p, c in zip(lowered.programs, costs, strict=True) if p.program.stage == index]
-            often = [m if p.program.in_loop else 1 for p, _ in mine]
+            often = [lowered.loop_microbatches if p.program.in_loop else 1 for p, _ in mine]
             chosen = [i for i, stage in enumerate(at_stage) if stage == index]
             mine_layers = [layers[i] for i in chosen]
             span = (min(mine_layers), max(mine_layers) + 1) if chosen else (0, 0)
             sharding = lowered.shardings[index]
-            phases = _seconds_by_phase(mine, m)
+            phases = _seconds_by_phase(mine, lowered)
             stages.append(
                 StagePlan(
                     mesh,
@@ -233,7 +233,7 @@ class Prices:
             memory = dataclasses.replace(stage.memory, capacity=stage.memory.capacity - others)
             stages[index] = dataclasses.replace(stage, memory=memory)
         flops = sum(
-            c.flops * p.mesh.size * (m if p.program.in_loop else 1)
+            c.flops * p.mesh.size * (lowered.loop_microbatches if p.program.in_loop else 1)
             for p, c in zip(lowered.programs, costs, strict=True)
         )
         leaves = _leaves(analysis, lowered)
@@ -263,16 +263,24 @@ class Prices:
         )
 
 
-def _seconds_by_phase(mine: Sequence[tuple[LocalProgram, ProgramCost]], num_microbatches: int) -> dict[Phase, float]:
+def _seconds_by_phase(
+    mine: Sequence[tuple[LocalProgram, ProgramCost]], lowered: LoweredStep
+) -> dict[Phase, float]:  # fmt: skip
     """Seconds of each phase of a stage, per microbatch or per step, though programs of several phases are one.
 
-    What a loop's programs compute for themselves in each of several microbatches is of their phase.
+    What a loop's programs compute for themselves in each of several microbatches is of their phase. Of a program that
+    begins with the last microbatch, what it takes more than a microbatch is the update's.
     """
     seconds_by_phase = dict.fromkeys(Phase, 0.0)
+    num_microbatches = lowered.placed.step.num_microbatches
     for local, cost in mine:
         often = local.program.in_loop and num_microbatches > 1
+        last = lowered.loop_microbatches < num_microbatches and not local.program.in_loop
         for phase, seconds in cost.by_phase.items():
-            seconds_by_phase[phase if phase.in_loop or not often else local.program.phase] += seconds
+            of = Phase.UPDATE if last and phase.in_loop else phase
+            seconds_by_phase[of if of.in_loop or not often else local.program.phase] += seconds
+        if often and lowered.loop_microbatches < num_microbatches:
+            seconds_by_phase[Phase.UPDATE] -= sum(cost.by_phase.values())
     return seconds_by_phase
 
 
