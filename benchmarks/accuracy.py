@@ -79,7 +79,9 @@ def _predict(program: tuple[Measurement, Way]) -> Prediction:
     method = dataclasses.replace(way.method, remat=False)  # what ran computed again what the model says
     try:
         with warnings.catch_warnings(action="ignore"):
-            step = trace(function, state, batch, num_microbatches=way.num_microbatches, reduces_own_dtype=True)
+            step = trace(
+                function, state, batch, num_microbatches=way.num_microbatches, reduces_own_dtype=row.reduces_own_dtype
+            )
             plan = _searched(step, row.cluster, method)
     except (InfeasiblePlanError, PlanError) as error:
         return Prediction(None, None, time.process_time() - started, f"{type(error).__name__}: {error}")

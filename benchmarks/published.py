@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import itertools
 import json
 import math
 import pathlib
@@ -27,7 +28,7 @@ from autopar import recipes
 from autopar.cost_model.hardware import load_preset
 from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
-from benchmarks.models import gpt, moe, wide_resnet
+from benchmarks.models import decoder, gpt, moe, wide_resnet
 
 _RESNET_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 _MANY_LAYERS = 48  # of which the model is written as a scan, for the sake of planning time
@@ -36,6 +37,7 @@ ALPAS, MEGATRONS = "p3.16xlarge-2022", "dgx-a100-2021"
 # Constants of the V100's presets that were fitted to measurements, by the family and number of devices of these: rows
 # that say nothing about the cost model, which are scored apart.
 FITTED = {("moe", 1): "batched_share", ("wresnet", 1): "convolution_share"}
+MICROBATCH_SIZES = (1, 2, 4)  # where a source does not say one
 _DROPOUT = 0.1  # of Megatron-LM and DeepSpeed, unless they are told otherwise
 _DTYPES = {"fp16": jnp.float16, "fp32": jnp.float32, "bf16": jnp.bfloat16}
 
@@ -66,18 +68,20 @@ class Measurement:
     doubt: str  # why it is not scored; "" if it is
     ranked: bool  # whether it counts in the comparison of methods
     fitted: str = ""  # the constant that was fitted to it; "" if it is held out
+    reduces_own_dtype: bool = True  # gradients in 16 bits are summed in 16 bits
 
     def step(self, way: Way) -> tuple[Callable[..., Any], Any, Any]:
         """The train step, and the shapes of its state and batch."""
-        scan = self.spec["family"] == "gpt" and self.spec["num_layers"] > _MANY_LAYERS
+        scan = self.spec["family"] in ("gpt", "decoder") and self.spec["num_layers"] > _MANY_LAYERS
         return train_step(self.spec, self.batch_size, way.num_microbatches, scan=scan)
 
 
 def read(path: pathlib.Path) -> list[Measurement]:
-    """The measurements of a file in either format."""
+    """The measurements of a file in one of three formats."""
     if path.suffix == ".csv":
         with path.open(newline="") as file:
-            return [_megatron(row) for row in csv.DictReader(file)]
+            rows = [*csv.DictReader(file)]
+        return [_h100(row) if "dp_shard" in row else _megatron(row) for row in rows]
     return [_alpa(row) for row in json.loads(path.read_text())["rows"]]
 
 
@@ -246,6 +250,79 @@ def megatron_spec(row: Mapping[str, str]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# H100s.
+
+_TORCHTITANS = 96 * 10**9, 2.4e12  # bytes of memory, and bytes/s, of the H100s of Grand Teton hosts
+
+
+def _h100(row: Mapping[str, str]) -> Measurement:
+    gpus, batch_size, length = (int(row[name] or 0) for name in ("gpus", "global_batch", "seq"))
+    layers, width, vocabulary = (int(row[name]) for name in ("layers", "hidden", "vocab"))
+    is_llama = int(row["ffn"]) != 4 * width
+    degrees = {name: int(row[name] or 0) for name in ("dp_shard", "tp", "pp", "cp", "vp")}
+    seconds: float | None = None
+    if row["tokens_per_s_per_gpu"]:
+        seconds = batch_size * length / (float(row["tokens_per_s_per_gpu"]) * gpus)
+    elif batch_size:
+        share = 1 + length / (6 * width) + vocabulary / (12 * layers * width)
+        flops = 72 * batch_size * length * layers * width**2 * share
+        seconds = flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
+    doubts = {
+        "its batch is not stated": not batch_size,
+        "products in 8 bits are not planned": "8" in row["precision"],
+        "its context parallelism is not a method": degrees["cp"] > 1,
+    }
+    memory = float(row["memory_GiB"]) * 2**30 if row["memory_GiB"] else None
+    return Measurement(
+        case=f"{row['system']} {row['model']} {row['precision']} {gpus}",
+        family=row["system"].lower().replace("-", "_"),
+        method=" ".join(f"{name} {n}" for name, n in degrees.items() if n > 1),
+        ablation=False,
+        spec={
+            "family": "decoder" if is_llama else "gpt", "alpa": False, "seq_len": length, "hidden_size": width,
+            "num_layers": layers, "num_heads": int(row["heads"]), "num_key_value_heads": int(row["kv_heads"]),
+            "mlp_size": int(row["ffn"]), "vocab_size": vocabulary, "dtype": "bf16", "remat": row["recompute"] != "",
+            "optimizer": "adam", "dropout": 0.0, "fused_attention": True,
+            **({} if row["system"] == "torchtitan" else {"master_copy": "fp32"}),
+        },
+        batch_size=batch_size,
+        cluster=_h100s(row["system"], gpus),
+        ways=tuple(_h100_ways(row, degrees, batch_size, layers)) if not any(doubts.values()) else (),
+        seconds=seconds,
+        memory=memory,
+        fits=True,
+        doubt="; ".join(text for text, holds in doubts.items() if holds),
+        ranked=False,
+        reduces_own_dtype=True,
+    )  # fmt: skip
+
+
+def _h100s(system: str, gpus: int) -> Cluster:
+    cluster = load_preset("dgx-h100", num_hosts=math.ceil(gpus / 8), devices_per_host=min(gpus, 8))
+    if system != "torchtitan":
+        return cluster
+    memory, bandwidth = _TORCHTITANS
+    host = cluster.hosts[0]
+    share = bandwidth / 3.35e12  # of that of the preset's H100s
+    kind = dataclasses.replace(host.kind, memory=memory, memory_bandwidth=share * host.kind.memory_bandwidth)
+    return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(each, kind=kind) for each in cluster.hosts))
+
+
+def _h100_ways(row: Mapping[str, str], degrees: Mapping[str, int], batch_size: int, layers: int) -> Iterator[Way]:
+    """All sizes of microbatches and numbers of interleaved stages where a row does not say one."""
+    dp, tp, pp = (degrees[name] for name in ("dp_shard", "tp", "pp"))
+    sizes = [int(row["micro_batch"])] if row["micro_batch"] else MICROBATCH_SIZES
+    most = layers // pp if pp > 1 else 1
+    chunks = [degrees["vp"]] if degrees["vp"] else [c for c in range(1, min(most, 8) + 1) if layers % (pp * c) == 0]
+    for size, each in itertools.product(sizes, chunks):
+        m, rest = divmod(batch_size, dp * size)
+        if rest == 0 and m > 0 and (each == 1 or m % pp == 0):
+            if row["system"] == "torchtitan" and tp == pp == 1:
+                yield Way(recipes.zero(3, m), m)
+            else:  # Megatron-Core's "distributed optimizer"
+                yield Way(dataclasses.replace(recipes.megatron(dp, tp, pp, m, each), zero=1), m)
+
+
 # The programs.
 
 
@@ -267,15 +344,25 @@ def train_step(
         sizes: dict[str, Any] = {
             "vocab_size": spec["vocab_size"], "sequence_length": spec["seq_len"], "num_layers": spec["num_layers"],
             "width": spec["hidden_size"], "num_heads": spec["num_heads"],
-            "dropout": spec.get("dropout", 0.0), "dtype": dtype, "remat": spec["remat"], "one_hot": spec["alpa"],
+            "dtype": dtype, "remat": spec["remat"],
         }  # fmt: skip
-        if spec["family"] == "gpt":
+        if spec["family"] == "decoder":
+            model, optimizer = decoder, optax.adamw(1e-3)
+            config = decoder.DecoderConfig(
+                **sizes, num_key_value_heads=spec["num_key_value_heads"], hidden=spec["mlp_size"],
+                fused_attention=spec["fused_attention"], scan=scan,
+            )  # fmt: skip
+        elif spec["family"] == "gpt":
             model, optimizer = gpt, optax.adamw(1e-3)
-            config = gpt.GPTConfig(**sizes, scan=scan)
+            config = gpt.GPTConfig(
+                **sizes, dropout=spec.get("dropout", 0.0), one_hot=spec["alpa"],
+                fused_attention=spec.get("fused_attention", False), scan=scan,
+            )  # fmt: skip
         else:
             model, optimizer = moe, optax.adafactor(1e-3)
             config = moe.MoEConfig(
-                **sizes, num_experts=spec["num_experts"], mlp_factor=spec["mlp_factor"],
+                **sizes, dropout=spec.get("dropout", 0.0), one_hot=spec["alpa"], num_experts=spec["num_experts"],
+                mlp_factor=spec["mlp_factor"],
                 group_size=spec["expert_group_size"] or 2 * spec["seq_len"],
             )  # fmt: skip
     init, narrow = model.make_init(config, optimizer), dtype != jnp.float32 and spec.get("master_copy")

@@ -82,6 +82,13 @@ SUITES = (
         quick=("--only", "intra-op-ablation wresnet 2"),
     ),
     Suite(
+        "accuracy_h100", "benchmarks.accuracy", "Predicted against published measurements on H100s",
+        "What Megatron-Core (48 to 6,144 H100s) and torchtitan (8) publish of models with fused attention, planned "
+        "with their degrees of parallelism. Of microbatches and interleaved stages that are not published the best "
+        "are meant, and taken. What they compute in 8 bits or with context parallelism is not scored.",
+        arguments=("--measured", "benchmarks/data/h100_published.csv"), quick=("--only", "1.7B"),
+    ),
+    Suite(
         "memory_corpus", "benchmarks.memory_corpus", "Predicted memory against XLA's compiler",
         "Programs of GPT, MoE, Wide-ResNet, U-Net and encoder-decoder steps compiled for H100s that are not there: "
         "errors of the bytes of a program. Nothing was fitted to them.",

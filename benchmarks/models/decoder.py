@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import autopar
 from benchmarks.models import shared
 from benchmarks.models.shared import Batch, Metrics, Params, State
 
@@ -34,6 +35,8 @@ class DecoderConfig:
     rotary_base: float = 10_000.0
     dtype: Any = jnp.float32  # of activations and matrix products; parameters are always float32
     remat: bool = False  # recompute each block in the backward pass
+    fused_attention: bool = False  # as one operator
+    scan: bool = False  # one `lax.scan` over the blocks, whose parameters have a leading axis of layers
 
     def __post_init__(self) -> None:
         if self.width % self.num_heads or self.head_dim % 2:
@@ -91,9 +94,10 @@ def init(config: DecoderConfig, key: jax.Array) -> Params:
         }
 
     tokens, head, *blocks = jax.random.split(key, 2 + config.num_layers)
+    block_trees = [block_params(key) for key in blocks]
     return {
         "tokens": shared.normal(tokens, config.vocab_size, width),
-        "blocks": [block_params(key) for key in blocks],
+        "blocks": jax.tree.map(lambda *leaves: jnp.stack(leaves), *block_trees) if config.scan else block_trees,
         "final_norm": shared.rms_norm_params(width),
         "head": shared.normal(head, width, config.vocab_size),
     }
@@ -118,11 +122,14 @@ def attention(config: DecoderConfig, params: Params, x: jax.Array) -> jax.Array:
     query = rotate((x @ weight["query"]).reshape(batch, length, config.num_heads, size), config.rotary_base)
     keys = rotate((x @ weight["key"]).reshape(batch, length, groups, size), config.rotary_base)
     value = (x @ weight["value"]).reshape(batch, length, groups, size)
-    grouped = query.reshape(batch, length, groups, -1, size)
-    scores = jnp.einsum("btkqd,bskd->bkqts", grouped, keys) / math.sqrt(size)
-    weights = shared.attention_weights(scores, shared.causal_mask(length)).astype(x.dtype)
-    mixed = jnp.einsum("bkqts,bskd->btkqd", weights, value).reshape(batch, length, -1)
-    result: jax.Array = mixed @ weight["out"]
+    if config.fused_attention:
+        mixed = autopar.dot_product_attention(query, keys, value, is_causal=True)
+    else:
+        grouped = query.reshape(batch, length, groups, -1, size)
+        scores = jnp.einsum("btkqd,bskd->bkqts", grouped, keys) / math.sqrt(size)
+        weights = shared.attention_weights(scores, shared.causal_mask(length)).astype(x.dtype)
+        mixed = jnp.einsum("bkqts,bskd->btkqd", weights, value)
+    result: jax.Array = mixed.reshape(batch, length, -1) @ weight["out"]
     return result
 
 
@@ -145,8 +152,11 @@ def logits(config: DecoderConfig, params: Params, inputs: jax.Array) -> jax.Arra
     block: Callable[..., jax.Array] = functools.partial(_block, config)
     if config.remat:
         block = jax.checkpoint(block)
-    for block_params in params["blocks"]:
-        x = block(block_params, x)
+    if config.scan:
+        x, _ = jax.lax.scan(lambda x, block_params: (block(block_params, x), None), x, params["blocks"])
+    else:
+        for block_params in params["blocks"]:
+            x = block(block_params, x)
     x = shared.rms_norm(params["final_norm"], x)
     result: jax.Array = x @ params["head"].astype(x.dtype)
     return result.astype(jnp.float32)

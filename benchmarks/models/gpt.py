@@ -32,6 +32,7 @@ class GPTConfig:
     dtype: Any = jnp.float32  # of activations and matrix products; parameters are always float32
     remat: bool = False  # recompute each block in the backward pass
     one_hot: bool = False  # look tokens up by a product with one-hot rows
+    fused_attention: bool = False  # as one operator, whose weights are never dropped out
     scan: bool = False  # one `lax.scan` over the blocks, whose parameters have a leading axis of layers
 
     def __post_init__(self) -> None:
@@ -83,9 +84,12 @@ def init(config: GPTConfig, key: jax.Array) -> Params:
 def _block(config: GPTConfig, params: Params, x: jax.Array, key: jax.Array | None) -> jax.Array:
     """x: (B, T, W) -> (B, T, W)."""
     keys = [None] * 3 if key is None else list(jax.random.split(key, 3))
-    mask = shared.causal_mask(x.shape[1])
     normalised = shared.layer_norm(params["attention_norm"], x)
-    attended = shared.attention(params["attention"], normalised, mask, config.dropout, keys[0])
+    if config.fused_attention:
+        attended = shared.causal_attention(params["attention"], normalised)
+    else:
+        mask = shared.causal_mask(x.shape[1])
+        attended = shared.attention(params["attention"], normalised, mask, config.dropout, keys[0])
     x = x + shared.dropout(attended, config.dropout, keys[1])
     hidden = shared.mlp(params["mlp"], shared.layer_norm(params["mlp_norm"], x))
     return x + shared.dropout(hidden, config.dropout, keys[2])

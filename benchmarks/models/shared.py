@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
+import autopar
+
 Params = dict[str, Any]
 # "params"; "statistics", which the forward pass renews (batch norm's running means; {} for most models);
 # "opt_state"; "step" (int32); "key" (typed PRNG key).
@@ -255,6 +257,17 @@ def attention_params(key: jax.Array, width: int, num_heads: int, out_scale: floa
         "out": normal(out, num_heads, head_dim, width, scale=out_scale),
         "out_bias": jnp.zeros(width),
     }
+
+
+def causal_attention(params: Params, x: jax.Array) -> jax.Array:
+    """`attention` under a causal mask, as one operator, so that the scores are never in memory."""
+    weight = cast(params, x.dtype)
+    query = jnp.einsum("btw,whd->bthd", x, weight["query"]) + weight["query_bias"]
+    keys = jnp.einsum("btw,whd->bthd", x, weight["key"])
+    value = jnp.einsum("btw,whd->bthd", x, weight["value"]) + weight["value_bias"]
+    mixed = autopar.dot_product_attention(query, keys, value, is_causal=True)
+    result: jax.Array = jnp.einsum("bthd,hdw->btw", mixed, weight["out"]) + weight["out_bias"]
+    return result
 
 
 def attention(

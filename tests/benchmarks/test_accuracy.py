@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pathlib
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -18,6 +19,7 @@ from benchmarks.accuracy import Prediction
 from benchmarks.published import Measurement, Way
 
 ALPA, MEGATRON = accuracy.DEFAULT
+H100 = accuracy.DATA / "h100_published.csv"
 
 
 def test_every_row_is_read() -> None:
@@ -39,6 +41,31 @@ def test_megatron_table() -> None:
     [way] = last.ways
     assert way.method.schedule == "interleaved"
     assert way.method.num_stages == 105  # 35 devices in a row, three stages of one layer each
+
+
+def test_h100_rows() -> None:
+    """Times follow from model FLOP/s or tokens; sizes of microbatches that are not stated are all tried."""
+    rows = {row.case: row for row in published.read(H100)}
+    small = rows["Megatron-Core GPT 1.7B bf16 48"]
+    tokens, width = 192 * 4096, 2048
+    flops = 72 * tokens * 24 * width**2 * (1 + 4096 / (6 * width) + 131072 / (12 * 24 * width))
+    assert small.seconds == pytest.approx(flops / (408.8e12 * 48))
+    assert [way.num_microbatches for way in small.ways] == [4, 2, 1]
+    assert {way.method.zero for way in small.ways} == {1}
+    llama = rows["torchtitan Llama 3.1 8B bf16 8"]
+    assert llama.seconds == pytest.approx(16 * 8192 / (6667 * 8))
+    assert llama.cluster.hosts[0].kind.memory == 96 * 10**9
+    interleaved = {way.method.num_stages for way in rows["Megatron-Core GPT 70B bf16 768"].ways}
+    assert interleaved == {2, 4, 6, 12, 14}  # two stages, each of 42 layers in so many parts
+    assert "8 bits" in rows["torchtitan Llama 3.1 8B float8 8"].doubt
+    assert "batch" in rows["MaxText Llama2-7B bf16 8"].doubt
+
+
+def test_the_program_of_a_llama() -> None:
+    llama = next(row for row in published.read(H100) if row.case == "torchtitan Llama 3.1 8B bf16 8")
+    _, state, batch = llama.step(llama.ways[0])
+    assert sum(leaf.size for leaf in jax.tree.leaves(state["params"])) == pytest.approx(8.03e9, rel=1e-3)
+    assert batch["inputs"].shape == (16, 8192)
 
 
 def test_what_alpas_solver_chose_minimizes_what_it_minimized() -> None:
