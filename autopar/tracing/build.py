@@ -32,7 +32,7 @@ CALLS = {
     "custom_vjp_call": "call_jaxpr",
     "custom_lin": "call_jaxpr",
     "custom_vmap_call": "call",
-    "custom_partitioning": "call",  # of whole arrays; how it is cut, the rules of its equations say
+    "custom_partitioning": "call",  # of whole arrays, where no rule of the user's says how it is cut
     "composite": "jaxpr",
     "linear_call": "callee",
     "remat_opt": "fwd_jaxpr",
@@ -200,7 +200,7 @@ def barrier() -> Any:
 def _call(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequence[Operand] | None:
     params, name = eqn.params, eqn.primitive.name
     body = params.get(CALLS[name])
-    if body is None:
+    if body is None or params.get("sharding_rule") is not None:
         return None
     if name in _REMAT and params.get("differentiated") and params.get("prevent_cse", True):
         inputs = builder.fence(inputs, at.phase, at.source)

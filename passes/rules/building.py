@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core
 
 from autopar.ir.graph import Equation, Literal, Operand
-from autopar.ir.rule import DimMap, Local, Rule
+from autopar.ir.rule import BodyKernel, DimMap, Local, Rule, Sides
 
 RuleBuilder = Callable[[Equation], Rule]
 
@@ -132,3 +134,58 @@ def replicated(eqn: Equation) -> Rule:
     outputs = [factors.dims(value.shape, range(len(value.shape))) for value in eqn.outputs]
     work = float(sum(math.prod(x.shape) for x in (*eqn.inputs, *eqn.outputs)))
     return factors.rule(inputs, outputs, replicates=True, flops=work_per_point(work, factors))
+
+
+def opaque_kernel(
+    eqn: Equation, maps: Sequence[DimMap], held: frozenset[int], jaxpr: Any, *, times: int = 1,
+    flops: float | None = None,
+) -> BodyKernel:  # fmt: skip
+    """One kernel that reads its operands and writes its results once, and computes so often what a jaxpr says.
+
+    Args:
+      eqn: what is computed.
+      maps: of operands and results.
+      held: factors that cut it.
+      jaxpr: what it computes; loops of unknown length are counted once.
+      times: how often that is computed, in steps that are computed apart.
+      flops: of all, where that is known.
+    """
+    counted = flops_of(jaxpr)
+    products = counted.get("matmul", 0.0) > 0
+    total = flops if flops is not None else times * counted.get("matmul" if products else "vector", 0.0)
+    traffic = tuple(
+        (float(math.prod(v.shape) * v.dtype.itemsize), held.intersection(f for dim in dims for f in dim))
+        for v, dims in zip((*eqn.inputs, *eqn.outputs), maps, strict=True)
+    )
+    # As fast as a square product of so many operations in one step.
+    edge = (total / (2 * max(1, times))) ** (1 / 3)
+    none: frozenset[int] = frozenset()
+    sides = Sides((times, held), (edge, none), (edge, none), (edge, none)) if products and total else None
+    return BodyKernel(total, held, traffic, sides, eqn.kernel_dtype(products), times=1.0)
+
+
+def flops_of(jaxpr: Any) -> Mapping[str, float]:
+    """Operations of matrix products ("matmul") and of others ("vector"); loops of unknown length are counted once."""
+    total: dict[str, float] = defaultdict(float)
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = [flops_of(sub) for sub in inner_jaxprs(eqn.params)]
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            shape = eqn.invars[0].aval.shape
+            total["matmul"] += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
+        elif inner:
+            often = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            for each in inner:
+                for unit, n in each.items():
+                    total[unit] += often * n
+        else:
+            total["vector"] += sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
+    return total
+
+
+def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
+    """Those among the parameters of an equation."""
+    for value in params.values():
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
+                yield each

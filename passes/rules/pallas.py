@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +17,15 @@ import jax
 from jax.extend import core
 
 from autopar.ir.graph import Equation
-from autopar.ir.rule import BodyKernel, DimMap, Local, Rule, Sides, bind
-from autopar.passes.rules.building import Factors, RuleBuilder, local_shape, replicated
+from autopar.ir.rule import BodyKernel, DimMap, Local, Rule, bind
+from autopar.passes.rules.building import (
+    Factors,
+    RuleBuilder,
+    inner_jaxprs,
+    local_shape,
+    opaque_kernel,
+    replicated,
+)
 from autopar.passes.rules.loop_kernels import unit_of
 
 
@@ -147,15 +153,8 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """Of a jaxpr and all jaxprs in it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for sub in _inner(eqn.params):
+        for sub in inner_jaxprs(eqn.params):
             yield from _equations(sub)
-
-
-def _inner(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
-                yield each
 
 
 def _shared(estimate: Any, share: float) -> Any:
@@ -167,42 +166,11 @@ def _shared(estimate: Any, share: float) -> Any:
 
 
 def _kernel(eqn: Equation, maps: Sequence[DimMap], steps: Mapping[int, Sequence[int]]) -> BodyKernel:
-    """As the user says what it costs; else by the operations of one step, loops of unknown length counted once."""
+    """As the user says what it costs; else by the operations of one step."""
     held = frozenset(f for factors in steps.values() for f in factors)
-    estimate, mapping = eqn.params.get("cost_estimate"), eqn.params["grid_mapping"]
-    flops = _flops(eqn.params["jaxpr"])
-    products = flops.get("matmul", 0.0) > 0
-    count = math.prod(mapping.grid)
-    unit = "matmul" if products else "vector"
-    total = float(estimate.flops) if estimate is not None else count * flops.get(unit, 0.0)
-    traffic = tuple(
-        (float(math.prod(v.shape) * v.dtype.itemsize), held.intersection(f for dim in dims for f in dim))
-        for v, dims in zip((*eqn.inputs, *eqn.outputs), maps, strict=True)
-    )
-    # As fast as a square product of so many operations in one step.
-    edge = (total / (2 * max(1, count))) ** (1 / 3)
-    none: frozenset[int] = frozenset()
-    sides = Sides((count, held), (edge, none), (edge, none), (edge, none)) if products and total else None
-    return BodyKernel(total, held, traffic, sides, eqn.kernel_dtype(products), times=1.0)
-
-
-def _flops(jaxpr: Any) -> Mapping[str, float]:
-    """Operations of one run, of matrix products and of others."""
-    total: dict[str, float] = defaultdict(float)
-    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = [_flops(sub) for sub in _inner(eqn.params)]
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            total["matmul"] += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
-        elif inner:
-            often = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-            for each in inner:
-                for unit, n in each.items():
-                    total[unit] += often * n
-        else:
-            total["vector"] += sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
-    return total
+    estimate, count = eqn.params.get("cost_estimate"), math.prod(eqn.params["grid_mapping"].grid)
+    flops = None if estimate is None else float(estimate.flops)
+    return opaque_kernel(eqn, maps, held, eqn.params["jaxpr"], times=count, flops=flops)
 
 
 RULES: Mapping[str, RuleBuilder] = {"pallas_call": _pallas_call}

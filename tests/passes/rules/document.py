@@ -25,6 +25,7 @@ _REPLICATED = "nothing: its operands are gathered, with a warning"
 ELSEWHERE = {
     "cholesky_update": "leading dimensions",
     "cond": _OF_THE_BODY,
+    "custom_partitioning": "what the user's `sharding_rule` says; without one it is taken apart",
     "empty2": "a scalar",
     "geqp3": "leading dimensions",
     "one_minus_square": "every dimension",
