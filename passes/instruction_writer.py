@@ -160,7 +160,7 @@ class _Writer:
         runs_once = not local.program.in_loop or self.step.num_microbatches == 1
         donated = []
         for position, port in enumerate(local.inputs):
-            if (port.value in self.totals and local.program.in_loop) or (
+            if (port.value in self.totals and (local.program.in_loop or port in local.outputs)) or (
                 port.value in self.donate
                 and runs_once
                 and port == self.lowered.homes.get(port.value)

@@ -7,6 +7,7 @@ last microbatch, the gradients of the last layers can be on their way while thos
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.ir.graph import Phase
@@ -68,11 +69,12 @@ def _updates(programs: Sequence[LocalProgram]) -> list[LocalProgram]:
 
 
 def _sent(local: LocalProgram) -> int:
-    """Bytes of all that a program sends."""
+    """Bytes of all that a device sends in a program."""
     total = 0
     for op in local.ops:
         if isinstance(op, Reshard) and any(step.kind in _SENDING for step in op.steps):
-            total += op.value.nbytes
+            ends = (op.source, op.target)
+            total += op.value.itemsize * max(math.prod(s.local_shape(op.value.shape, local.mesh)) for s in ends)
         elif isinstance(op, Compute):
             total += sum(each.payload for each in op.combined)
     return total

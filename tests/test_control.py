@@ -366,14 +366,15 @@ def test_fixed_stages(stages: list[tuple[int, tuple[int, ...]]], are_alike: bool
 
 
 def test_recipes_stand_beside_the_plan() -> None:
+    cluster = autopar.load_preset("dgx-a100-2021")  # whose compiler hides nothing: the plan is not at its bound
     notes = {}
     for baselines in (True, False):
-        plan = plan_of(CLUSTER, baselines=baselines)
+        plan = plan_of(cluster, baselines=baselines)
         [notes[baselines]] = [[note for note in plan.notes if note.startswith("recipes would take")]]
     assert notes[False] == []
     [note] = notes[True]
     for recipe in (recipes.data_parallel(), *map(recipes.zero, (1, 2, 3))):
-        step_time = autopar.parallelize(make_step()).plan(*shapes(), cluster=CLUSTER, method=recipe).step_time
+        step_time = autopar.parallelize(make_step()).plan(*shapes(), cluster=cluster, method=recipe).step_time
         *least, number, unit = note.split(f"{recipe.name} in 1 microbatch ")[1].split(",")[0].strip(".").split()
         assert least in ([], ["at", "least"])
         seconds = float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit]

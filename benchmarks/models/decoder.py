@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import autopar
+from autopar.ops.attention import dot_product_attention
 from benchmarks.models import shared
 from benchmarks.models.shared import Batch, Metrics, Params, State
 
@@ -123,7 +123,7 @@ def attention(config: DecoderConfig, params: Params, x: jax.Array) -> jax.Array:
     keys = rotate((x @ weight["key"]).reshape(batch, length, groups, size), config.rotary_base)
     value = (x @ weight["value"]).reshape(batch, length, groups, size)
     if config.fused_attention:
-        mixed = autopar.dot_product_attention(query, keys, value, is_causal=True)
+        mixed = dot_product_attention(query, keys, value, is_causal=True)
     else:
         grouped = query.reshape(batch, length, groups, -1, size)
         scores = jnp.einsum("btkqd,bskd->bkqts", grouped, keys) / math.sqrt(size)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-import autopar
+from autopar.ops.attention import dot_product_attention
 
 Params = dict[str, Any]
 # "params"; "statistics", which the forward pass renews (batch norm's running means; {} for most models);
@@ -265,7 +265,7 @@ def causal_attention(params: Params, x: jax.Array) -> jax.Array:
     query = jnp.einsum("btw,whd->bthd", x, weight["query"]) + weight["query_bias"]
     keys = jnp.einsum("btw,whd->bthd", x, weight["key"])
     value = jnp.einsum("btw,whd->bthd", x, weight["value"]) + weight["value_bias"]
-    mixed = autopar.dot_product_attention(query, keys, value, is_causal=True)
+    mixed = dot_product_attention(query, keys, value, is_causal=True)
     result: jax.Array = jnp.einsum("bthd,hdw->btw", mixed, weight["out"]) + weight["out_bias"]
     return result
 

@@ -165,7 +165,10 @@ def opaque_kernel(
 
 
 def flops_of(jaxpr: Any) -> Mapping[str, float]:
-    """Operations of matrix products ("matmul") and of others ("vector"); loops of unknown length are counted once."""
+    """Operations of matrix products ("matmul") and of others ("vector").
+
+    Loops of unknown length are counted once, and of a condition's branches the mean.
+    """
     total: dict[str, float] = defaultdict(float)
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         inner = [flops_of(sub) for sub in inner_jaxprs(eqn.params)]
@@ -175,6 +178,8 @@ def flops_of(jaxpr: Any) -> Mapping[str, float]:
             total["matmul"] += 2 * math.prod(eqn.outvars[0].aval.shape) * math.prod(shape[d] for d in contracted)
         elif inner:
             often = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+            if "branches" in eqn.params:
+                often = 1 / len(inner)
             for each in inner:
                 for unit, n in each.items():
                     total[unit] += often * n

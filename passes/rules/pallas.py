@@ -47,7 +47,13 @@ def _pallas_call(eqn: Equation) -> Rule:
     arrays = [_blocks(each, len(grid)) for each in mapping.block_mappings]
     shapes = [tuple(each.array_aval.shape) for each in mapping.block_mappings]
     results = range(mapping.num_inputs, len(arrays))
-    cut = [g for g in range(len(grid)) if _can_be_cut(g, grid[g], arrays, shapes, results) and _is_free(eqn, g)]
+    shared = [(i - mapping.num_index_operands, mapping.num_inputs + o) for i, o in eqn.params["input_output_aliases"]]
+    cut = [
+        g for g in range(len(grid))
+        if _can_be_cut(g, grid[g], arrays, shapes, results)
+        and _is_free(eqn, g)
+        and all(i >= 0 and _where(g, arrays[i]) == _where(g, arrays[o]) for i, o in shared)
+    ]  # fmt: skip
     if not cut:
         whole = replicated(eqn)
         kernel = _kernel(eqn, [*whole.inputs, *whole.outputs], {})
@@ -130,6 +136,11 @@ def _can_be_cut(
         if any(b.step != step or b.size is None or b.size * count != n for b, n in using):
             return False
     return True
+
+
+def _where(step: int, blocks: Sequence[_Block]) -> list[int]:
+    """The dimensions of an array that a dimension of the grid is in."""
+    return [d for d, block in enumerate(blocks) if step in block.uses]
 
 
 def _is_free(eqn: Equation, step: int) -> bool:

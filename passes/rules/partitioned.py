@@ -2,7 +2,8 @@
 
 Factors that operands and results share are cut; what a piece is computed by is what the user's `partition` gives for
 such shardings. A factor stays whole where the rule says so (reductions, permutations, what needs replication), and
-where `partition` asks for other shardings than the rule has, or for an axis of the mesh by name.
+where `partition` asks for other shardings than the rule has, or for an axis of the mesh by name. That is tried for a
+factor beside those that have been taken.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from autopar.ir.rule import DimMap, Local, Rule
 from autopar.passes.rules.building import Factors, RuleBuilder, inner_jaxprs, opaque_kernel, replicated
 from autopar.passes.rules.loop_kernels import unit_of
 
+_MOST_TRIED = 8  # pieces of one factor, for each number of which `partition` is asked
+
 _Names = tuple[tuple[str, ...], ...]  # of the factors of each dimension, major to minor
 
 
@@ -37,7 +40,11 @@ def _custom_partitioning(eqn: Equation) -> Rule:
     made = {f for dims in names[len(eqn.inputs) :] for dim in dims for f in dim}
     kept = {*told.reduction_factors, *told.need_replication_factors, *told.permutation_factors}
     candidates = (read & made) - kept
-    cut = {f for f in sorted(candidates) if sizes[f] > 1 and _agrees(eqn, names, f, sizes[f])}
+    cut: list[str] = []
+    for f in sorted(candidates):
+        beside = {g: _counts(sizes[g])[0] for g in cut}
+        if sizes[f] > 1 and all(_agrees(eqn, names, {**beside, f: n}) for n in _counts(sizes[f])):
+            cut.append(f)
     if not cut:
         return replicated(eqn)
     factors = Factors()
@@ -82,23 +89,29 @@ def _names(mapping: Sequence[Any], rank: int) -> _Names:
     return tuple((dim,) if isinstance(dim, str) else tuple(dim) for dim in dims)
 
 
-def _agrees(eqn: Equation, names: Sequence[_Names], factor: str, size: int) -> bool:
-    """Whether two pieces (or as few as there can be) of a factor are computed apart, as they lie."""
-    count = next(n for n in range(2, size + 1) if size % n == 0)
+def _counts(size: int) -> list[int]:
+    """Into how many pieces a factor may be cut, up to as many as a host has devices."""
+    return [n for n in range(2, min(size, _MOST_TRIED) + 1) if size % n == 0] or [size]
+
+
+def _agrees(eqn: Equation, names: Sequence[_Names], split: Mapping[str, int]) -> bool:
+    """Whether so many pieces of factors, together, are computed apart, as they lie."""
+    pieces = [
+        jax.ShapeDtypeStruct(
+            tuple(n // math.prod(split.get(f, 1) for f in dim) for n, dim in zip(v.shape, dims, strict=True)), v.dtype
+        )
+        for v, dims in zip((*eqn.inputs, *eqn.outputs), names, strict=True)
+    ]
+    operands, results = pieces[: len(eqn.inputs)], pieces[len(eqn.inputs) :]
     try:
-        function, agreed = _partition(eqn, names, {factor: count})
+        function, agreed = _partition(eqn, names, split)
         if not agreed:
             return False
-        pieces = [
-            jax.ShapeDtypeStruct(
-                tuple(n // (count if factor in dim else 1) for n, dim in zip(v.shape, dims, strict=True)), v.dtype
-            )
-            for v, dims in zip(eqn.inputs, names, strict=False)
-        ]
-        traced = jax.make_jaxpr(function)(*eqn.params["in_tree"].unflatten(pieces))
+        traced = jax.make_jaxpr(function)(*eqn.params["in_tree"].unflatten(operands))
     except Exception:  # the user's code, for a mesh that it may not know
         return False
-    return not _names_axes(traced)
+    made = [(tuple(aval.shape), aval.dtype) for aval in traced.out_avals]
+    return made == [(x.shape, x.dtype) for x in results] and not _names_axes(traced)
 
 
 def _names_axes(jaxpr: Any) -> bool:

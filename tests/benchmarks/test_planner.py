@@ -182,7 +182,7 @@ def test_growth() -> None:
 
 def test_cases_of_every_preset() -> None:
     cases = planner.preset_cases()
-    assert len(cases) == 6 * 3 * 3
+    assert len(cases) == 9 * 3 * 3
     case = next(case for case in cases if case.name == "gpt 6.7B on 64 of dgx-h100")
     assert (len(case.cluster.hosts), case.cluster.num_devices) == (8, 64)
     assert case.cluster.xla.hides_latency

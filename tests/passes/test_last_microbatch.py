@@ -21,7 +21,7 @@ from autopar.planning.pricing import Prices
 from benchmarks.models import gpt
 from tests import models
 from tests.h100 import needs_cuda_compiler
-from tests.planned import Planned, cluster_of, plan_step
+from tests.planned import Planned, analyse, cluster_of, plan_analysis, plan_step
 from tests.test_collectives_end_to_end import agree
 
 WIDTHS = (32, 64, 64, 16)
@@ -53,6 +53,21 @@ def test_a_step_is_that_of_one_device(method: Method, m: int) -> None:
     for actual, expected in zip(results, jax.tree.leaves(jax.jit(step)(state, batch)), strict=True):
         np.testing.assert_allclose(np.asarray(actual), np.asarray(expected), rtol=2e-4, atol=2e-6)
     agree(found, worker.sources, worker.programs)
+
+
+def test_gradients_that_the_step_returns_are_added_up_in_place() -> None:
+    def step(params: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda params: jnp.mean(jnp.tanh(x @ params) ** 2))(params)
+
+    analysis = analyse(step, jnp.ones((64, 64)), jnp.ones((32, 64)), batch_axes=(None, 0))
+    found = plan_analysis(analysis, hiding(cluster_of(1, 8)), recipes.zero(2), 2)
+    assert found.lowered.loop_microbatches == 1
+    last = found.lowered.programs[-1]
+    totals = set(found.lowered.placed.step.accumulate.values())
+    returned = {i for i, port in enumerate(last.inputs) if port.value in totals and port in last.outputs}
+    runs = [i for i in instructions_of(found.lowered, "1f1b", frozenset()).instructions if isinstance(i, Run)]
+    assert returned
+    assert returned <= set(runs[-1].donated)
 
 
 def test_each_microbatch_is_computed_once() -> None:

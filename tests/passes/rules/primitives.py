@@ -27,7 +27,8 @@ def primitives_of_jax() -> dict[str, Any]:
             # Older versions of JAX have some of these in one file.
             for info in pkgutil.iter_modules(getattr(importlib.import_module(package), "__path__", ())):
                 importlib.import_module(f"{package}.{info.name}")
-        importlib.import_module("jax.experimental.multihost_utils")  # other tests may have imported it
+        for other in ("jax.experimental.multihost_utils", "jax.experimental.pallas.tpu"):
+            importlib.import_module(other)  # other tests may have imported it
     found: dict[str, Any] = {pallas_call_p.name: pallas_call_p}
     for name, module in sorted(sys.modules.items()):
         if name.split(".")[0] == "jax" and not name.startswith(_IN_KERNELS):

@@ -153,6 +153,43 @@ def test_other_indices_stay_whole() -> None:
     assert sizes_cut(pallas_rule(lambda x: call(x, lambda i: (i, 0), rows=7), floats(7, COLUMNS))) == []
 
 
+@pytest.mark.parametrize(
+    ("spec", "cut"),
+    [
+        (pl.BlockSpec((2, COLUMNS), lambda i: (i, 0)), [4]),
+        (pl.BlockSpec((2, COLUMNS), lambda i: (0, 0)), []),
+        (pl.BlockSpec(memory_space=pl.ANY), []),
+    ],
+    ids=["alike", "one block", "all"],
+)
+def test_what_a_result_replaces_is_cut_as_it_is(spec: Any, cut: list[int]) -> None:
+    def kernel(x_ref: Any, base_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = 2 * x_ref[...]
+
+    def replace(x: Any, base: Any) -> Any:
+        rows = pl.BlockSpec((2, COLUMNS), lambda i: (i, 0))
+        return pl.pallas_call(
+            kernel, grid=(ROWS // 2,), in_specs=[rows, spec], out_specs=rows,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), input_output_aliases={1: 0}, interpret=True,
+        )(x, base)  # fmt: skip
+
+    assert sizes_cut(pallas_rule(replace, X, X + 1)) == cut
+    if cut:
+        assert check_pieces(last_application(replace, X, X + 1), exact=True) == 1
+
+
+def test_work_under_a_condition() -> None:
+    """What one of two branches computes counts by half."""
+
+    def kernel(x_ref: Any, scale_ref: Any, o_ref: Any) -> None:
+        @pl.when(scale_ref[0, 0] > 0)
+        def _() -> None:
+            o_ref[...] = x_ref[...] @ jnp.ones((COLUMNS, COLUMNS))
+
+    (of_kernel,) = pallas_rule(functools.partial(norm, kernel=kernel), X, SCALE).kernels
+    assert of_kernel.flops == 2 * ROWS * COLUMNS * COLUMNS / 2
+
+
 def test_operands_fetched_before_stay_whole() -> None:
     """Rows picked by an operand that is read before the blocks are."""
 

@@ -110,7 +110,21 @@ def test_what_partition_does_otherwise_stays_whole() -> None:
         assert mesh.size == 8
         return as_given(mesh, operands, result)
 
-    for partition, cut in ((whole_rows, [6]), (over_the_mesh, []), (only_on_eight, [])):
+    def one_at_a_time(mesh: Any, operands: Any, result: Any) -> Any:
+        assert len(mesh.axis_names) == 1
+        return as_given(mesh, operands, result)
+
+    def of_the_whole_size(mesh: Any, operands: Any, result: Any) -> Any:
+        return as_given(mesh, operands, result, lambda x, scale: jnp.zeros(result.shape))
+
+    def in_pairs(mesh: Any, operands: Any, result: Any) -> Any:
+        assert mesh.size == 2
+        return as_given(mesh, operands, result)
+
+    for partition, cut in (
+        (whole_rows, [6]), (over_the_mesh, []), (only_on_eight, []), (one_at_a_time, [4]), (of_the_whole_size, []),
+        (in_pairs, []),
+    ):  # fmt: skip
         function = partitioned(RULE, partition, need_replication_factors=("n",))
         assert sizes_cut(function, X, SCALE) == cut
 
