@@ -70,7 +70,6 @@ WORSE = 1 / 3
 MISJUDGED = 0.1  # relative: what the stage search estimates to be slower by more is given up
 DEPTHS = 4  # of Megatron's pipelines that are tried for each degree of tensor parallelism
 OURS = ("ours", "with recipes")
-MICROBATCH_SIZES = (1, 2, 4)  # of Megatron-LM, where the table at hand does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +146,7 @@ def megatron_cases() -> list[Case]:
 def _megatron_case(row: Mapping[str, str]) -> Case:
     tp, pp, gpus, batch_size = (int(row[name]) for name in ("TP", "PP", "gpus", "global_batch"))
     dp, layers = gpus // (tp * pp), int(row["layers"])
-    sizes = [int(row["microbatch"])] if row["microbatch"] else MICROBATCH_SIZES
+    sizes = [int(row["microbatch"])] if row["microbatch"] else published.MICROBATCH_SIZES
     numbers = [batch_size // (dp * size) for size in sizes if batch_size % (dp * size) == 0]
     # Interleaved with as few stages a device as the layers allow, where there is a pipeline.
     chunks = next((n for n in (2, 3) if pp > 1 and layers % (pp * n) == 0), 1)

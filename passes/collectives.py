@@ -6,7 +6,7 @@ One step is one collective, over several mesh axes at once where it names severa
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -238,7 +238,7 @@ def count_collectives(jaxpr: Any, mesh: Mesh) -> tuple[Collective, ...]:
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         name = eqn.primitive.name
         axes = _mesh_axes(eqn.params, mesh)
-        inner = [count_collectives(sub, mesh) for sub in _jaxprs_in(eqn.params)]
+        inner = [count_collectives(sub, mesh) for sub in jax.extend.core.jaxprs_in_params(eqn.params)]
         if name in _PRIMITIVES and axes:
             collectives += _collectives_of(eqn, axes, mesh)
         elif axes and name not in _SILENT and not inner:
@@ -291,10 +291,3 @@ def _nbytes(aval: Any) -> int:
     # A PRNG key counts 8 bytes, as in `Value.nbytes`.
     itemsize = 8 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
     return int(math.prod(aval.shape) * itemsize)
-
-
-def _jaxprs_in(params: Mapping[str, Any]) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            if isinstance(item, (jax.extend.core.ClosedJaxpr, jax.extend.core.Jaxpr)):
-                yield item

@@ -179,8 +179,9 @@ def test_a_target_has_the_limits_of_its_own_device() -> None:
         lines = (line.split() for line in text.splitlines())
         fields = {words[0]: words[1] for words in lines if len(words) == 2}
         assert int(fields["core_count:"]) == kind.multiprocessors or not kind.multiprocessors
-        # That of the GB200 is the B200's, which has 0.96 of its memory's speed.
-        assert float(fields["memory_bandwidth:"]) == pytest.approx(kind.memory_bandwidth, rel=0.05)
+        # The GB200's target is the B200's, which has 0.96 of its memory's speed.
+        close = 0.05 if preset == "gb200-nvl72" else 0.02
+        assert float(fields["memory_bandwidth:"]) == pytest.approx(kind.memory_bandwidth, rel=close)
         # Data sheets mean either unit by a gigabyte.
         assert float(fields["device_memory_size:"]) == pytest.approx(kind.memory, rel=0.08)
 

@@ -76,7 +76,8 @@ class ContextParallel:
         count = self.pieces(cut)
         if not self.may_exchange_heads or self.shared.piece(cut) % count:
             return False
-        return self._bytes(self._exchanged(cut)) <= self._bytes(self._gathered(cut))
+        exchanged, gathered = (sum(each.nbytes for each in way) for way in (self._exchanged(cut), self._gathered(cut)))
+        return exchanged <= gathered
 
     def sent(self, cut: Mapping[int, int]) -> list[Sent]:
         """The collectives, in the order in which they are made."""
@@ -132,10 +133,6 @@ class ContextParallel:
                     sent += [Sent("permute", n // own * part, 4 * (n // own * part), way) for n, way in ways]
         adding = several + (_ADDING_HALVES if second else 0)
         return [*sent, *(Sent("reduce_scatter", n := of_shared * wide, adding * n) for _, wide in self.sums)]
-
-    def _bytes(self, sent: list[Sent]) -> int:
-        """Those that leave a device."""
-        return sum(each.nbytes for each in sent)
 
 
 def halves_to(count: int) -> tuple[Pairs, Pairs]:

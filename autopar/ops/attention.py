@@ -31,7 +31,7 @@ def dot_product_attention(
 
     softmax(scale * query @ key.T + bias) @ value for each example and head (Vaswani et al. 2017). On GPUs cuDNN
     computes it where it can, elsewhere it is computed block by block (Dao et al. 2022), so that one script runs on a
-    laptop and on a cluster. The planner knows it as one operator: examples and heads can be cut.
+    laptop and on a cluster. The planner knows it as one operator: examples, heads and positions can be cut.
 
     Args:
       query: [B, T, N, H] or [T, N, H]: examples, positions, heads, width.

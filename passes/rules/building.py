@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def flops_of(jaxpr: Any) -> Mapping[str, float]:
     """
     total: dict[str, float] = defaultdict(float)
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        inner = [flops_of(sub) for sub in inner_jaxprs(eqn.params)]
+        inner = [flops_of(sub) for sub in core.jaxprs_in_params(eqn.params)]
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
@@ -186,11 +186,3 @@ def flops_of(jaxpr: Any) -> Mapping[str, float]:
         else:
             total["vector"] += sum(math.prod(getattr(v.aval, "shape", ())) for v in eqn.outvars)
     return total
-
-
-def inner_jaxprs(params: Mapping[str, Any]) -> Iterator[Any]:
-    """Those among the parameters of an equation."""
-    for value in params.values():
-        for each in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(each, core.Jaxpr | core.ClosedJaxpr):
-                yield each

@@ -21,7 +21,6 @@ from autopar.ir.rule import BodyKernel, DimMap, Local, Rule, bind
 from autopar.passes.rules.building import (
     Factors,
     RuleBuilder,
-    inner_jaxprs,
     local_shape,
     opaque_kernel,
     replicated,
@@ -164,7 +163,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
     """Of a jaxpr and all jaxprs in it."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         yield eqn
-        for sub in inner_jaxprs(eqn.params):
+        for sub in core.jaxprs_in_params(eqn.params):
             yield from _equations(sub)
 
 

@@ -20,7 +20,7 @@ from jax.extend import core
 from autopar.errors import InternalError
 from autopar.ir.graph import Equation
 from autopar.ir.rule import DimMap, Local, Rule
-from autopar.passes.rules.building import Factors, RuleBuilder, inner_jaxprs, opaque_kernel, replicated
+from autopar.passes.rules.building import Factors, RuleBuilder, opaque_kernel, replicated
 from autopar.passes.rules.loop_kernels import unit_of
 
 _MOST_TRIED = 8  # pieces of one factor, for each number of which `partition` is asked
@@ -120,7 +120,7 @@ def _names_axes(jaxpr: Any) -> bool:
         dims = eqn.params.get("axes", ())  # dimensions of arrays are numbers
         if "axis_name" in eqn.params or not all(isinstance(dim, int) for dim in dims):
             return True
-        if any(map(_names_axes, inner_jaxprs(eqn.params))):
+        if any(map(_names_axes, core.jaxprs_in_params(eqn.params))):
             return True
     return False
 

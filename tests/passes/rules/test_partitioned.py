@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -77,7 +78,7 @@ def test_parts_of_a_dimension() -> None:
     def by_head(x: Any) -> Any:
         return jnp.cumsum(x.reshape(*x.shape[:-1], -1, 4), -1).reshape(x.shape)
 
-    partition = lambda mesh, operands, result: as_given(mesh, operands, result, by_head)  # noqa: E731
+    partition = functools.partial(as_given, function=by_head)
     function = partitioned("b (h d) -> b (h d)", partition, by_head, need_replication_factors=("d",), h=6, d=4)
     x = floats(4, 24)
     assert sizes_cut(function, x) == [4, 6]
@@ -88,7 +89,7 @@ def test_reductions_stay_whole() -> None:
     def summed(x: Any) -> Any:
         return twice_p.bind(x).sum(-1)
 
-    partition = lambda mesh, operands, result: as_given(mesh, operands, result, summed)  # noqa: E731
+    partition = functools.partial(as_given, function=summed)
     function = partitioned("b n -> b", partition, summed, reduction_factors=("n",))
     assert sizes_cut(function, floats(4, 6)) == [4]
 
