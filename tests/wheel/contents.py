@@ -8,17 +8,15 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-SUFFIXES = (".py", ".json", ".html", ".txtpb", ".typed")
-
 
 def expected_files(repository: Path) -> set[str]:
-    """Paths under `autopar/`, as they are in the checkout when links are followed."""
+    """Paths under `autopar/`, as they are in the checkout when links are followed, whatever their kind."""
     files = set()
     for room in ("autopar", "passes", "cost_model", "runtime"):
         target = "autopar" if room == "autopar" else f"autopar/{room}"
         for path in (repository / room).rglob("*"):
             inside_link = any(parent.is_symlink() for parent in path.parents)
-            if path.suffix in SUFFIXES and path.is_file() and not inside_link:
+            if path.is_file() and "__pycache__" not in path.parts and not inside_link:
                 files.add(f"{target}/{path.relative_to(repository / room).as_posix()}")
     return files
 
