@@ -59,6 +59,7 @@ def merged(
         equations=tuple(eqn for p in both for eqn in p.program.equations),
         inputs=tuple(dict.fromkeys(port.value for port in inputs)),
         outputs=tuple(dict.fromkeys(port.value for port in outputs)),
+        copies=frozenset(v for p in both for v in p.program.copies),
     )  # fmt: skip
     last = LocalProgram(program, loop.mesh, ops, tuple(inputs), outputs)
     return [*(p for p in programs if p not in updates), last]

@@ -196,7 +196,7 @@ class _Assembly:
     def _bridge(self, stage: int, phase: Phase, pairs: Sequence[tuple[Port, Port]]) -> LocalProgram:
         """A program that only reshards."""
         inputs = tuple(dict.fromkeys(port.value for port, _ in pairs))
-        program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs)
+        program = Program(-1 - stage, f"bridge_{phase.value}_{stage}", phase, stage, (), inputs, inputs, frozenset())
         sharding = dataclasses.replace(self.shardings[stage], layouts={})
         writer = ProgramWriter(program, sharding, self.rules, self.resharders[stage], (), {}, self.xla)
         for port, _ in pairs:
@@ -229,7 +229,8 @@ def _natural_layouts(
             continue
         for eqn in program.equations:
             strategy = sharding.strategies[program.index, eqn.id]
-            layouts.update(zip(eqn.outputs, results_of(rules[eqn.id], strategy, sharding.mesh), strict=True))
+            results = zip(eqn.outputs, results_of(rules[eqn.id], strategy, sharding.mesh), strict=True)
+            layouts.update((v, lies) for v, lies in results if v not in program.copies or v not in layouts)
         for value in (*program.inputs, *program.outputs):
             layout = sharding.layout(program, value)
             if layout is not None:

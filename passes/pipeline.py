@@ -11,7 +11,8 @@
    waits, are put off, with what only leads to them or follows from them.
 6. In the prologue and the update a stage's equations are cut into rounds so that programs never depend on one
    another in a circle (a global gradient norm goes all ways); in the loop stages are monotone and need none.
-7. Programs of one stage that follow one another with nothing between them are fused.
+7. Programs of one stage that follow one another with nothing between them are fused. A backward program that is not
+   fused with the forward program of its stage repeats what is in `again` (see `residuals.py`).
 """
 
 from __future__ import annotations
@@ -19,26 +20,30 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.ir.graph import Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.program import PlacedStep, Program
 from autopar.passes.split_backward import IsHeavy, put_off
 
+_Key = tuple[int, int, int]  # of a program: order of phases, order in the phase, stage
+
 
 def place(
     step: StepGraph, forward_stage: Mapping[int, int], num_stages: int, homes: Mapping[Value, int],
-    heavy: IsHeavy | None = None,
+    heavy: IsHeavy | None = None, again: Mapping[Value, Equation] = MappingProxyType({}),
 ) -> PlacedStep:  # fmt: skip
     """Cut a step into programs.
 
     `forward_stage` gives the stage of each FORWARD equation by id, `homes` that of inputs that lie somewhere already.
     `heavy`: which equations are worth putting off, where gradients of parameters are to be apart.
+    `again`: by value of the forward pass the equation that makes it again where the backward pass is apart.
     """
     stages = _loop_stages(step, forward_stage, num_stages)
     step, stages = _defer_sums(step, stages)
     home = _update_stages(step, stages, homes)
     late = frozenset() if heavy is None else _put_off(step, stages, heavy)
-    return _programs(step, stages, home, num_stages, late)
+    return _programs(step, stages, home, num_stages, late, again)
 
 
 def _put_off(step: StepGraph, stages: Mapping[int, int], heavy: IsHeavy) -> frozenset[int]:
@@ -233,11 +238,12 @@ def _vote(eqn: Equation, values: Sequence[Value], stages: dict[int, int], where:
 
 
 def _programs(
-    step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, int], num_stages: int, late: Collection[int]
-) -> PlacedStep:
+    step: StepGraph, stages: Mapping[int, int], home: Mapping[Value, int], num_stages: int, late: Collection[int],
+    again: Mapping[Value, Equation],
+) -> PlacedStep:  # fmt: skip
     """Steps 6 and 7; `late` are the equations of step 5."""
-    key_of: dict[Value, tuple[int, int, int]] = {}  # value -> (order of phases, order in phase, stage)
-    members: dict[tuple[int, int, int], list[Equation]] = defaultdict(list)
+    key_of: dict[Value, _Key] = {}
+    members: dict[_Key, list[Equation]] = defaultdict(list)
     phases = list(Phase)
     rounds: dict[Value, int] = {}
     copied = step.copied
@@ -247,7 +253,7 @@ def _programs(
         if isinstance(out := step.outputs[k], Value)
     }  # fmt: skip
 
-    def key(phase: Phase, stage: int, round_: int) -> tuple[int, int, int]:
+    def key(phase: Phase, stage: int, round_: int) -> _Key:
         if num_stages == 1:
             if step.num_microbatches == 1:
                 return (0, 0, 0)
@@ -289,12 +295,16 @@ def _programs(
         key_of[v] = where
 
     order = sorted(members)
-    wanted_copies: dict[tuple[int, int, int], set[Value]] = defaultdict(set)
+    wanted_copies: dict[_Key, set[Value]] = defaultdict(set)
     for v in outputs & copied.keys():
         wanted_copies[key_of[v]].add(v)
     position = {eqn.id: i for i, eqn in enumerate(step.equations)}
-    full = {k: _updated_early(_with_copies(members[k], wanted_copies[k], copied, position)) for k in order}
-    needed_by: dict[Value, set[tuple[int, int, int]]] = defaultdict(set)
+    full = {}
+    for k in order:
+        apart = phases[k[0]] in (Phase.BACKWARD, Phase.WEIGHTS)  # from the forward program
+        here = {v: eqn for v, eqn in again.items() if stages[eqn.id] == k[2]} if apart else {}
+        full[k] = _updated_early(_with_copies(members[k], wanted_copies[k], copied, here, position))
+    needed_by: dict[Value, set[_Key]] = defaultdict(set)
     inputs_of = {}
     for k in order:
         made = {v for eqn in full[k] for v in eqn.outputs}
@@ -314,7 +324,8 @@ def _programs(
         phase = phases[k[0]] if full[k] and num_stages * step.num_microbatches > 1 else Phase.UPDATE
         producer.update(dict.fromkeys(results, index))
         name = _name(phase, k, num_stages) if num_stages * step.num_microbatches > 1 else "step"
-        programs.append(Program(index, name, phase, k[2], full[k], inputs_of[k], results))
+        copies = frozenset(v for eqn in full[k] for v in eqn.outputs if v in copied or key_of[v] != k)
+        programs.append(Program(index, name, phase, k[2], full[k], inputs_of[k], results, copies))
     for whole, v in step.loop_values.items():
         producer[whole] = producer[v]
     return PlacedStep(step, num_stages, tuple(programs), producer, home)
@@ -360,16 +371,25 @@ def _through_copies(values: Sequence[Value], copied: Mapping[Value, Equation]) -
 
 
 def _with_copies(
-    equations: Sequence[Equation], wanted: set[Value], copied: Mapping[Value, Equation], position: Mapping[int, int]
-) -> tuple[Equation, ...]:
-    """The equations of a program behind the batch-free ones that they need; `position` is that in the step, by id."""
+    equations: Sequence[Equation], wanted: set[Value], copied: Mapping[Value, Equation],
+    again: Mapping[Value, Equation], position: Mapping[int, int],
+) -> tuple[Equation, ...]:  # fmt: skip
+    """The equations of a program behind those that it needs of `copied`, which no microbatch enters, and of `again`.
+
+    Each of `again` comes right before what first reads its result. `position` is that in the step, by equation id.
+    """
     copies: dict[int, Equation] = {}
-    stack = [v for eqn in equations for v in eqn.values] + list(wanted)
+    when = {eqn.id: (position[eqn.id], 1, 0) for eqn in equations}
+    stack = [(v, when[eqn.id]) for eqn in equations for v in eqn.values] + [(v, (-1, 0, 0)) for v in wanted]
     while stack:
-        eqn = copied.get(stack.pop())
-        if eqn is not None and eqn.id not in copies:
-            copies[eqn.id] = eqn
-            stack.extend(eqn.values)
-    # Copies may depend on equations of the same program (a prologue's sum, then a cheap function of it).
-    merged = sorted([*equations, *copies.values()], key=lambda eqn: position[eqn.id])
+        v, reader = stack.pop()
+        eqn = again.get(v) or copied.get(v)
+        if eqn is None:
+            continue
+        # Copies may depend on equations of the same program (a prologue's sum, then a cheap function of it).
+        at = (reader[0], 0, position[eqn.id]) if v in again else (position[eqn.id], 1, 0)
+        if eqn.id not in copies or at < when[eqn.id]:
+            copies[eqn.id], when[eqn.id] = eqn, at
+            stack.extend((u, at) for u in eqn.values)
+    merged = sorted([*equations, *copies.values()], key=lambda eqn: when[eqn.id])
     return tuple(merged)

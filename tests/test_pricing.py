@@ -106,7 +106,7 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
         (value,) = graph.inputs
         rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
         outputs = tuple(v for v in graph.outputs if isinstance(v, Value))
-        program = Program(0, "program", Phase.FORWARD, 0, graph.equations, (value,), outputs)
+        program = Program(0, "program", Phase.FORWARD, 0, graph.equations, (value,), outputs, frozenset())
         traffic = memory_traffic(graph.equations, rules, (value,), outputs, xla=XlaBackend(single_output=True))
         whole = Sharding.replicated(len(shape))
         cut = Sharding(tuple(mesh.axes if d == dim else () for d in range(len(shape))))

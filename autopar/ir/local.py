@@ -134,8 +134,8 @@ class StageSharding:
 
     mesh: Mesh
     strategies: Mapping[tuple[int, int], Strategy]  # (program index, equation id) -> strategy
-    # Where a value is kept after it was made or has arrived; else as its equation leaves it. Batch-free values that
-    # several programs compute for themselves are keyed by the program, all others by None.
+    # Where a value is kept after it was made or has arrived; else as its equation leaves it. Values that several
+    # programs compute for themselves (`Program.copies`) are keyed by the program, all others by None.
     layouts: Mapping[tuple[int | None, Value], Sharding]
     objective: float  # seconds per step, the solver's
     lower_bound: float  # seconds per step: no choice of strategies can be cheaper
@@ -144,4 +144,5 @@ class StageSharding:
     reshard_after_forward: bool = False
 
     def layout(self, program: Program, value: Value) -> Sharding | None:
-        return self.layouts.get((program.index, value)) or self.layouts.get((None, value))
+        """Where a program takes or leaves a value; None: as its equation leaves it."""
+        return self.layouts.get((program.index if value in program.copies else None, value))

@@ -10,7 +10,7 @@ from autopar.ir.graph import Equation, Phase, StepGraph, Value
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """Equations that run together on one stage's mesh. Batch-free cheap equations are copied into each user."""
+    """Equations that run together on one stage's mesh. Cheap equations may be copied into several programs."""
 
     index: int  # position in the topological order of programs
     name: str
@@ -19,6 +19,7 @@ class Program:
     equations: tuple[Equation, ...]
     inputs: tuple[Value, ...]
     outputs: tuple[Value, ...]  # values that other programs, the accumulators or the caller need
+    copies: frozenset[Value]  # made here for this program alone: others may make them, too
 
     @property
     def in_loop(self) -> bool:

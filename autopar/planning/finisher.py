@@ -273,7 +273,7 @@ class Finisher:
         layered = Layered(analysis, step, rules, tuple(stages[e.id] for e in step.forward), len(meshes))
         spans = [(i, i + 1) for i in range(len(meshes))]
         layered = layered.recomputing_at(spans, self._recomputed(layered, like))
-        placed = place(layered.step, stages, len(meshes), homes)
+        placed = place(layered.step, stages, len(meshes), homes, again=layered.repeated)
         interleaved = len({mesh.devices for mesh in meshes}) < len(meshes)
         reshard_after_forward = [i for i, stage in enumerate(like) if stage.reshard_after_forward]
         finished = self.finish(layered, placed, meshes, "interleaved" if interleaved else "1f1b", reshard_after_forward)

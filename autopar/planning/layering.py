@@ -26,6 +26,7 @@ from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equa
 from autopar.passes.microbatch import split_batch
 from autopar.passes.pipeline import place
 from autopar.passes.recompute import leaner_blocks, recompute
+from autopar.passes.residuals import repeated
 from autopar.passes.rules.table import rule_of
 from autopar.passes.spans import Spans
 from autopar.passes.split_backward import split_loops
@@ -57,6 +58,11 @@ class Layered:
     def finest(self) -> PlacedStep:
         """With each layer as a stage of its own."""
         return self.placed(range(1, self.num_layers))
+
+    @functools.cached_property
+    def repeated(self) -> Mapping[Value, Equation]:
+        """By value of the forward pass: what makes it again in a backward program of its own."""
+        return repeated(self.step, self.rules)
 
     @functools.cached_property
     def spans(self) -> Spans:
@@ -91,7 +97,7 @@ class Layered:
             stage_of_layer[cut:] += 1
         stages = {eqn.id: int(stage_of_layer[layer]) for eqn, layer in zip(self.forward, self.layers, strict=True)}
         heavy = (lambda eqn: self.rules[eqn.id].products > 0) if weights_apart else None
-        return place(self.step, stages, len(cuts) + 1, {}, heavy)
+        return place(self.step, stages, len(cuts) + 1, {}, heavy, self.repeated)
 
     def recomputing(self, blocks: Sequence[Block]) -> Layered:
         """It with these blocks of the forward pass computed again in the backward pass."""

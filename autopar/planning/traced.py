@@ -25,6 +25,7 @@ from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
+from autopar.passes.loop_residuals import thin_loops
 from autopar.passes.lower import LoweredStep
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
@@ -131,6 +132,7 @@ def trace_step(
         )
     )  # fmt: skip
     graph = dataclasses.replace(graph, hints=_pinned_leaves(graph, options.hints))
+    graph = thin_loops(graph, rule_of)
     warn_missing(graph.equations)
     state = frozenset() if state_of is None else frozenset(state_of(graph))
     axes = resolve_batch_axes(graph, options.batch_axes, state)

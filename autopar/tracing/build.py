@@ -48,7 +48,7 @@ _REDUCTIONS = {"psum": jax.lax.reduce_sum, "pmax": jax.lax.reduce_max, "pmin": j
 COND = "cond"
 LINEAR_SOLVE = "custom_linear_solve"  # calls one of several
 SHARD_MAP = "shard_map"
-_REMAT = frozenset({"remat2", "checkpoint", "remat"})
+REMAT = frozenset({"remat2", "checkpoint", "remat"})
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 _MAX_FRAMES = 1000  # as deep as Python goes
 _AGAIN = "rematted_computation"  # in the name stack of what `jax.checkpoint` computes again
@@ -202,7 +202,7 @@ def _call(builder: Builder, eqn: Any, inputs: list[Operand], at: _Where) -> Sequ
     body = params.get(CALLS[name])
     if body is None or params.get("sharding_rule") is not None:
         return None
-    if name in _REMAT and params.get("differentiated") and params.get("prevent_cse", True):
+    if name in REMAT and params.get("differentiated") and params.get("prevent_cse", True):
         inputs = builder.fence(inputs, at.phase, at.source)
     return builder.inlined(body, inputs, at)
 

@@ -50,13 +50,15 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return results if eqn.primitive.multiple_results else [results]
 
 
-def tracing_interpreter(rules: Mapping[str, EquationRule], literal: Callable[[Any], Any]) -> Interpreter:
-    """An interpreter of traced arrays, which binds primitives without a rule again.
+def tracing_interpreter(
+    rules: Mapping[str, EquationRule], literal: Callable[[Any], Any], default: EquationRule = bind_again
+) -> Interpreter:
+    """An interpreter of traced arrays, which by default binds primitives without a rule again.
 
     What it makes is of the line and name stack of the equation that it is made for. `literal`: see `Interpreter`.
     """
     at_their_lines = {name: _at_its_line(rule) for name, rule in rules.items()}
-    return Interpreter(at_their_lines, _at_its_line(bind_again), literal)
+    return Interpreter(at_their_lines, _at_its_line(default), literal)
 
 
 def _at_its_line(rule: EquationRule) -> EquationRule:

@@ -7,7 +7,7 @@ equations choose together, so that a problem does not grow with the number of la
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Literal, Value
 from autopar.ir.program import Program
@@ -16,15 +16,14 @@ Place = tuple[int, int]  # program, equation id
 
 
 def alike_equations(
-    programs: Sequence[Program], signature: Callable[[Program, Equation], Hashable], kind: Callable[[Value], Hashable],
-    copied: Container[Value],
-) -> Mapping[Place, int]:  # fmt: skip
+    programs: Sequence[Program], signature: Callable[[Program, Equation], Hashable], kind: Callable[[Value], Hashable]
+) -> Mapping[Place, int]:
     """A number per equation, the same for alike ones.
 
-    `signature` says what matters of an equation by itself, `kind` of a value that no equation of the programs makes;
-    values in `copied` are made in every program that reads them. Alike are equations that look alike, read from and
-    give to such that look alike, and are both in even or both in odd layers: of equal layers in a row, a good plan may
-    treat every second one differently (a matrix split by columns, the next by rows), but hardly more than that.
+    `signature` says what matters of an equation by itself, `kind` of a value that no equation of the programs makes.
+    Alike are equations that look alike, read from and give to such that look alike, and are both in even or both in odd
+    layers: of equal layers in a row, a good plan may treat every second one differently (a matrix split by columns, the
+    next by rows), but hardly more than that.
     """
     numbers: dict[Hashable, int] = {}
     signatures: dict[Place, int] = {}
@@ -32,7 +31,7 @@ def alike_equations(
     readers: dict[tuple[int | None, Value], list[tuple[int, int]]] = defaultdict(list)  # signature, position
 
     def slot(program: Program, value: Value) -> tuple[int | None, Value]:
-        return (program.index if value in copied else None, value)
+        return (program.index if value in program.copies else None, value)
 
     for program in programs:
         for eqn in program.equations:

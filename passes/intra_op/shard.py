@@ -188,7 +188,7 @@ class StageProblem:
         return len(self.numbers.costs) - 1
 
     def _slot(self, program: Program, value: Value) -> Slot:
-        return (program.index if value in self.step.copied else None, value)
+        return (program.index if value in program.copies else None, value)
 
     def _strategies(self, part: EquationPart) -> tuple[PartOptions, Any]:
         """The options of a part of an equation, and the seconds of each."""

@@ -131,7 +131,7 @@ class Stage:
             pins = self.pinned.get(v), step.hints.get(v)
             return (v.shape, v.dtype, v in inputs, at_home, v in outputs, pins)
 
-        return alike_equations(self.programs, signature, kind, self.step.copied)
+        return alike_equations(self.programs, signature, kind)
 
     def least_seconds(self, kind: DeviceKind, num_devices: int) -> tuple[float, float]:
         """Seconds per microbatch, and once a step, that no sharding over so many devices can beat."""

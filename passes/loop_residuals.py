@@ -1,0 +1,340 @@
+"""What a loop over layers hands on to the loop of its backward pass: as few bytes as give all that is read there.
+
+JAX stacks every intermediate value that a derivative happens to read, one slice per round, and no compiler looks across
+two loops: the stacks of a norm in 32 bits or of a GELU are several times what an expert would keep. Here the second
+loop computes elementwise values again from slices of fewer bytes, by the same minimum cut as between two programs
+(`residuals.py`). What enters the first loop from outside, parameters for instance, the second one reads itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from autopar.ir.graph import Equation, Graph, Operand, Phase, Value
+from autopar.ir.graph import Literal as GraphLiteral
+from autopar.ir.rule import RuleOf
+from autopar.passes.residuals import made_again, reads_memory
+from autopar.passes.rules.nested import make_body
+from autopar.passes.rules.propagation import Body
+from autopar.tracing.axis_collectives import scan_counts
+from autopar.tracing.build import CALLS, REMAT, Builder, trace_emission
+from autopar.tracing.interpret import bind_again, tracing_interpreter
+
+_Readers = Sequence[tuple[Equation, int]]  # with the position of the operand
+
+
+def thin_loops(graph: Graph, rule_of: RuleOf) -> Graph:
+    """The graph with loops that hand on fewer bytes to others which only read their stacks, round by round."""
+    for number in range(sum(eqn.primitive.name == "scan" for eqn in graph.equations)):
+        scans = [eqn for eqn in graph.equations if eqn.primitive.name == "scan"]
+        thinning = _Thinning.of(graph, scans[number], rule_of)
+        if thinning is not None:
+            graph = thinning.applied()
+    return graph
+
+
+@dataclasses.dataclass(frozen=True)
+class _Thinning:
+    """What a loop of a graph hands on instead of some of its stacks."""
+
+    graph: Graph
+    loop: _Loop
+    later: Mapping[int, _Loop]  # those that read its stacks, by equation id
+    again: Collection[Value]  # values of the body that later loops make again
+    dropped: Mapping[Value, Value]  # stacks -> their slices in the body
+    kept: tuple[int, ...]  # the other stacks, by number
+    added: tuple[Value, ...]  # values of the body of which there are stacks instead
+
+    @staticmethod
+    def of(graph: Graph, first: Equation, rule_of: RuleOf) -> _Thinning | None:
+        """None where nothing is gained."""
+        stacks = _stacks(graph, first)
+        if not stacks:
+            return None
+        loop = _Loop.of(first, rule_of)
+        later = {eqn.id: _Loop.of(eqn, rule_of) for readers in stacks.values() for eqn, _ in readers}
+        slices, body = loop.slices, loop.body
+        kept = {v for k, v in enumerate(body.outputs[: loop.count], -loop.carries) if k not in stacks}
+        read: set[Value] = set()
+        for k, readers in stacks.items():
+            if isinstance(v := slices[k], Value):
+                needed = v.is_key or any(later[eqn.id].needs(position) for eqn, position in readers)
+                (kept if needed else read).add(v)
+        outside = [v for k, v in enumerate(body.inputs) if not _is_there(graph, loop, k)]
+        again = made_again(body.equations, body.rules, read, {v for v in kept if isinstance(v, Value)}, outside)
+        dropped = {first.outputs[loop.carries + k]: v for k in stacks if (v := slices[k]) in again}
+        remaining = tuple(k for k in range(len(slices)) if k not in stacks or slices[k] not in again)
+        there = {slices[k] for k in remaining}
+        sources = [v for v in loop.sources(dropped.values(), again) if v not in there]
+        saved = sum(v.nbytes for v in {*dropped.values()})
+        if saved <= sum(v.nbytes for v in sources if v in outside or not loop.enters(v)):
+            return None
+        added = tuple(v for v in sources if not loop.enters(v))
+        return _Thinning(graph, loop, later, again.keys(), dropped, remaining, added)
+
+    def applied(self) -> Graph:
+        """The graph with these loops."""
+        graph, loop = self.graph, self.loop
+        builder = Builder(graph.next_value_id, least_sum_bytes=graph.least_sum_bytes)
+        renamed: dict[Operand, Operand] = {}
+        stacks: dict[Operand, Operand] = {}  # of values of the body
+        for eqn in graph.equations:
+            inputs = [renamed.get(v, v) for v in eqn.inputs]
+            if eqn is loop.equation:
+                stacks.update((v, x) for v, x in zip(loop.body.inputs, inputs, strict=True) if loop.enters(v))
+                run: Callable[..., Sequence[Any]] = functools.partial(loop.run, kept=self.kept, added=self.added)
+            elif eqn.id in self.later:
+                inputs, run = self._rewritten(self.later[eqn.id], inputs, stacks)
+            else:
+                builder.equations.append(dataclasses.replace(eqn, id=len(builder.equations), inputs=tuple(inputs)))
+                continue
+            builder.origin = eqn.origin
+            closed, operands = trace_emission(run, inputs)
+            results = builder.inline(closed.jaxpr, closed.consts, operands, source=eqn.source, phase=eqn.phase)
+            if eqn is loop.equation:
+                left = [*range(loop.carries), *(loop.carries + k for k in self.kept)]
+                renamed.update((eqn.outputs[k], x) for k, x in zip(left, results, strict=False))
+                others = zip(self.kept, results[loop.carries :], strict=False)
+                stacks.update((loop.slices[k], x) for k, x in others)
+                stacks.update(zip(self.added, results[len(left) :], strict=True))
+            else:
+                renamed.update(zip(eqn.outputs, results, strict=True))
+        outputs = tuple(renamed.get(v, v) for v in graph.outputs)
+        constants = {**graph.constants, **builder.constants}
+        return dataclasses.replace(graph, equations=tuple(builder.equations), outputs=outputs, constants=constants)
+
+    def _rewritten(
+        self, later: _Loop, inputs: Sequence[Operand], stacks: Mapping[Operand, Operand]
+    ) -> tuple[list[Operand], Callable[..., Sequence[Any]]]:
+        """The operands of a later loop, and the function of them that it becomes."""
+        first, before = self.loop, later.consts + later.carries
+        read = enumerate(later.equation.inputs)
+        gone = {k: self.dropped[v] for k, v in read if isinstance(v, Value) and v in self.dropped}
+        sources = [*first.sources(gone.values(), self.again)]
+        fixed = [v for v in sources if first.enters(v) and not first.is_sliced(v)]
+        left = [k for k in range(before, len(inputs)) if k not in gone]
+        at = {inputs[k]: k for k in left}
+        shared = {v: at[stacks[v]] for v in sources if v not in fixed and stacks[v] in at}  # it reads these already
+        sliced = [v for v in sources if v not in fixed and v not in shared]
+        operands = [
+            *inputs[: later.consts], *(stacks[v] for v in fixed), *inputs[later.consts : before],
+            *(inputs[k] for k in left), *(stacks[v] for v in sliced),
+        ]  # fmt: skip
+
+        def one_round(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            supply = iter(operands)
+            taken: dict[int, Any] = {k: next(supply) for k in range(later.consts)}
+            known = {v: next(supply) for v in fixed}
+            taken.update((k, next(supply)) for k in [*range(later.consts, before), *left])
+            known.update(zip(sliced, supply, strict=True))
+            known.update((v, taken[k]) for v, k in shared.items())
+            anew = _Anew(first, known)
+            args = [_Late(anew, gone[k]) if k in gone else taken[k] for k in range(len(inputs))]
+            results = tracing_interpreter({}, _literal, _bind_late).run(later.closed.jaxpr, later.closed.consts, args)
+            return results[: later.carries], results[later.carries : later.count]
+
+        return operands, lambda *operands: later.scanned(one_round, operands, later.consts + len(fixed))
+
+
+def _stacks(graph: Graph, first: Equation) -> dict[int, _Readers]:
+    """The stacks of a loop, by number, that only loops of as many rounds read, slice by slice, and these."""
+    read: dict[Value, list[tuple[Equation, int]]] = defaultdict(list)
+    for eqn in graph.equations:
+        for position, v in enumerate(eqn.inputs):
+            if isinstance(v, Value):
+                read[v].append((eqn, position))
+
+    def is_slice(eqn: Equation, position: int) -> bool:
+        is_loop = eqn.primitive.name == "scan" and eqn.params["length"] == first.params["length"]
+        return is_loop and position >= sum(scan_counts(eqn.params))
+
+    outputs = {v for v in graph.outputs if isinstance(v, Value)}
+    _, carries = scan_counts(first.params)
+    stacks = [(k, v, read[v]) for k, v in enumerate(first.outputs[carries:])]
+    return {
+        k: readers
+        for k, v, readers in stacks
+        if v not in outputs and readers and all(is_slice(*reader) for reader in readers)
+    }
+
+
+def _is_there(graph: Graph, loop: _Loop, position: int) -> bool:
+    """Whether what enters a body is in memory during the backward pass, whether or not a later loop reads it."""
+    v = loop.equation.inputs[position]
+    if loop.is_carried(loop.body.inputs[position]):
+        return False
+    is_read = any(v in eqn.values for eqn in graph.equations if eqn.phase is not Phase.FORWARD)
+    return not isinstance(v, Value) or v in graph.inputs or v in graph.constants or is_read
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Loop:
+    """A `scan` with the calls in its body inlined, so that each intermediate value of it can be had."""
+
+    equation: Equation
+    consts: int
+    carries: int
+    count: int  # of the results of the body; all its other values follow these
+    closed: Any
+    body: Body
+
+    @staticmethod
+    def of(eqn: Equation, rule_of: RuleOf) -> _Loop:
+        closed = eqn.params["jaxpr"]
+        count, every = len(closed.jaxpr.outvars), _with_all_values(closed)
+        body = make_body(every.in_avals, [(every, range(len(every.in_avals)))], rule_of)
+        return _Loop(eqn, *scan_counts(eqn.params), count, every, body)
+
+    @functools.cached_property
+    def _at(self) -> Mapping[Operand, int]:
+        """By value: where it is first among what the body returns and, after that, takes."""
+        every = (*self.body.outputs, *self.body.inputs)
+        return {v: k for k, v in reversed([*enumerate(every)]) if isinstance(v, Value)}
+
+    @functools.cached_property
+    def value_of(self) -> Mapping[Any, Operand]:
+        """By variable of the jaxpr, but for its constants."""
+        pairs: list[tuple[Any, Operand]] = [*zip(self.closed.jaxpr.invars, self.body.inputs, strict=True)]
+        pairs += zip(self.closed.jaxpr.outvars, self.body.outputs, strict=True)
+        return {var: v for var, v in pairs if not isinstance(var, core.Literal)}
+
+    @functools.cached_property
+    def maker(self) -> Mapping[Any, Any]:
+        """By variable: the equation of the jaxpr."""
+        return {var: eqn for eqn in self.closed.jaxpr.eqns for var in eqn.outvars}
+
+    def variable(self, v: Value) -> Any:
+        """That of a value which the body makes."""
+        return self.closed.jaxpr.outvars[self._at[v]]
+
+    @property
+    def slices(self) -> Sequence[Operand]:
+        """What a round adds to each stack that the loop makes."""
+        return self.body.outputs[self.carries : self.count]
+
+    def needs(self, position: int) -> bool:
+        """Whether an operand of the body has to be in memory for its readers."""
+        v, rules = self.body.inputs[position], self.body.rules
+        readers = self.body.readers.get(v, ())
+        return v in self.body.outputs[: self.count] or any(reads_memory(rules[eqn.id]) for eqn, _ in readers)
+
+    def is_carried(self, v: Value) -> bool:
+        """Whether it enters the body, another one in each round, from the round before."""
+        return v in self.body.inputs[self.consts : self.consts + self.carries]
+
+    def is_sliced(self, v: Value) -> bool:
+        """Whether it enters the body as a slice of a stack."""
+        return v in self.body.inputs[self.consts + self.carries :]
+
+    def enters(self, v: Value) -> bool:
+        """Whether it enters the body from outside the loop."""
+        return v in self.body.inputs and not self.is_carried(v)
+
+    def sources(self, values: Iterable[Value], again: Collection[Value]) -> dict[Value, None]:
+        """From what these are made again: other values of the body, or what enters it."""
+        found: dict[Value, None] = {}
+        todo, seen = [self.variable(v) for v in values], set[Any]()
+        while todo:
+            var = todo.pop()
+            if isinstance(var, core.Literal) or var in seen:
+                continue
+            seen.add(var)
+            v = self.value_of.get(var)
+            if v in again:
+                todo += self.maker[var].invars
+            elif isinstance(v, Value) and v not in self.body.constants:
+                found[v] = None
+        return found
+
+    def run(self, *operands: Any, kept: Sequence[int], added: Sequence[Value]) -> list[Any]:
+        """The loop with some of its stacks, by number, and with stacks of other values."""
+        wanted = [*(self.carries + k for k in kept), *(self._at[v] for v in added)]
+
+        def one_round(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+            results = tracing_interpreter({}, _literal).run(self.closed.jaxpr, self.closed.consts, operands)
+            every = [*results, *operands]
+            return results[: self.carries], [every[k] for k in wanted]
+
+        return self.scanned(one_round, operands, self.consts)
+
+    def scanned(
+        self, one_round: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]], operands: Sequence[Any], consts: int
+    ) -> list[Any]:
+        """A loop as this one with another body and so many constants."""
+        p, fixed, stop = self.equation.params, operands[:consts], consts + self.carries
+        end, stacks = jax.lax.scan(
+            lambda carry, xs: one_round([*fixed, *carry, *xs]), [*operands[consts:stop]], [*operands[stop:]],
+            p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1),
+        )  # fmt: skip
+        return [*end, *stacks]
+
+
+class _Anew:
+    """Values of the body of a loop, made in the body of a later one when they are first asked for."""
+
+    def __init__(self, loop: _Loop, known: Mapping[Value, Any]) -> None:
+        self.loop, self.known = loop, known
+        self.made: dict[Any, Any] = dict(zip(loop.closed.jaxpr.constvars, loop.closed.consts, strict=True))
+        self.bind = tracing_interpreter({}, _literal).default
+
+    def get(self, var: Any) -> Any:
+        if isinstance(var, core.Literal):
+            return _literal(var)
+        if var not in self.made:
+            v = self.loop.value_of[var]
+            if isinstance(v, GraphLiteral):
+                return np.asarray(v.value, v.dtype)
+            if v in self.known:
+                return self.known[v]
+            eqn = self.loop.maker[var]
+            self.made.update(zip(eqn.outvars, self.bind(eqn, [self.get(x) for x in eqn.invars]), strict=True))
+        return self.made[var]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Late:
+    """A value that is made when an equation reads it."""
+
+    anew: _Anew
+    value: Value
+
+
+def _bind_late(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    return bind_again(eqn, [x.anew.get(x.anew.loop.variable(x.value)) if isinstance(x, _Late) else x for x in operands])
+
+
+def _literal(atom: Any) -> Any:
+    return np.asarray(atom.val, atom.aval.dtype)
+
+
+def _with_all_values(closed: Any) -> Any:
+    """A jaxpr with its calls inlined, whose results are followed by all other values."""
+    values: list[Any] = []
+
+    def record(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        results = bind_again(eqn, operands)
+        values.extend(results)
+        return results
+
+    def call(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+        body = eqn.params.get(CALLS[eqn.primitive.name])
+        if body is None or eqn.primitive.name in REMAT or eqn.params.get("sharding_rule") is not None:
+            return record(eqn, operands)
+        return interpreter.function_of(body)(*operands)
+
+    interpreter = tracing_interpreter(dict.fromkeys(CALLS, call), _literal, record)
+
+    def everything(*operands: Any) -> list[Any]:
+        results = interpreter.run(closed.jaxpr, closed.consts, operands)
+        return [*results, *values]
+
+    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
+    return jax.make_jaxpr(everything)(*specs)
