@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.ir.method import Method, StageMethod
+from autopar.ir.method import Method, StageMethod, data_shape
 from autopar.ir.schedule import ScheduleName, schedule_names
 
 
@@ -138,17 +138,19 @@ def zero(stage: int, num_microbatches: int | None = 1) -> Method:
     """
     if stage not in (1, 2, 3):
         raise PlanError(f"zero(stage={stage!r}): stage must be 1, 2 or 3.")
-    return Method(f"zero_{stage}", 1, num_microbatches, (-1,), data_axes=("x",), zero=stage)
+    return Method(f"zero_{stage}", 1, num_microbatches, (-1,), data_axes=("x", "y"), zero=stage)
 
 
-def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chunks: int = 1) -> Method:
+def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chunks: int = 1, zero: int = 0) -> Method:
     """Megatron-LM (Narayanan et al. 2021): a pipeline over `pp` meshes of `dp` x `tp` devices, 1F1B.
 
     With several `chunks` each mesh has so many stages, interleaved with those of the others. Without a number of
-    microbatches, it is found.
+    microbatches, it is found. With `zero` each group of `dp` devices shards what `recipes.zero` of that stage does; 1
+    is what Megatron calls its distributed optimizer.
 
     Raises:
-      PlanError: a degree is not a positive integer, or microbatches do not come in whole groups of `pp` for chunks.
+      PlanError: a degree is not a positive integer, microbatches do not come in whole groups of `pp` for chunks, or
+        `zero` is none of 0, 1, 2, 3.
     """
     degrees = {"dp": dp, "tp": tp, "pp": pp, "chunks": chunks}
     if num_microbatches is not None:
@@ -156,21 +158,23 @@ def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chu
     for name, degree in degrees.items():
         if not isinstance(degree, int) or degree < 1:
             raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
+    if zero not in (0, 1, 2, 3):
+        raise PlanError(f"megatron(zero={zero!r}): zero must be 0, 1, 2 or 3.")
+    data = data_shape(dp) if zero else (dp,)
+    axes = ("x", "y", "z")[: len(data) + 1]
+    fixed: dict[str, Any] = {"data_axes": axes[:-1], "model_axes": axes[-1:], "zero": zero}
+    ending = f", zero={zero})" if zero else ")"
     if chunks == 1 or pp == 1:
-        return Method(
-            f"megatron(dp={dp}, tp={tp}, pp={pp})", pp, num_microbatches, (dp, tp), schedule="1f1b",
-            data_axes=("x",), model_axes=("y",), zero=0,
-        )  # fmt: skip
+        name = f"megatron(dp={dp}, tp={tp}, pp={pp}{ending}"
+        return Method(name, pp, num_microbatches, (*data, tp), schedule="1f1b", **fixed)
     if num_microbatches is not None and num_microbatches % pp:
         raise PlanError(
             f"megatron(num_microbatches={num_microbatches}, chunks={chunks}): interleaved, the microbatches must be a "
             f"multiple of pp={pp}."
         )
-    return Method(
-        f"megatron(dp={dp}, tp={tp}, pp={pp}, chunks={chunks})", num_microbatches=num_microbatches,
-        stages=(StageMethod(1, (dp, tp)),) * (pp * chunks), schedule="interleaved",
-        data_axes=("x",), model_axes=("y",), zero=0,
-    )  # fmt: skip
+    name = f"megatron(dp={dp}, tp={tp}, pp={pp}, chunks={chunks}{ending}"
+    stages = (StageMethod(1, (*data, tp)),) * (pp * chunks)
+    return Method(name, num_microbatches=num_microbatches, stages=stages, schedule="interleaved", **fixed)
 
 
 def gpipe(num_stages: int, num_microbatches: int | None = None) -> Method:

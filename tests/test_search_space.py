@@ -71,15 +71,25 @@ def test_more_rounds_have_more_microbatches_in_flight() -> None:
         (AUTO, [(8,), (2, 4), (4, 2)], [(8,), (2, 4)]),
         (recipes.auto(mesh_shape=(4, 2)), [(4, 2)], [(4, 2)]),
         (recipes.data_parallel(), [(8,)], [(8,)]),  # all devices, however many
+        (recipes.zero(3), [(8,)], [(8,)]),
         (recipes.megatron(2, 4, 1), [(2, 4)], [(2, 4)]),
         (recipes.auto(tensor=True), [(2, 4), (4, 2), (1, 8)], [(2, 4), (1, 8)]),  # along axis y
     ],
-    ids=["free", "given", "data parallel", "megatron", "tensor parallel"],
+    ids=["free", "given", "data parallel", "ZeRO", "megatron", "tensor parallel"],
 )
 def test_shapes_of_two_hosts(method: Method, shapes: list[tuple[int, ...]], first: list[tuple[int, ...]]) -> None:
     space = space_of(method=method)
     assert list(space.shapes(space.cluster, 0, 8)) == shapes
     assert list(space.first_shapes(space.cluster, 0, 8)) == first
+
+
+def test_state_is_sharded_along_an_axis_for_the_odd_part_of_a_number() -> None:
+    six = cluster_of(3, 2)
+    for method, shape in (
+        (recipes.zero(1), (3, 2)), (recipes.data_parallel(), (6,)), (recipes.megatron(6, 1, 1, zero=1), (3, 2, 1)),
+        (recipes.megatron(3, 2, 1, zero=1), (3, 2)), (recipes.megatron(6, 1, 1), (6, 1)),
+    ):  # fmt: skip
+        assert list(space_of(six, method).shapes(six, 0, 6)) == [shape]
 
 
 def test_shapes_of_whole_hosts() -> None:

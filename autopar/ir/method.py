@@ -88,4 +88,17 @@ class Method:
         return math.prod(n for n, axis in zip(shape, "xyz", strict=False) if axis in self.data_axes)
 
 
+def data_shape(size: int) -> tuple[int, ...]:
+    """The mesh of so many devices over which state is sharded that splits most arrays into as many pieces.
+
+    Sizes of arrays have many factors of two and few others: an odd number, which may divide another dimension than a
+    power of two does, or none, gets an axis of its own.
+
+    >>> data_shape(64), data_shape(48), data_shape(7)
+    ((64,), (3, 16), (7,))
+    """
+    power = size & -size
+    return (size // power, power) if 1 < power < size else (size,)
+
+
 AUTO = Method("auto", baselines=True)

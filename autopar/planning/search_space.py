@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import Cluster, Mesh
+from autopar.ir.method import data_shape
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import make_schedule
 from autopar.ir.units import count_text
@@ -200,7 +201,7 @@ class SearchSpace:
             forced = self.method.axes
             return tuple(s for s in shapes if {a for a, n in zip("xyz", s, strict=False) if n > 1}.issuperset(forced))
         if shape == (-1,):
-            shape = (size,)
+            shape = data_shape(size) if self.method.zero and "y" in self.method.data_axes else (size,)
         return (shape,) if shapes and math.prod(shape) == size else ()
 
 

@@ -17,6 +17,7 @@ from autopar.ir.method import Method
 from autopar.ir.rule import DimMap, Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import AxisAssignment, Gathered, Partial
+from autopar.passes.intra_op.stage import most_pieces
 from autopar.passes.intra_op.strategies import factor_by_axis, pieces
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
 
@@ -185,10 +186,8 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
             return True
         if not wanted:
             return not any(a in sharding.axes for a in data)
-        sizes = [mesh.axis_size(a) for a in data]
-        if not any(n % math.prod(sizes) == 0 for n in value.shape):
-            return True  # cannot be cut
-        return all(a in sharding.axes for a in data)
+        most = most_pieces(value.shape, tuple(mesh.axis_size(a) for a in data))
+        return math.prod(mesh.axis_size(a) for a in data if a in sharding.axes) == most
 
     return Limits(allow_assignment, allow_layout, kind=kind)
 
