@@ -56,11 +56,12 @@ def predicted(rows: Iterable[Measurement], at_once: int) -> Iterator[tuple[Measu
     Each program is planned once, in a process of its own: rows of different names may have run the same.
     """
     rows = list(rows)
-    programs = {_key(row, way): (row, way) for row in rows for way in row.ways}
+    ways = {id(row): row.ways if row.ranked or not row.doubt else () for row in rows}
+    programs = {_key(row, way): (row, way) for row in rows for way in ways[id(row)]}
     plans = zip(programs, common.each_in_a_process(_predict, programs.values(), at_once), strict=True)
     seen: dict[Any, Prediction] = {}
     for row in rows:
-        keys = [_key(row, way) for way in row.ways]
+        keys = [_key(row, way) for way in ways[id(row)]]
         while not seen.keys() >= set(keys):
             seen.update([next(plans)])
         found = [seen[key] for key in keys]

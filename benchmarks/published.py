@@ -263,12 +263,13 @@ def _h100(row: Mapping[str, str]) -> Measurement:
     seconds: float | None = None
     if row["tokens_per_s_per_gpu"]:
         seconds = batch_size * length / (float(row["tokens_per_s_per_gpu"]) * gpus)
-    elif batch_size:
+    elif batch_size and not is_llama:
         share = 1 + length / (6 * width) + vocabulary / (12 * layers * width)
         flops = 72 * batch_size * length * layers * width**2 * share
         seconds = flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus)
     doubts = {
         "its batch is not stated": not batch_size,
+        "what its FLOP/s count is not stated": batch_size > 0 and seconds is None,
         "products in 8 bits are not planned": "8" in row["precision"],
         "its context parallelism is not a method": degrees["cp"] > 1,
     }
@@ -287,7 +288,7 @@ def _h100(row: Mapping[str, str]) -> Measurement:
         },
         batch_size=batch_size,
         cluster=_h100s(row["system"], gpus),
-        ways=tuple(_h100_ways(row, degrees, batch_size, layers)) if not any(doubts.values()) else (),
+        ways=tuple(_h100_ways(row, degrees, batch_size, layers)) if batch_size and degrees["cp"] == 1 else (),
         seconds=seconds,
         memory=memory,
         fits=True,
@@ -313,14 +314,15 @@ def _h100_ways(row: Mapping[str, str], degrees: Mapping[str, int], batch_size: i
     dp, tp, pp = (degrees[name] for name in ("dp_shard", "tp", "pp"))
     sizes = [int(row["micro_batch"])] if row["micro_batch"] else MICROBATCH_SIZES
     most = layers // pp if pp > 1 else 1
-    chunks = [degrees["vp"]] if degrees["vp"] else [c for c in range(1, min(most, 8) + 1) if layers % (pp * c) == 0]
+    equal = [c for c in range(2, min(most, 8) + 1) if layers % (pp * c) == 0]
+    chunks = [degrees["vp"]] if degrees["vp"] else [1, *equal]
     for size, each in itertools.product(sizes, chunks):
         m, rest = divmod(batch_size, dp * size)
         if rest == 0 and m > 0 and (each == 1 or m % pp == 0):
             if row["system"] == "torchtitan" and tp == pp == 1:
                 yield Way(recipes.zero(3, m), m)
             else:  # Megatron-Core's "distributed optimizer"
-                yield Way(dataclasses.replace(recipes.megatron(dp, tp, pp, m, each), zero=1), m)
+                yield Way(recipes.megatron(dp, tp, pp, m, each, zero=1), m)
 
 
 # The programs.

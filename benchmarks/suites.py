@@ -127,6 +127,12 @@ SUITES = (
         ("--suite", "megatron"), ("--only", "megatron 1.7B"),
     ),
     Suite(
+        "planner_h100", "benchmarks.planner", "Plans for what was published of H100s",
+        "GPT of 1.7B on 48 to 462B on 6,144 H100s, Llama 3 of 8B on 8 to 405B on 16,384, in 8,192 to 131,072 tokens: "
+        "the same beside the published degrees of parallelism, all in 16 bits.",
+        ("--suite", "h100"), ("--only", "GPT 1.7B"),
+    ),
+    Suite(
         "planner_presets", "benchmarks.planner", "Plans on 1, 8 and 64 devices of every preset",
         "Models of Alpa's weak scaling on today's machines: the predicted time of our plan over that of the best of "
         "the usual recipes with as many microbatches as is best for each.",

@@ -59,6 +59,13 @@ def test_h100_rows() -> None:
     assert interleaved == {2, 4, 6, 12, 14}  # two stages, each of 42 layers in so many parts
     assert "8 bits" in rows["torchtitan Llama 3.1 8B float8 8"].doubt
     assert "batch" in rows["MaxText Llama2-7B bf16 8"].doubt
+    assert "FLOP/s" in rows["Meta Llama 3.1 405B bf16 8192"].doubt
+
+
+def test_rows_that_are_not_scored_are_not_planned() -> None:
+    doubtful = [row for row in published.read(H100) if row.doubt]
+    assert any(row.ways for row in doubtful)
+    assert all(found is None for _, found in accuracy.predicted(doubtful, 1))
 
 
 def test_the_program_of_a_llama() -> None:

@@ -187,3 +187,22 @@ def test_cases_of_every_preset() -> None:
     assert (len(case.cluster.hosts), case.cluster.num_devices) == (8, 64)
     assert case.cluster.xla.hides_latency
     assert not case.rivals
+
+
+def test_cases_of_h100s() -> None:
+    """Published degrees, with what is not published free; those that no method says have recipes beside them alone."""
+    cases = {case.name: case for case in planner.h100_cases()}
+    large = cases["Llama 3.1 405B, 8192 tokens, on 16384"]
+    assert large.cluster.num_devices == 16384
+    degrees = {method.mesh_shape for method in large.rivals.values()}
+    assert degrees == {(128, 8)}
+    assert {method.num_stages for method in large.rivals.values()} == {16}
+    assert not large.measured
+    assert not cases["Llama 3.1 405B, 131072 tokens, on 16384"].rivals
+    small = cases["GPT 1.7B, 4096 tokens, on 48"]
+    assert {method.mesh_shape for method in small.rivals.values()} == {(3, 16, 1)}
+    assert small.measured == {"Megatron-Core": pytest.approx(0.452, rel=1e-2)}
+    found = dict.fromkeys((*planner.OURS, *small.rivals), planner.Outcome(1.0, 1.0, 1.0, 150.0, 2.0**31, ""))
+    bars = planner.bars([(small, found)])
+    assert bars["planning_seconds_over_the_limit_of_each"].value == pytest.approx(1.25)
+    assert bars["peak_rss_of_each"].value == pytest.approx(2.0)
