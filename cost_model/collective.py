@@ -12,9 +12,13 @@ all-gather in each of these, so it costs their sum, and never pays for one of th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from autopar.errors import InternalError
 from autopar.ir.mesh import Cluster, Link, Mesh
@@ -80,12 +84,12 @@ def make_collective_pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
     All groups of the axes work at once; the slowest one counts. The links of each set of axes are looked up once.
     """
     lines: dict[tuple[StepKind, tuple[str, ...]], tuple[tuple[Line, ...], ...]] = {}
+    links_of = functools.cache(functools.partial(_mesh_links, cluster, mesh))
 
     def price(kind: StepKind, axes: tuple[str, ...], payload: int) -> float:
         lines_by_link = lines.get((kind, axes))
         if lines_by_link is None:
-            links = _mesh_links(cluster, mesh, axes)
-            lines_by_link = lines[kind, axes] = tuple({collective_lines(kind, each): None for each in links})
+            lines_by_link = lines[kind, axes] = tuple({collective_lines(kind, each): None for each in links_of(axes)})
         return max(_cheapest(each, payload) for each in lines_by_link)
 
     return price
@@ -125,33 +129,22 @@ def transfer_time(cluster: Cluster, copies: Sequence[Copy], nbytes: int) -> floa
     return max((*sending.values(), *receiving.values()), default=0.0)
 
 
-def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-    """All groups of cluster devices that a collective over `axes` works in; `Mesh.group` is the first."""
-    others = [range(1) if axis in axes else range(size) for axis, size in zip(mesh.axes, mesh.shape, strict=True)]
-    along = [range(mesh.axis_size(axis)) for axis in axes]
-    groups = []
-    for fixed in itertools.product(*others):
-        group = []
-        for moved in itertools.product(*along):
-            index = dict(zip(mesh.axes, fixed, strict=True)) | dict(zip(axes, moved, strict=True))
-            flat = 0
-            for axis, size in zip(mesh.axes, mesh.shape, strict=True):
-                flat = flat * size + index[axis]
-            group.append(mesh.devices[flat])
-        groups.append(tuple(group))
-    return tuple(groups)
-
-
 def _mesh_links(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...]) -> tuple[GroupLinks, ...]:
     """The distinct links of the groups of `axes`."""
-    groups = mesh_groups(mesh, axes)
-    spread = [{cluster.host_of(device) for device in group} for group in groups]
-    senders = Counter(host for hosts in spread if len(hosts) > 1 for host in hosts)  # host -> groups that leave it
-    links = (
-        group_links(cluster, group, max(max(senders[host] for host in hosts), 1))
-        for group, hosts in zip(groups, spread, strict=True)
-    )
-    return tuple(dict.fromkeys(links))
+    groups = np.array(mesh.devices).reshape(mesh.shape)
+    along = [mesh.axes.index(axis) for axis in axes]
+    groups = np.moveaxis(groups, along, range(-len(along), 0)).reshape(-1, math.prod(mesh.shape[at] for at in along))
+    bounds = np.array(cluster.host_bounds)
+    hosts = np.sort(np.searchsorted(bounds, groups, side="right") - 1)  # [group, device]
+    is_first = np.diff(hosts, prepend=-1) > 0  # of those on its host
+    leaves = is_first & (is_first.sum(1, keepdims=True) > 1)
+    senders = np.bincount(hosts[leaves], minlength=len(cluster.hosts))  # groups that leave a host
+    rings = np.maximum(senders[hosts].max(1), 1)
+    runs = [len(list(equal)) for _, equal in itertools.groupby(cluster.hosts)]
+    kinds = np.repeat(np.arange(len(runs)), runs)[hosts]
+    # Groups that have as many devices on as many hosts of each kind, beside as many others, have the same links.
+    _, those = np.unique(np.column_stack([kinds, is_first, rings]), axis=0, return_index=True)
+    return tuple(dict.fromkeys(group_links(cluster, groups[at].tolist(), int(rings[at])) for at in those))
 
 
 def collective_lines(kind: StepKind, links: GroupLinks) -> tuple[Line, ...]:

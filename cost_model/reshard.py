@@ -22,7 +22,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -94,39 +94,40 @@ def step_payload(
 
 
 @functools.lru_cache(maxsize=4096)
+def _permuted(step: ReshardStep, named: tuple[str, ...], shape: tuple[int, ...]) -> tuple[tuple[str, ...], Any]:
+    """The axes along which a permute step moves pieces on a mesh, and an array of where pieces come from and go to.
+
+    [end, axis, piece]: coordinates along these axes.
+    """
+    size_of = dict(zip(named, shape, strict=True))
+    axes = tuple(axis for axis in named if axis in step.axes)
+    sizes = [size_of[axis] for axis in axes]
+    # The device at coordinates c (along `order`) must get the piece that lies at the same coordinates along
+    # `axes`. Exchanging two axes is the same thing: (i, j) gets what (j, i) has.
+    target = dict(zip(axes, np.unravel_index(np.arange(math.prod(sizes)), sizes), strict=True))
+    tile = np.ravel_multi_index([target[axis] for axis in step.order], [size_of[axis] for axis in step.order])
+    source = dict(zip(step.axes, np.unravel_index(tile, [size_of[axis] for axis in step.axes]), strict=True))
+    moved = tuple(axis for axis in axes if (source[axis] != target[axis]).any())
+    return moved, np.array([[end[axis] for axis in moved] for end in (source, target)])
+
+
 def permutation(step: ReshardStep, mesh: Mesh) -> tuple[tuple[str, ...], tuple[tuple[int, int], ...]]:
     """The axes along which a permute step moves pieces, and (from, to) for each position along them.
 
     The axes are in mesh order; a position is row-major over them. No axes: nothing moves.
     """
-    axes = tuple(axis for axis in mesh.axes if axis in step.axes)
-    sizes = [mesh.axis_size(axis) for axis in axes]
-    # The device at coordinates c (along `order`) must get the piece that lies at the same coordinates along
-    # `axes`. Exchanging two axes is the same thing: (i, j) gets what (j, i) has.
-    old = [mesh.axis_size(axis) for axis in step.axes]
-    new = [mesh.axis_size(axis) for axis in step.order]
-    sources = {}
-    for target in itertools.product(*map(range, sizes)):
-        at = dict(zip(axes, target, strict=True))
-        tile = np.ravel_multi_index([at[axis] for axis in step.order], new)
-        source = dict(zip(step.axes, map(int, np.unravel_index(tile, old)), strict=True))
-        sources[target] = tuple(source[axis] for axis in axes)
-    moved = [i for i in range(len(axes)) if any(target[i] != source[i] for target, source in sources.items())]
+    moved, ends = _permuted(step, mesh.axes, mesh.shape)
     if not moved:
         return (), ()
-    moved_sizes = [sizes[i] for i in moved]
-
-    def position(at: tuple[int, ...]) -> int:
-        return int(np.ravel_multi_index([at[i] for i in moved], moved_sizes))
-
-    pairs = sorted({(position(source), position(target)) for target, source in sources.items()})
-    return tuple(axes[i] for i in moved), tuple(pairs)
+    sizes = [mesh.axis_size(axis) for axis in moved]
+    pairs = np.unique([np.ravel_multi_index(tuple(end), sizes) for end in ends], axis=1)
+    return moved, tuple((int(source), int(target)) for source, target in pairs.T)
 
 
 def step_axes(step: ReshardStep, mesh: Mesh) -> tuple[str, ...]:
     """The axes that a step communicates (or cuts, or masks) over: in mesh order, those of size 1 left out."""
     if step.kind == "permute":
-        return permutation(step, mesh)[0]
+        return _permuted(step, mesh.axes, mesh.shape)[0]
     return tuple(axis for axis in mesh.axes if axis in step.axes and mesh.axis_size(axis) > 1)
 
 

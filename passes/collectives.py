@@ -277,13 +277,10 @@ def _mesh_axes(params: Mapping[str, Any], mesh: Mesh) -> tuple[str, ...]:
 
 def moved_axes(axes: Sequence[str], pairs: Sequence[tuple[int, int]], mesh: Mesh) -> tuple[str, ...]:
     """The axes along which source and target of some pair differ."""
-    moved = set()
-    for source, target in pairs:
-        for axis in reversed(axes):
-            source, i = divmod(source, mesh.axis_size(axis))
-            target, j = divmod(target, mesh.axis_size(axis))
-            if i != j:
-                moved.add(axis)
+    if not pairs:
+        return ()
+    ends = np.unravel_index(np.array(pairs).T, [mesh.axis_size(axis) for axis in axes])
+    moved = {axis for axis, at in zip(axes, ends, strict=True) if (at[0] != at[1]).any()}
     return tuple(axis for axis in mesh.axes if axis in moved)
 
 

@@ -14,6 +14,7 @@ The first is taken where pieces divide the heads of the keys, and fewer bytes ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -135,6 +136,7 @@ class ContextParallel:
         return [*sent, *(Sent("reduce_scatter", n := of_shared * wide, adding * n) for _, wide in self.sums)]
 
 
+@functools.cache
 def halves_to(count: int) -> tuple[Pairs, Pairs]:
     """Where the first and the second half of each piece go, so that piece i has parts i and 2 * count - 1 - i of all.
 

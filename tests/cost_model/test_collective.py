@@ -2,13 +2,14 @@
 
 import dataclasses
 import itertools
+import random
+from collections import Counter
 
 import pytest
 
 from autopar.cost_model.collective import (
     collective_time,
     make_collective_pricer,
-    mesh_groups,
     transfer_time,
 )
 from autopar.cost_model.hardware import load_preset, make_cluster
@@ -142,16 +143,14 @@ def test_order_among_collectives(preset: str, size: int, payload: int) -> None:
 # Meshes
 
 
-def test_groups_of_a_mesh() -> None:
-    mesh = Mesh(tuple(range(10, 22)), (2, 3, 2), ("a", "b", "c"))
-    assert mesh_groups(mesh, ("b",)) == ((10, 12, 14), (11, 13, 15), (16, 18, 20), (17, 19, 21))
-    assert mesh_groups(mesh, ("a", "c")) == ((10, 11, 16, 17), (12, 13, 18, 19), (14, 15, 20, 21))
-    assert mesh_groups(mesh, ()) == tuple((device,) for device in mesh.devices)
-    for count in range(4):
-        for axes in itertools.permutations(mesh.axes, count):
-            groups = mesh_groups(mesh, axes)
-            assert groups[0] == mesh.group(axes)
-            assert sorted(itertools.chain(*groups)) == list(mesh.devices)
+def mesh_groups(mesh: Mesh, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
+    """All groups of devices that a collective over axes works in."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for at, device in zip(itertools.product(*map(range, mesh.shape)), mesh.devices, strict=True):
+        groups.setdefault(tuple(i for i, axis in zip(at, mesh.axes, strict=True) if axis not in axes), []).append(
+            device
+        )
+    return [tuple(group) for group in groups.values()]
 
 
 def test_the_worst_group_counts() -> None:
@@ -177,6 +176,31 @@ def test_the_pricer_agrees_with_single_groups() -> None:
                     worst = max(collective_time(cluster, group, kind, payload) for group in mesh_groups(mesh, over))
                     for _ in range(2):  # the second answer comes from what the first has stored
                         assert price(kind, over, payload) == worst
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_groups_of_unlike_hosts_share_their_networks(seed: int) -> None:
+    """Any mesh of any hosts: the worst of all groups, each beside those that leave one of its hosts, too."""
+    draw = random.Random(seed)
+    links = [INSIDE, Link("slow", 2e-6, 2e10)]
+    sizes = draw.choice([(4, 4, 4), (2, 4, 6), (6, 2, 4), (8, 4), (1, 3, 8), (12,)])
+    cluster = Cluster("c", tuple(Host(KIND, n, draw.choice(links)) for n in sizes), NETWORK)
+    shape = draw.choice([(12,), (3, 4), (4, 3), (6, 2), (2, 3, 2), (3, 2, 2)])
+    devices = [*range(12)]
+    if draw.random() < 0.5:
+        draw.shuffle(devices)
+    mesh = Mesh(tuple(devices), shape, ("x", "y", "z")[: len(shape)])
+    price = make_collective_pricer(cluster, mesh)
+    for count in range(1, len(shape) + 1):
+        for over in itertools.permutations(mesh.axes, count):
+            groups = mesh_groups(mesh, over)
+            spread = [{cluster.host_of(device) for device in group} for group in groups]
+            leaving = Counter(host for hosts in spread if len(hosts) > 1 for host in hosts)
+            rings = [max(1, *(leaving[host] for host in hosts)) for hosts in spread]
+            for kind in KINDS:
+                each = zip(groups, rings, strict=True)
+                worst = max(collective_time(cluster, group, kind, 10**6, beside) for group, beside in each)
+                assert price(kind, over, 10**6) == pytest.approx(worst, rel=1e-12)
 
 
 def test_an_axis_of_one_device_is_free() -> None:
