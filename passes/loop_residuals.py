@@ -62,17 +62,19 @@ class _Thinning:
         loop = _Loop.of(first, rule_of)
         later = {eqn.id: _Loop.of(eqn, rule_of) for readers in stacks.values() for eqn, _ in readers}
         slices, body = loop.slices, loop.body
-        kept = {v for k, v in enumerate(body.outputs[: loop.count], -loop.carries) if k not in stacks}
+        returned = enumerate(body.outputs[: loop.count], -loop.carries)
+        kept = {v for k, v in returned if k not in stacks and isinstance(v, Value)}
         read: set[Value] = set()
         for k, readers in stacks.items():
             if isinstance(v := slices[k], Value):
                 needed = v.is_key or any(later[eqn.id].needs(position) for eqn, position in readers)
                 (kept if needed else read).add(v)
-        outside = [v for k, v in enumerate(body.inputs) if not _is_there(graph, loop, k)]
-        again = made_again(body.equations, body.rules, read, {v for v in kept if isinstance(v, Value)}, outside)
-        dropped = {first.outputs[loop.carries + k]: v for k in stacks if (v := slices[k]) in again}
-        remaining = tuple(k for k in range(len(slices)) if k not in stacks or slices[k] not in again)
-        there = {slices[k] for k in remaining}
+        outside = _not_there(graph, loop)
+        again = made_again(body.equations, body.rules, read, kept, outside)
+        gone = {k: v for k in stacks if isinstance(v := slices[k], Value) and v in again}
+        dropped = {first.outputs[loop.carries + k]: v for k, v in gone.items()}
+        remaining = tuple(k for k in range(len(slices)) if k not in gone)
+        there = {v for k in remaining if isinstance(v := slices[k], Value)}
         sources = [v for v in loop.sources(dropped.values(), again) if v not in there]
         saved = sum(v.nbytes for v in {*dropped.values()})
         if saved <= sum(v.nbytes for v in sources if v in outside or not loop.enters(v)):
@@ -103,7 +105,7 @@ class _Thinning:
                 left = [*range(loop.carries), *(loop.carries + k for k in self.kept)]
                 renamed.update((eqn.outputs[k], x) for k, x in zip(left, results, strict=False))
                 others = zip(self.kept, results[loop.carries :], strict=False)
-                stacks.update((loop.slices[k], x) for k, x in others)
+                stacks.update((v, x) for k, x in others if isinstance(v := loop.slices[k], Value))
                 stacks.update(zip(self.added, results[len(left) :], strict=True))
             else:
                 renamed.update(zip(eqn.outputs, results, strict=True))
@@ -166,13 +168,12 @@ def _stacks(graph: Graph, first: Equation) -> dict[int, _Readers]:
     }
 
 
-def _is_there(graph: Graph, loop: _Loop, position: int) -> bool:
-    """Whether what enters a body is in memory during the backward pass, whether or not a later loop reads it."""
-    v = loop.equation.inputs[position]
-    if loop.is_carried(loop.body.inputs[position]):
-        return False
-    is_read = any(v in eqn.values for eqn in graph.equations if eqn.phase is not Phase.FORWARD)
-    return not isinstance(v, Value) or v in graph.inputs or v in graph.constants or is_read
+def _not_there(graph: Graph, loop: _Loop) -> list[Value]:
+    """What enters a body and is not in memory during the backward pass, unless a later loop reads it."""
+    there = {*graph.inputs, *graph.constants}
+    there.update(v for eqn in graph.equations if eqn.phase is not Phase.FORWARD for v in eqn.values)
+    entering = zip(loop.body.inputs, loop.equation.inputs, strict=True)
+    return [v for v, x in entering if loop.is_carried(v) or (isinstance(x, Value) and x not in there)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -226,17 +227,21 @@ class _Loop:
         readers = self.body.readers.get(v, ())
         return v in self.body.outputs[: self.count] or any(reads_memory(rules[eqn.id]) for eqn, _ in readers)
 
+    @functools.cached_property
+    def _enters_at(self) -> Mapping[Value, int]:
+        return {v: k for k, v in enumerate(self.body.inputs)}
+
     def is_carried(self, v: Value) -> bool:
         """Whether it enters the body, another one in each round, from the round before."""
-        return v in self.body.inputs[self.consts : self.consts + self.carries]
+        return self.consts <= self._enters_at.get(v, -1) < self.consts + self.carries
 
     def is_sliced(self, v: Value) -> bool:
         """Whether it enters the body as a slice of a stack."""
-        return v in self.body.inputs[self.consts + self.carries :]
+        return self._enters_at.get(v, -1) >= self.consts + self.carries
 
     def enters(self, v: Value) -> bool:
         """Whether it enters the body from outside the loop."""
-        return v in self.body.inputs and not self.is_carried(v)
+        return v in self._enters_at and not self.is_carried(v)
 
     def sources(self, values: Iterable[Value], again: Collection[Value]) -> dict[Value, None]:
         """From what these are made again: other values of the body, or what enters it."""
@@ -248,9 +253,11 @@ class _Loop:
                 continue
             seen.add(var)
             v = self.value_of.get(var)
+            if not isinstance(v, Value) or v in self.body.constants:
+                continue
             if v in again:
                 todo += self.maker[var].invars
-            elif isinstance(v, Value) and v not in self.body.constants:
+            else:
                 found[v] = None
         return found
 
