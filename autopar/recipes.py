@@ -158,7 +158,7 @@ def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chu
     for name, degree in degrees.items():
         if not isinstance(degree, int) or degree < 1:
             raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
-    if zero not in (0, 1, 2, 3):
+    if type(zero) is not int or zero not in (0, 1, 2, 3):
         raise PlanError(f"megatron(zero={zero!r}): zero must be 0, 1, 2 or 3.")
     data = data_shape(dp) if zero else (dp,)
     axes = ("x", "y", "z")[: len(data) + 1]

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -27,18 +27,42 @@ from autopar.passes.rules.propagation import Body
 from autopar.tracing.axis_collectives import scan_counts
 from autopar.tracing.build import CALLS, REMAT, Builder, trace_emission
 from autopar.tracing.interpret import bind_again, tracing_interpreter
-
-_Readers = Sequence[tuple[Equation, int]]  # with the position of the operand
+from autopar.tracing.trace import fingerprint
 
 
 def thin_loops(graph: Graph, rule_of: RuleOf) -> Graph:
     """The graph with loops that hand on fewer bytes to others which only read their stacks, round by round."""
+    uses = _Uses.of(graph)
     for number in range(sum(eqn.primitive.name == "scan" for eqn in graph.equations)):
-        scans = [eqn for eqn in graph.equations if eqn.primitive.name == "scan"]
-        thinning = _Thinning.of(graph, scans[number], rule_of)
+        scans = [eqn for eqn in uses.graph.equations if eqn.primitive.name == "scan"]
+        thinning = _Thinning.of(uses, scans[number], rule_of)
         if thinning is not None:
-            graph = thinning.applied()
-    return graph
+            uses = _Uses.of(thinning.applied())
+    if uses.graph is graph:
+        return graph
+    thinned = uses.graph  # plans of the graph before are none of this one
+    return dataclasses.replace(thinned, fingerprint=fingerprint(thinned.equations, thinned.inputs, thinned.outputs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Uses:
+    """A graph, and who reads what in it."""
+
+    graph: Graph
+    readers: Mapping[Value, Sequence[tuple[Equation, int]]]  # with the position of the operand
+    there: Set[Value]  # what is in memory during the backward pass, whichever loops read it
+
+    @staticmethod
+    def of(graph: Graph) -> _Uses:
+        readers: dict[Value, list[tuple[Equation, int]]] = defaultdict(list)
+        there = {*graph.inputs, *graph.constants}
+        for eqn in graph.equations:
+            if eqn.phase is not Phase.FORWARD:
+                there.update(eqn.values)
+            for position, v in enumerate(eqn.inputs):
+                if isinstance(v, Value):
+                    readers[v].append((eqn, position))
+        return _Uses(graph, readers, there)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,33 +78,35 @@ class _Thinning:
     added: tuple[Value, ...]  # values of the body of which there are stacks instead
 
     @staticmethod
-    def of(graph: Graph, first: Equation, rule_of: RuleOf) -> _Thinning | None:
+    def of(uses: _Uses, first: Equation, rule_of: RuleOf) -> _Thinning | None:
         """None where nothing is gained."""
-        stacks = _stacks(graph, first)
+        stacks = _stacks(uses, first)
         if not stacks:
             return None
         loop = _Loop.of(first, rule_of)
-        later = {eqn.id: _Loop.of(eqn, rule_of) for readers in stacks.values() for eqn, _ in readers}
+        reading = {eqn.id: eqn for readers in stacks.values() for eqn, _ in readers}
+        later = {id_: _Loop.of(eqn, rule_of) for id_, eqn in reading.items()}
         slices, body = loop.slices, loop.body
-        returned = enumerate(body.outputs[: loop.count], -loop.carries)
-        kept = {v for k, v in returned if k not in stacks and isinstance(v, Value)}
+        handed_on = {v for v in body.outputs[: loop.carries] if isinstance(v, Value)}
+        kept = {v for k, v in enumerate(slices) if k not in stacks and isinstance(v, Value)}
         read: set[Value] = set()
         for k, readers in stacks.items():
             if isinstance(v := slices[k], Value):
                 needed = v.is_key or any(later[eqn.id].needs(position) for eqn, position in readers)
                 (kept if needed else read).add(v)
-        outside = _not_there(graph, loop)
-        again = made_again(body.equations, body.rules, read, kept, outside)
+        entering = zip(body.inputs, first.inputs, strict=True)
+        outside = [v for v, x in entering if loop.is_carried(v) or (isinstance(x, Value) and x not in uses.there)]
+        again = made_again(body.equations, body.rules, read, kept, handed_on, outside)
         gone = {k: v for k in stacks if isinstance(v := slices[k], Value) and v in again}
         dropped = {first.outputs[loop.carries + k]: v for k, v in gone.items()}
         remaining = tuple(k for k in range(len(slices)) if k not in gone)
-        there = {v for k in remaining if isinstance(v := slices[k], Value)}
+        there = {v for k in remaining if isinstance(v := slices[k], Value) and not loop.enters(v)}
         sources = [v for v in loop.sources(dropped.values(), again) if v not in there]
         saved = sum(v.nbytes for v in {*dropped.values()})
         if saved <= sum(v.nbytes for v in sources if v in outside or not loop.enters(v)):
             return None
         added = tuple(v for v in sources if not loop.enters(v))
-        return _Thinning(graph, loop, later, again.keys(), dropped, remaining, added)
+        return _Thinning(uses.graph, loop, later, again.keys(), dropped, remaining, added)
 
     def applied(self) -> Graph:
         """The graph with these loops."""
@@ -90,13 +116,15 @@ class _Thinning:
         stacks: dict[Operand, Operand] = {}  # of values of the body
         for eqn in graph.equations:
             inputs = [renamed.get(v, v) for v in eqn.inputs]
+            number = len(builder.equations)
             if eqn is loop.equation:
                 stacks.update((v, x) for v, x in zip(loop.body.inputs, inputs, strict=True) if loop.enters(v))
                 run: Callable[..., Sequence[Any]] = functools.partial(loop.run, kept=self.kept, added=self.added)
             elif eqn.id in self.later:
                 inputs, run = self._rewritten(self.later[eqn.id], inputs, stacks)
             else:
-                builder.equations.append(dataclasses.replace(eqn, id=len(builder.equations), inputs=tuple(inputs)))
+                is_same = eqn.id == number and renamed.keys().isdisjoint(eqn.inputs)
+                builder.equations.append(eqn if is_same else dataclasses.replace(eqn, id=number, inputs=tuple(inputs)))
                 continue
             builder.origin = eqn.origin
             closed, operands = trace_emission(run, inputs)
@@ -105,7 +133,8 @@ class _Thinning:
                 left = [*range(loop.carries), *(loop.carries + k for k in self.kept)]
                 renamed.update((eqn.outputs[k], x) for k, x in zip(left, results, strict=False))
                 others = zip(self.kept, results[loop.carries :], strict=False)
-                stacks.update((v, x) for k, x in others if isinstance(v := loop.slices[k], Value))
+                made = ((loop.slices[k], x) for k, x in others)
+                stacks.update((v, x) for v, x in made if isinstance(v, Value) and not loop.enters(v))
                 stacks.update(zip(self.added, results[len(left) :], strict=True))
             else:
                 renamed.update(zip(eqn.outputs, results, strict=True))
@@ -146,34 +175,21 @@ class _Thinning:
         return operands, lambda *operands: later.scanned(one_round, operands, later.consts + len(fixed))
 
 
-def _stacks(graph: Graph, first: Equation) -> dict[int, _Readers]:
+def _stacks(uses: _Uses, first: Equation) -> dict[int, Sequence[tuple[Equation, int]]]:
     """The stacks of a loop, by number, that only loops of as many rounds read, slice by slice, and these."""
-    read: dict[Value, list[tuple[Equation, int]]] = defaultdict(list)
-    for eqn in graph.equations:
-        for position, v in enumerate(eqn.inputs):
-            if isinstance(v, Value):
-                read[v].append((eqn, position))
 
     def is_slice(eqn: Equation, position: int) -> bool:
         is_loop = eqn.primitive.name == "scan" and eqn.params["length"] == first.params["length"]
         return is_loop and position >= sum(scan_counts(eqn.params))
 
-    outputs = {v for v in graph.outputs if isinstance(v, Value)}
+    outputs = {v for v in uses.graph.outputs if isinstance(v, Value)}
     _, carries = scan_counts(first.params)
-    stacks = [(k, v, read[v]) for k, v in enumerate(first.outputs[carries:])]
+    stacks = [(k, v, uses.readers.get(v, ())) for k, v in enumerate(first.outputs[carries:])]
     return {
         k: readers
         for k, v, readers in stacks
         if v not in outputs and readers and all(is_slice(*reader) for reader in readers)
     }
-
-
-def _not_there(graph: Graph, loop: _Loop) -> list[Value]:
-    """What enters a body and is not in memory during the backward pass, unless a later loop reads it."""
-    there = {*graph.inputs, *graph.constants}
-    there.update(v for eqn in graph.equations if eqn.phase is not Phase.FORWARD for v in eqn.values)
-    entering = zip(loop.body.inputs, loop.equation.inputs, strict=True)
-    return [v for v, x in entering if loop.is_carried(v) or (isinstance(x, Value) and x not in there)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -298,7 +314,7 @@ class _Anew:
         if var not in self.made:
             v = self.loop.value_of[var]
             if isinstance(v, GraphLiteral):
-                return np.asarray(v.value, v.dtype)
+                return v.value if v.weak_type else np.asarray(v.value, v.dtype)
             if v in self.known:
                 return self.known[v]
             eqn = self.loop.maker[var]
@@ -319,7 +335,8 @@ def _bind_late(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _literal(atom: Any) -> Any:
-    return np.asarray(atom.val, atom.aval.dtype)
+    """A number, in its type and as weakly typed as it is."""
+    return atom.val if atom.aval.weak_type else np.asarray(atom.val, atom.aval.dtype)
 
 
 def _with_all_values(closed: Any) -> Any:

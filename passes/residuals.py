@@ -45,7 +45,7 @@ def reads_memory(rule: Rule) -> bool:
 
 def made_again(
     equations: Sequence[Equation], rules: Mapping[int, Rule], read: Set[Value], kept: Set[Value],
-    priced: Collection[Value] = (),
+    written: Set[Value] = frozenset(), priced: Collection[Value] = (),
 ) -> dict[Value, Equation]:  # fmt: skip
     """Which values another program makes again if that which it takes over instead has the fewest bytes.
 
@@ -54,10 +54,11 @@ def made_again(
       rules: by equation id.
       read: what the other reads of it.
       kept: what is in memory for the other program, whatever is chosen here.
+      written: what the one program writes to memory, and the other has only if it is kept for it.
       priced: what the equations take that is not there for the other program, unless it is kept; all else is there.
     """
     made = {v: eqn for eqn in equations for v in eqn.outputs}
-    in_memory = stored(equations, rules, (), kept)
+    in_memory = stored(equations, rules, (), kept | written)
     repeatable = {v for v, eqn in made.items() if v not in in_memory and _is_elementwise(eqn, rules[eqn.id])}
     there = kept | (read - repeatable)
     found: dict[Value, Equation] = {}

@@ -135,7 +135,7 @@ def trace(
     constants = {v: c for v, c in builder.constants.items() if v in used}
     return Graph(
         name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, flat.out_tree,
-        _fingerprint(equations, inputs, outputs), callbacks=tuple(builder.callbacks),
+        fingerprint(equations, inputs, outputs), callbacks=tuple(builder.callbacks),
     )  # fmt: skip
 
 
@@ -405,7 +405,7 @@ def _children(tree: Any, first: int) -> Iterator[tuple[Any, int]]:
         first += child.num_leaves
 
 
-def _fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Operand]) -> str:
+def fingerprint(equations: Sequence[Equation], inputs: Sequence[Value], outputs: Sequence[Operand]) -> str:
     """Equal for equal programs in any process: structure, shapes, dtypes and plain parameters."""
     digest = hashlib.sha256(b"reduce_dtype=None" if least_sum_bytes(inputs, equations) < 4 else b"")
 

@@ -123,6 +123,11 @@ def test_results_are_those_of_one_device(block: Callable[[Any, Any], Any], rever
         )
 
 
+def test_plans_made_before_are_for_another_program() -> None:
+    before, after = _traced(_step(_plain), jnp.float32)
+    assert before.fingerprint != after.fingerprint
+
+
 def test_what_the_step_returns_stays_a_stack() -> None:
     _, after = _traced(_step(_returning), jnp.bfloat16)
     outputs = {v for eqn in _loops(after) for v in eqn.outputs}
@@ -150,3 +155,60 @@ def test_a_step_needs_less_memory_than_under_jit() -> None:
     plan = autopar.parallelize(step, cluster=autopar.load_preset("cpu", devices_per_host=1)).plan(params, x)
     assert compiled is not None
     assert plan.stages[0].memory.temporaries < compiled.temp_size_in_bytes
+
+
+def _differentiated(block: Callable[[Any, Any], Any], start: Any, xs: Any) -> tuple[Graph, Graph]:
+    """Two loops, of which the second reads stacks of the first."""
+
+    def step(w: Any, x: Any) -> Any:
+        last, (one, two, *rest) = jax.lax.scan(block, x, w)
+        return jax.lax.scan(lambda g, y: (g + y[0] * y[1], None), last, (one, two))[0], rest
+
+    graph = trace(step, (xs, start), {}, name="step")
+    return graph, thin_loops(graph, rule_of)
+
+
+def test_a_constant_that_each_round_returns_is_no_stack_for_later_rounds() -> None:
+    constant = jnp.arange(ROWS * WIDTH, dtype=jnp.float32).reshape(ROWS, WIDTH) / 100
+
+    def step(w: Any, x: Any, c: Any) -> Any:
+        last, (one, two, same) = jax.lax.scan(lambda h, w: (h @ w, (jnp.sin(c) * 2, jnp.sin(c) * 3, c)), x, w)
+        return jax.lax.scan(lambda g, y: (g + y[0] * y[1], None), last, (one, two))[0], same
+
+    args = jnp.ones((LAYERS, WIDTH, WIDTH)) / WIDTH, jnp.ones((ROWS, WIDTH)), constant
+    before = trace(step, args, {}, name="step")
+    assert _handed_on(thin_loops(before, rule_of)) < _handed_on(before)
+    result = autopar.parallelize(step, batch_axes=(None, 0, 0))(*args)
+    for got, wanted in zip(jax.tree.leaves(result), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_what_a_round_hands_on_is_kept_only_if_it_is_the_least() -> None:
+    def block(h: Any, w: Any) -> Any:
+        new = h @ w
+        narrow = new.astype(jnp.bfloat16).astype(jnp.float32)
+        return new, (jnp.sin(narrow), jnp.cos(narrow))
+
+    _, after = _differentiated(block, jnp.ones((ROWS, WIDTH)), jnp.ones((LAYERS, WIDTH, WIDTH)))
+    (stack,) = {v for v in _loops(after)[1].values if v.shape == (LAYERS, ROWS, WIDTH)}
+    assert stack.dtype == jnp.bfloat16
+
+
+def test_weak_types_stay() -> None:
+    def counting(params: Any, x: Any) -> Any:
+        def block(carry: Any, p: Any) -> Any:
+            h, number, scale = carry
+            return (_plain(h, p)[0], number + 1, scale * 1.5 + 0.25), None
+
+        def loss(trained: Any) -> Any:
+            (last, number, scale), _ = jax.lax.scan(block, (x, 0, 1.0), {**trained, "seed": params["seed"]})
+            return jnp.mean(last**2), (number, scale)
+
+        trained = {k: v for k, v in params.items() if k != "seed"}
+        grads, numbers = jax.grad(loss, has_aux=True)(trained)
+        return {**jax.tree.map(lambda p, g: p - g, trained, grads), "seed": params["seed"]}, numbers
+
+    args = _layers(jnp.float32), jnp.ones((ROWS, WIDTH))
+    result, expected = autopar.parallelize(counting)(*args), jax.jit(counting)(*args)
+    for got, wanted in zip(result[1], expected[1], strict=True):
+        assert (got.weak_type, got.dtype, float(got)) == (wanted.weak_type, wanted.dtype, float(wanted))
