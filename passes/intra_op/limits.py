@@ -187,7 +187,7 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
         if not wanted:
             return not any(a in sharding.axes for a in data)
         most = most_pieces(value.shape, tuple(mesh.axis_size(a) for a in data))
-        return math.prod(mesh.axis_size(a) for a in data if a in sharding.axes) == most
+        return math.prod(mesh.axis_size(a) for a in data if a in sharding.axes) >= most
 
     return Limits(allow_assignment, allow_layout, kind=kind)
 
