@@ -56,16 +56,20 @@ def predicted(rows: Iterable[Measurement], at_once: int) -> Iterator[tuple[Measu
     Each program is planned once, in a process of its own: rows of different names may have run the same.
     """
     rows = list(rows)
-    ways = {id(row): row.ways if row.ranked or not row.doubt else () for row in rows}
-    programs = {_key(row, way): (row, way) for row in rows for way in ways[id(row)]}
+    programs = {_key(row, way): (row, way) for row in rows for way in _counting(row)}
     plans = zip(programs, common.each_in_a_process(_predict, programs.values(), at_once), strict=True)
     seen: dict[Any, Prediction] = {}
     for row in rows:
-        keys = [_key(row, way) for way in ways[id(row)]]
+        keys = [_key(row, way) for way in _counting(row)]
         while not seen.keys() >= set(keys):
             seen.update([next(plans)])
         found = [seen[key] for key in keys]
         yield row, min(found, key=lambda p: math.inf if p.seconds is None else p.seconds, default=None)
+
+
+def _counting(row: Measurement) -> tuple[Way, ...]:
+    """Its ways, where it is scored or counts for the order of methods."""
+    return row.ways if row.ranked or not row.doubt else ()
 
 
 def _key(row: Measurement, way: Way) -> Any:

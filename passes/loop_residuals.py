@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, S
 from typing import Any
 
 import jax
-import numpy as np
 from jax.extend import core
 
 from autopar.ir.graph import Equation, Graph, Operand, Phase, Value
@@ -314,7 +313,7 @@ class _Anew:
         if var not in self.made:
             v = self.loop.value_of[var]
             if isinstance(v, GraphLiteral):
-                return v.value if v.weak_type else np.asarray(v.value, v.dtype)
+                return v.value
             if v in self.known:
                 return self.known[v]
             eqn = self.loop.maker[var]
@@ -335,8 +334,7 @@ def _bind_late(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
 
 
 def _literal(atom: Any) -> Any:
-    """A number, in its type and as weakly typed as it is."""
-    return atom.val if atom.aval.weak_type else np.asarray(atom.val, atom.aval.dtype)
+    return atom.val
 
 
 def _with_all_values(closed: Any) -> Any:

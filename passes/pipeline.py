@@ -299,10 +299,13 @@ def _programs(
     for v in outputs & copied.keys():
         wanted_copies[key_of[v]].add(v)
     position = {eqn.id: i for i, eqn in enumerate(step.equations)}
+    again_at: dict[int, dict[Value, Equation]] = defaultdict(dict)
+    for v, eqn in again.items():
+        again_at[stages[eqn.id]][v] = eqn
     full = {}
     for k in order:
-        apart = phases[k[0]] in (Phase.BACKWARD, Phase.WEIGHTS)  # from the forward program
-        here = {v: eqn for v, eqn in again.items() if stages[eqn.id] == k[2]} if apart else {}
+        is_apart = phases[k[0]] in (Phase.BACKWARD, Phase.WEIGHTS)  # from the forward program
+        here = again_at[k[2]] if is_apart else {}
         full[k] = _updated_early(_with_copies(members[k], wanted_copies[k], copied, here, position))
     needed_by: dict[Value, set[_Key]] = defaultdict(set)
     inputs_of = {}

@@ -6,7 +6,7 @@ elementwise equations into whatever reads them and keeps what they are made of. 
 as in a pipeline: all that one reads of the other goes through memory, and is kept for each microbatch in flight. So
 the backward program repeats elementwise equations of the forward pass; what both need, the residuals, is a minimum cut
 between what the forward pass has in memory anyway and what the backward pass reads, by bytes. PyTorch's compiler
-divides the passes so (Zhou et al. 2023, "min-cut rematerialization"), but that it may repeat more than that.
+divides the passes so (He and Yu 2023, a minimum cut, too); it may repeat more than this does.
 
 Repeated is only what fusion makes free: elementwise equations, from values that kernels of the forward pass write
 whether or not the backward pass reads them. What a product, a loop or a reduction of the backward pass reads is kept.

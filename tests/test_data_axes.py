@@ -73,6 +73,13 @@ def test_what_cannot_be_cut_so_far_is_cut_as_far_as_it_can_be() -> None:
     assert all(leaf.sharding.axes == {"y"} for leaf in moments)
 
 
+def test_one_axis_stays_one_axis_beside_the_search() -> None:
+    fixed = recipes.auto(mesh_shape=(-1,), zero=1)
+    assert fixed.allows(recipes.zero(1))
+    assert recipes.zero(1).within(fixed).data_axes == ("x",)
+    assert recipes.zero(1).within(recipes.auto()).data_axes == ("x", "y")
+
+
 def test_zero_is_one_of_four() -> None:
     with pytest.raises(PlanError, match=r"megatron\(zero=4\): zero must be 0, 1, 2 or 3"):
         recipes.megatron(2, 2, 1, zero=4)

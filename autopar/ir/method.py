@@ -78,7 +78,10 @@ class Method:
     def within(self, method: Method) -> Method:
         """This recipe with what it leaves open as another method has it."""
         schedule = method.schedule or self.schedule
-        return dataclasses.replace(self, memory_limit=method.memory_limit, schedule=schedule, spatial=method.spatial)
+        axes = self.data_axes[:1] if method.mesh_shape == (-1,) else self.data_axes  # where one axis is fixed
+        return dataclasses.replace(
+            self, memory_limit=method.memory_limit, schedule=schedule, spatial=method.spatial, data_axes=axes
+        )
 
     def data_shards(self, num_devices: int) -> int:
         """Into how many pieces a recipe cuts each microbatch; 1 where it leaves that to the solver."""

@@ -186,6 +186,7 @@ def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], m
             return True
         if not wanted:
             return not any(a in sharding.axes for a in data)
+        # As far as an array of this shape can be.
         most = most_pieces(value.shape, tuple(mesh.axis_size(a) for a in data))
         return math.prod(mesh.axis_size(a) for a in data if a in sharding.axes) >= most
 
