@@ -17,17 +17,26 @@ from autopar.cost_model.compute import (
     partial_sum_bytes,
     peak_flops,
     product_share,
-    strided_read_seconds,
 )
 from autopar.cost_model.order import Combining, Live, ProgramKernels, held_by, live
 from autopar.cost_model.overlap import hidden_seconds
 from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, AppliedStep, StepPrice, applied_steps, step_axes
+from autopar.cost_model.strided_reads import Held, Strided, StridedReads
 from autopar.ir.graph import Phase, Value
-from autopar.ir.local import Accumulate, Compute, LocalKernel, LocalOp, LocalProgram, Port, Reread, Reshard
+from autopar.ir.local import (
+    Accumulate,
+    Compute,
+    LocalKernel,
+    LocalOp,
+    LocalProgram,
+    Port,
+    Reread,
+    Reshard,
+    local_bytes,
+    port_bytes,
+)
 from autopar.ir.mesh import DeviceKind, Mesh
-from autopar.ir.sharding import Collective, Sharding
-
-_Held = tuple[Value, Sharding]
+from autopar.ir.sharding import Collective
 
 # What XLA's latency-hiding scheduler takes for granted; see `_estimated_seconds`.
 _CONVOLUTION = 1e-5  # seconds
@@ -65,20 +74,11 @@ class OpCost:
     collectives: tuple[Collective, ...]
     launches: float  # of kernels
     moved: float  # bytes that kernels read from memory and write to it
+    copies: tuple[Held, ...] = ()  # what is copied into another order for it
 
     @property
     def seconds(self) -> float:
         return self.compute + self.communication
-
-
-def local_bytes(value: Value, sharding: Sharding, mesh: Mesh) -> int:
-    """Bytes of one device's piece."""
-    return (value.sum_nbytes if sharding.partial else value.nbytes) // math.prod(sharding.tiles(mesh))
-
-
-def port_bytes(port: Port, mesh: Mesh) -> int:
-    """Bytes of one device's piece of what crosses a program's border."""
-    return local_bytes(port.value, port.sharding, mesh)
 
 
 def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> ProgramCost:
@@ -87,9 +87,10 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
     Compute by the roofline with fused elementwise chains, collectives one by one.
     """
     costs = op_costs(local, kind, price)
-    schedule = _Scheduled(local, kind, price, costs)
+    in_rounds = [_hidden_in_rounds(op, local.mesh, kind, price) for op in local.ops]
+    schedule = _Scheduled(local, kind, price, costs, in_rounds)
     needed = math.ceil(_calibrated_temporaries(local, kind) * schedule.temporaries)
-    hidden = hidden_seconds(schedule.live.order, kind.xla.overlap_slowdown)
+    hidden = sum(in_rounds) + hidden_seconds(schedule.live.order, kind.xla.overlap_slowdown)
     start = kind.dispatch_overhead + _set_aside(local, kind, needed)
     communication = sum(c.communication for c in costs)
     shown = 1 - hidden / communication if hidden else 1.0  # of all collectives alike, to say of each phase
@@ -150,15 +151,16 @@ def _signature(port: Port) -> Hashable:
 
 def op_costs(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> tuple[OpCost, ...]:
     """The price of each operation of a program, in order."""
-    sent, strided_reads = _sent(local), _StridedReads(local, kind)
-    return tuple(_op_cost(op, local.mesh, kind, price, sent, strided_reads.seconds(op)) for op in local.ops)
+    sent, strided_reads = _sent(local), StridedReads(local, kind)
+    return tuple(_op_cost(op, local.mesh, kind, price, sent, strided_reads.of(op)) for op in local.ops)
 
 
 def _op_cost(
-    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[_Held], strided_reads: float
+    op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice, sent: Collection[Held], strided: Strided
 ) -> OpCost:
-    """`strided_reads`: seconds for what lies in another order than it is wanted in."""
-    compute = communication = flops = launches = moved = 0.0
+    compute = communication = flops = 0.0
+    launches = float(len(strided.copies))
+    moved = sum(2.0 * local_bytes(*held, mesh) for held in strided.copies)
     collectives: list[Collective] = []
     if isinstance(op, Compute):
         dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
@@ -174,14 +176,14 @@ def _op_cost(
         communication = sum(price(c.kind, c.axes, c.payload) for c in op.combined)
     elif isinstance(op, Accumulate):
         nbytes = local_bytes(op.total, op.sharding, mesh)
-        compute, launches, moved = accumulate_seconds(kind, nbytes), 1.0, 3.0 * nbytes
+        compute, launches, moved = accumulate_seconds(kind, nbytes), launches + 1.0, moved + 3.0 * nbytes
     elif isinstance(op, Reshard):
         for step, axes, payload, _ in _applied(op, mesh):
             if axes:
                 communication += price(step.kind, axes, payload)
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
-    return OpCost(compute + strided_reads, communication, flops, tuple(collectives), launches, moved)
+    return OpCost(compute + strided.seconds, communication, flops, tuple(collectives), launches, moved, strided.copies)
 
 
 def _applied(op: Reshard, mesh: Mesh) -> Iterator[AppliedStep]:
@@ -200,7 +202,7 @@ def kernel_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
     return seconds + float(memory_seconds(kind, partial)) + kind.launch_overhead * kernel.times
 
 
-def _sent(local: LocalProgram) -> set[_Held]:
+def _sent(local: LocalProgram) -> set[Held]:
     """What collectives take, from memory."""
     names = {op.copy: op.value for op in local.ops if isinstance(op, Reread)}
     return {
@@ -210,78 +212,7 @@ def _sent(local: LocalProgram) -> set[_Held]:
     }
 
 
-class _StridedReads:
-    """What collectives leave in another order, as a program goes on, and the seconds that it and transposes take.
-
-    XLA cuts and joins the outermost dimension in memory: what is cut or joined along another one is copied before, and
-    lies in another order afterwards. Kernels read it against its order, products and the caller a copy.
-    """
-
-    def __init__(self, local: LocalProgram, kind: DeviceKind) -> None:
-        self._mesh, self._kind = local.mesh, kind
-        self._leaving = {(port.value, port.sharding) for port in local.outputs}
-        self._turned: set[_Held] = set()
-
-    def seconds(self, op: LocalOp) -> float:
-        """Of one operation, in the order of the program."""
-        if not self._kind.xla.single_output:
-            return 0.0
-        if isinstance(op, Reshard):
-            return self._resharding(op)
-        if isinstance(op, Compute):
-            operands = zip(op.equation.inputs, op.operands, strict=True)
-            return sum(self._reading(op, position, *held) for position, held in enumerate(operands))
-        if isinstance(op, Accumulate):
-            return self._of(
-                (op.partial_sum, op.sharding), strided=(op.partial_sum, op.sharding) in self._turned, copied=0
-            )
-        if (op.value, op.sharding) in self._turned:
-            self._turned.add((op.copy, op.sharding))
-        return 0.0
-
-    def _resharding(self, op: Reshard) -> float:
-        before, after = (op.value, op.source), (op.value, op.target)
-        if _is_inner(op, self._mesh):
-            self._turned.add(after)
-            leaves = after in self._leaving
-            return self._of(before, strided=1, copied=1) + self._of(after, strided=leaves, copied=leaves)
-        if before in self._turned and all(step.kind in LOCAL_KINDS for step in op.steps):
-            self._turned.add(after)
-        return 0.0
-
-    def _reading(self, op: Compute, position: int, value: Any, sharding: Sharding | None) -> float:
-        if sharding is None:
-            return 0.0
-        held, traffic = (value, sharding), op.traffic
-        strided, copied = traffic.strided[position], traffic.copied[position]
-        if held in self._turned:
-            if op.fence:
-                self._turned.add((op.equation.outputs[position], op.results[position]))
-            elif op.product is not None:
-                strided, copied = max(strided, 1), max(copied, 1)
-                self._turned.remove(held)  # others read the copy, too
-            elif not (op.kernels or traffic.launches or any(traffic.reads)):  # a view
-                self._turned.add((op.equation.outputs[0], op.results[0]))
-            else:
-                strided = max(strided, traffic.reads[position])
-        return self._of(held, strided=strided, copied=copied)
-
-    def _of(self, held: _Held, *, strided: int, copied: int) -> float:
-        if not (strided or copied):
-            return 0.0
-        return float(strided_read_seconds(self._kind, local_bytes(*held, self._mesh), strided=strided, copied=copied))
-
-
-def _is_inner(op: Reshard, mesh: Mesh) -> bool:
-    """Whether pieces are cut or joined along another dimension than the outermost."""
-    step = op.steps[-1]
-    if step.kind not in ("all_gather", "reduce_scatter", "all_to_all") or not step_axes(step, mesh):
-        return False
-    outside = op.target.local_shape(op.value.shape, mesh)[: max(step.dim, step.to_dim)]
-    return math.prod(outside) > 1
-
-
-def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
+def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[Held]) -> float:
     """Bytes that go through one device's memory."""
     results = [*zip(op.equation.outputs, op.results, strict=True)]
     made = max((math.prod(v.shape) / math.prod(s.tiles(mesh)) for v, s in results), default=0.0)
@@ -293,15 +224,71 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[_Held]) -> float:
     return moved + sum(written)
 
 
-def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Sequence[OpCost]) -> ProgramKernels:
+def _hidden_in_rounds(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> float:
+    """Seconds by which a loop is shorter, since collectives in each of its rounds run beside kernels."""
+    if not (isinstance(op, Compute) and op.round is not None and kind.xla.hides_latency):
+        return 0.0
+    told, times = ProgramKernels(), op.round.times
+    for number, step in enumerate(op.round.steps):
+        before: list[Hashable] = [*step.before]
+        if step.kernels:
+            each = [op.kernels[k] for k in step.kernels]
+            told.run(
+                before, [(number, step.nbytes)], seconds=sum(_expected_seconds(k, kind) for k in each) / times,
+                cost=sum(kernel_seconds(k, kind) for k in each) / times,
+            )  # fmt: skip
+        elif not step.collectives:
+            told.fuse(number, told.buffers(before))
+        if step.pipelined:
+            before = []
+        for c in step.collectives:
+            seconds, latency = price(c.kind, c.axes, c.payload), price(c.kind, c.axes, 0)
+            combines = c.kind in SUM_KINDS or c.kind == "all_gather"
+            collective = Combining((c.kind, c.axes, step.dtype) if combines else None, c.kind in SUM_KINDS, latency)
+            count = math.prod(mesh.axis_size(axis) for axis in c.axes)
+            made = c.payload // count if c.kind == "reduce_scatter" else c.payload
+            told.run(before, [(number, made)], collective=collective, seconds=seconds, cost=seconds)
+            before = [number]
+    for number in range(len(op.round.steps)):
+        told.leave(number)
+    order = live(
+        told, combined=kind.xla.collective_combine_threshold, contiguous=kind.xla.combines_contiguously,
+        hides_latency=True,
+    ).order  # fmt: skip
+    return times * hidden_seconds(order, kind.xla.overlap_slowdown)
+
+
+def _expected_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
+    """As `_estimated_seconds`, of all rounds."""
+    if kernel.product is None:
+        return kernel.nbytes / kind.memory_bandwidth
+    if kernel.product.patches is not None:
+        return _CONVOLUTION * kernel.rounds
+    speed = peak_flops(kind, kernel.dtype, matmul=True) * kind.matmul_efficiency
+    return kernel.flops * (_WIDENING if kernel.widens else 1) / speed
+
+
+def _kernels(
+    local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Sequence[OpCost], in_rounds: Sequence[float]
+) -> ProgramKernels:
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums.
 
     What an operation costs that is fused into others is of none of their kernels: it takes next to nothing.
+    `in_rounds`: by operation, seconds by which a loop is shorter, see `_hidden_in_rounds`.
     """
     mesh, sent, told = local.mesh, _sent(local), ProgramKernels()
-    gathered: set[_Held] = set()  # in another layout than results have
-    fused: dict[_Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
-    for op, priced in zip(local.ops, costs, strict=True):
+    gathered: set[Held] = set()  # in another layout than results have
+    fused: dict[Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
+
+    def copy(held: Held) -> None:
+        """From now on the copy is read."""
+        nbytes = local_bytes(*held, mesh)
+        told.run([held], [(held, nbytes)], seconds=2 * nbytes / kind.memory_bandwidth)
+
+    for op, priced, shorter in zip(local.ops, costs, in_rounds, strict=True):
+        for held in priced.copies:
+            if not (isinstance(op, Reshard) and held == (op.value, op.target)):
+                copy(held)
         if isinstance(op, Compute):
             operands = zip(op.equation.inputs, op.operands, strict=True)
             reads = [(v, s) for v, s in operands if isinstance(v, Value) and s is not None]
@@ -319,16 +306,16 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Seq
             moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
             if op.kernels:
                 seconds = sum(kernel_seconds(k, kind) for k in op.kernels)
-                told.run_rounds(reads, makes, aliases, op.temporaries, seconds, priced.seconds)
+                told.run_rounds(reads, makes, aliases, op.temporaries, seconds, priced.seconds - shorter)
             elif written:
                 lie: dict[Hashable, Hashable] = {results[k]: place for k, place in aliases.items()}
                 shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
                 taken_over = [(v, s) for v, s, may_be_taken in shared if may_be_taken]
                 seconds = _estimated_seconds(op, moved, kind)
                 part_of = None if aliases else op.traffic.kernel  # what is written where something lies is apart
-                held = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
+                beside = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
                 told.run(
-                    reads, makes, held=held, aliases=lie, in_place=taken_over, seconds=seconds, cost=priced.seconds,
+                    reads, makes, held=beside, aliases=lie, in_place=taken_over, seconds=seconds, cost=priced.seconds,
                     part_of=part_of,
                 )  # fmt: skip
             else:
@@ -344,6 +331,8 @@ def _kernels(local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Seq
         else:
             _reshard(op, mesh, told, price)
             last = op.steps[-1]
+            if last.kind != "all_gather" and (op.value, op.target) in priced.copies:
+                copy((op.value, op.target))
             if last.kind == "all_gather" and last.dim > 0 and step_axes(last, mesh):
                 gathered.add((op.value, op.target))
     for port in local.outputs:
@@ -410,8 +399,11 @@ def _reshard(op: Reshard, mesh: Mesh, told: ProgramKernels, price: StepPrice) ->
 class _Scheduled:
     """The kernels of a program in XLA's order."""
 
-    def __init__(self, local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Sequence[OpCost]) -> None:
-        told, xla = _kernels(local, kind, price, costs), kind.xla
+    def __init__(
+        self, local: LocalProgram, kind: DeviceKind, price: StepPrice, costs: Sequence[OpCost],
+        in_rounds: Sequence[float],
+    ) -> None:  # fmt: skip
+        told, xla = _kernels(local, kind, price, costs, in_rounds), kind.xla
         given = Counter(_signature(port) for port in local.inputs)
         renewed: set[int] = set()  # results that lie where an argument does
         if local.program.phase is Phase.UPDATE:
@@ -437,4 +429,4 @@ class _Scheduled:
 
 def temporaries(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> int:
     """Bytes that XLA sets aside beside inputs and outputs, by its schedule alone (without what a calibration found)."""
-    return _Scheduled(local, kind, price, op_costs(local, kind, price)).temporaries
+    return _Scheduled(local, kind, price, op_costs(local, kind, price), [0.0] * len(local.ops)).temporaries

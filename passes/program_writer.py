@@ -16,6 +16,7 @@ from autopar.ir.local import (
     LocalKernel,
     LocalOp,
     LocalProgram,
+    LocalRound,
     Port,
     Reread,
     Reshard,
@@ -29,8 +30,10 @@ from autopar.ir.strategy import REPLICATED, AxisAssignment, Split, Strategy
 from autopar.passes.emit import combination
 from autopar.passes.intra_op.strategies import (
     combined_axes,
+    cut_and_gathered,
     exchanges,
     inner_collectives,
+    local_round,
     operand_shardings,
     packing,
     pieces,
@@ -73,7 +76,7 @@ class ProgramWriter:
     ) -> None:  # fmt: skip
         """`batched`: the values that depend on examples; `layouts`: how values lie."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
-        self.batched = batched
+        self.batched, self.hides_latency = batched, xla.hides_latency
         self.traffic = memory_traffic(
             program.equations, rules, program.inputs, program.outputs, xla=xla,
             shapes={v: s.local_shape(v.shape, sharding.mesh) for v, s in layouts.items()},
@@ -141,6 +144,11 @@ class ProgramWriter:
             for collective, times in inner_collectives(rule, strategy[0], mesh)
             for _ in range(times)
         )  # fmt: skip
+        in_memory = {} if rule.separable else cut_and_gathered(rule, strategy[0], mesh)
+        round_ = local_round(rule, strategy[0], mesh) if combined and self.hides_latency else None
+        inside = 0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh))
+        if round_ is not None:
+            inside += sum(round_.handed_on)
         self.ops.append(
             Compute(
                 eqn,
@@ -154,20 +162,23 @@ class ProgramWriter:
                 tuple(
                     LocalKernel(
                         k.flops / math.prod(cut.get(f, 1) for f in k.held),
-                        sum(nbytes / math.prod(cut.get(f, 1) for f in held) for nbytes, held in k.traffic),
+                        k.moved(in_memory),
                         product_sizes(k.sides, cut),
                         k.dtype,
                         k.times,
                         k.pooling,
                         k.rounds,
                         k.plain_attention,
+                        k.sides is not None and k.is_widening(in_memory),
                     )
                     for k in rule.kernels
                 )
-                + self._packing(eqn, rule, strategy),
-                0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh)),
+                + self._packing(eqn, rule, strategy)
+                + _handing_on(round_),
+                inside,
                 combined,
                 rule.pooling,
+                round_,
             )
         )
         for v, sharding, written in zip(eqn.outputs, results, self.traffic[eqn.id].writes, strict=True):
@@ -250,6 +261,14 @@ class ProgramWriter:
         ops = _with_exchanges(ops, self.rules, self.sharding.mesh)
         outputs = in_order_of(self.inputs, self.outputs, replaced)
         return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), outputs)
+
+
+def _handing_on(round_: LocalRound | None) -> tuple[LocalKernel, ...]:
+    """What a round hands on to the next is copied there, since the next makes the same in its place."""
+    if round_ is None or not round_.handed_on:
+        return ()
+    times, arrays = round_.times, round_.handed_on
+    return (LocalKernel(0.0, 2.0 * times * sum(arrays), None, "float32", times * len(arrays), rounds=times),)
 
 
 def in_order_of(inputs: Iterable[Port], outputs: Iterable[Port], replaced: Mapping[Port, Port]) -> tuple[Port, ...]:

@@ -14,10 +14,9 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from autopar.cost_model.compute import compute_time
-from autopar.cost_model.program_cost import local_bytes
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Value
-from autopar.ir.local import Compute, LocalProgram
+from autopar.ir.local import Compute, LocalProgram, local_bytes
 from autopar.ir.mesh import DeviceKind, Mesh
 from autopar.ir.method import Method
 from autopar.ir.sharding import Sharding

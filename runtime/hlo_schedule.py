@@ -11,7 +11,7 @@ import dataclasses
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective
 from autopar.runtime.hlo import HloCollectives
-from autopar.runtime.hlo_text import parse
+from autopar.runtime.hlo_text import Module, parse
 from autopar.runtime.hlo_traffic import HloKernel, HloKernels
 
 
@@ -23,6 +23,9 @@ class HloIssued:
     collectives: tuple[Collective, ...]
     starts: bool = True
     ends: bool = True
+    # Of a loop, what one of its rounds issues, in order, and how many there are.
+    round: tuple[HloIssued, ...] = ()
+    rounds: int = 0
 
 
 def schedule_in_hlo(text: str, mesh: Mesh) -> tuple[HloIssued, ...]:
@@ -31,8 +34,13 @@ def schedule_in_hlo(text: str, mesh: Mesh) -> tuple[HloIssued, ...]:
     Raises InternalError for what cannot be counted: see `kernels_in_hlo`, `collectives_in_hlo`.
     """
     module = parse(text)
-    kernels, collectives = HloKernels(module), HloCollectives(module, mesh)
-    body = module.computations[module.entry]
+    return _issued(module, HloKernels(module), HloCollectives(module, mesh), module.entry)
+
+
+def _issued(
+    module: Module, kernels: HloKernels, collectives: HloCollectives, computation: str
+) -> tuple[HloIssued, ...]:  # fmt: skip
+    body = module.computations[computation]
     under_way: dict[str, tuple[Collective, ...]] = {}
     issued: list[HloIssued] = []
     for instruction in body.values():
@@ -40,12 +48,14 @@ def schedule_in_hlo(text: str, mesh: Mesh) -> tuple[HloIssued, ...]:
             if sent := under_way.pop(instruction.operands[0], ()):
                 issued.append(HloIssued((), sent, starts=False))
             continue
-        sent = tuple(collectives.of(instruction, module.entry))
+        sent = tuple(collectives.of(instruction, computation))
         if sent and instruction.opcode.endswith("-start"):
             under_way[instruction.name] = sent
             issued.append(HloIssued((), sent, ends=False))
         elif launched := tuple(kernels.of(instruction, body)):
-            issued.append(HloIssued(launched, sent))
+            called = instruction.computations("body") if instruction.opcode == "while" else ()
+            inside = tuple(each for name in called for each in _issued(module, kernels, collectives, name))
+            issued.append(HloIssued(launched, sent, round=inside, rounds=instruction.trips or 0))
         elif sent:
             issued.append(HloIssued((), sent))
     return tuple(issued)

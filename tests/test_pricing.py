@@ -15,8 +15,8 @@ import autopar
 from autopar import recipes
 from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.program_cost import op_costs
-from autopar.ir.graph import Phase, Value
-from autopar.ir.local import Compute, LocalOp, LocalProgram, Reshard
+from autopar.ir.graph import Graph, Phase, Value
+from autopar.ir.local import Compute, LocalOp, LocalProgram, Port, Reshard, local_bytes
 from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, Mesh, XlaBackend
 from autopar.ir.program import Program
 from autopar.ir.rule import product_sizes
@@ -90,6 +90,27 @@ def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that
     assert sum(split.parts.values()) == pytest.approx(slower.step_time)
 
 
+def _gathering(
+    graph: Graph, value: Value, cut: Sharding, dim: int, mesh: Mesh, inputs: tuple[Port, ...] = ()
+) -> LocalProgram:
+    """A program that gathers a value along a dimension, and computes the graph with the whole of it."""
+    rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
+    outputs = tuple(v for v in graph.outputs if isinstance(v, Value))
+    program = Program(0, "program", Phase.FORWARD, 0, graph.equations, (value,), outputs, frozenset())
+    traffic = memory_traffic(graph.equations, rules, (value,), outputs, xla=XlaBackend(single_output=True))
+    whole = Sharding.replicated(len(value.shape))
+    ops: list[LocalOp] = [Reshard(value, cut, whole, (ReshardStep("all_gather", mesh.axes, dim),))]
+    for eqn in graph.equations:
+        held = tuple(Sharding.replicated(len(v.shape)) for v in eqn.inputs)
+        results = tuple(Sharding.replicated(len(v.shape)) for v in eqn.outputs)
+        product = product_sizes(rules[eqn.id].sides, {})
+        ops.append(
+            Compute(eqn, (), held, results, 0.0, product, traffic[eqn.id], fence=False, kernels=(),
+                    temporaries=0, combined=())
+        )  # fmt: skip
+    return LocalProgram(program, mesh, tuple(ops), inputs, ())
+
+
 def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> None:
     """What they join is copied before; then a kernel reads it against its order, and a product a copy of it."""
     copying, strided = 1e9, 2e8  # bytes per second
@@ -104,21 +125,8 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
         """Of gathering an array along a dimension, and of two equations that read it."""
         graph = trace(function, (jax.ShapeDtypeStruct(shape, jnp.float32),), {}, name="function")
         (value,) = graph.inputs
-        rules = {eqn.id: rule_of(eqn) for eqn in graph.equations}
-        outputs = tuple(v for v in graph.outputs if isinstance(v, Value))
-        program = Program(0, "program", Phase.FORWARD, 0, graph.equations, (value,), outputs, frozenset())
-        traffic = memory_traffic(graph.equations, rules, (value,), outputs, xla=XlaBackend(single_output=True))
-        whole = Sharding.replicated(len(shape))
         cut = Sharding(tuple(mesh.axes if d == dim else () for d in range(len(shape))))
-        ops: list[LocalOp] = [Reshard(value, cut, whole, (ReshardStep("all_gather", mesh.axes, dim),))]
-        for eqn in graph.equations:
-            held = tuple(Sharding.replicated(len(v.shape)) for v in eqn.inputs)
-            product = product_sizes(rules[eqn.id].sides, {})
-            ops.append(
-                Compute(eqn, (), held, (whole,), 0.0, product, traffic[eqn.id], fence=False, kernels=(),
-                        temporaries=0, combined=())
-            )  # fmt: skip
-        local = LocalProgram(program, mesh, tuple(ops), (), ())
+        local = _gathering(graph, value, cut, dim, mesh)
         return [cost.compute for cost in op_costs(local, kind, lambda *_: 0.0)]
 
     def twice(x: Any) -> Any:
@@ -140,3 +148,29 @@ def test_collectives_along_inner_dimensions_leave_arrays_in_another_order() -> N
     more = [b - a for a, b in zip(plain, copied_once, strict=True)]
     assert sum(more) == pytest.approx(copied + size / strided + 2 * size / copying, rel=1e-3)
     assert sum(n > 1e-9 for n in more) == 2  # the gather and one of the products
+
+
+def test_a_gpu_copies_what_a_product_cannot_read() -> None:
+    """Elementwise kernels read any order, and a product what is one to it in any order: rows, or what is added up."""
+    kind = cluster_of(1, 4).hosts[0].kind
+    mesh = mesh_at(0, (4,))
+
+    def copied(shape: tuple[int, ...], dim: int, function: Callable[[Any], Any]) -> list[int]:
+        """Bytes that are copied when it is gathered along a dimension, and for what reads it."""
+        graph = trace(function, (jax.ShapeDtypeStruct(shape, jnp.float32),), {}, name="function")
+        (value,) = graph.inputs
+        cut = Sharding(tuple(mesh.axes if d == dim else () for d in range(len(shape))))
+        local = _gathering(graph, value, cut, dim, mesh, inputs=(Port(value, cut),))
+        costs = op_costs(local, kind, lambda *_: 0.0)
+        gathering, *reading = [sum(local_bytes(*held, mesh) for held in cost.copies) for cost in costs]
+        return [gathering, sum(reading)]
+
+    whole = 4 * 2 * 8 * 16
+    # An argument lies in rows: its piece is copied.
+    assert copied((2, 8, 16), 1, jnp.tanh) == [whole // 4, 0]
+    assert copied((2, 8, 16), 0, jnp.tanh) == [0, 0]
+    assert copied((1, 8, 16), 1, jnp.tanh) == [0, 0]
+    assert copied((2, 8, 16), 1, lambda x: jnp.einsum("abc,cd->abd", x, jnp.ones((16, 4)))) == [whole // 4, whole]
+    assert copied((2, 8, 16), 2, lambda x: jnp.einsum("abc,cd->abd", x, jnp.ones((16, 4)))) == [whole // 4, 0]
+    assert copied((8, 16), 1, lambda w: jnp.ones((4, 8)) @ w) == [4 * 8 * 16 // 4, 0]
+    assert copied((8, 16), 1, lambda w: jnp.ones((4, 16)) @ w.T) == [4 * 8 * 16 // 4, 0]

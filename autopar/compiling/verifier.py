@@ -18,12 +18,12 @@ from autopar.compiling.program_sources import device_mesh, instructions_of, writ
 from autopar.cost_model.compute import compute_time
 from autopar.cost_model.order import Combining, ProgramKernel
 from autopar.cost_model.overlap import hidden_seconds
-from autopar.cost_model.program_cost import ProgramCost, port_bytes, program_cost
+from autopar.cost_model.program_cost import ProgramCost, program_cost
 from autopar.cost_model.reshard import StepPrice
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.errors import InternalError, TargetError
 from autopar.ir.graph import Equation
-from autopar.ir.local import Compute, LocalProgram, Port
+from autopar.ir.local import Compute, LocalProgram, Port, port_bytes
 from autopar.ir.mesh import Cluster, DeviceKind, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Collective
@@ -170,15 +170,22 @@ def _hidden(text: str, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> float 
         issued = schedule_in_hlo(text, mesh)
     except InternalError:  # a loop whose rounds nobody knows
         return None
-    return hidden_seconds([_priced(each, kind, price) for each in issued], kind.xla.overlap_slowdown)
+    return _hidden_of(issued, kind, price)
 
 
-def _priced(issued: HloIssued, kind: DeviceKind, price: StepPrice) -> ProgramKernel:
+def _hidden_of(issued: Sequence[HloIssued], kind: DeviceKind, price: StepPrice) -> float:
+    in_rounds = [each.rounds * _hidden_of(each.round, kind, price) if each.round else 0.0 for each in issued]
+    kernels = [_priced(each, kind, price, shorter) for each, shorter in zip(issued, in_rounds, strict=True)]
+    return sum(in_rounds) + hidden_seconds(kernels, kind.xla.overlap_slowdown)
+
+
+def _priced(issued: HloIssued, kind: DeviceKind, price: StepPrice, shorter: float) -> ProgramKernel:
+    """`shorter`: seconds by which a loop is, since it hides collectives in its rounds."""
     sent = sum(price(each.kind, each.axes, each.payload) for each in issued.collectives)
     computed = sum(each.times * _kernel_seconds(each, kind) for each in issued.kernels)
     is_collective = bool(issued.collectives) and not issued.kernels
     return ProgramKernel(
-        (), (), collective=Combining(None, False) if is_collective else None, cost=sent + computed,
+        (), (), collective=Combining(None, False) if is_collective else None, cost=sent + computed - shorter,
         starts=issued.starts, ends=issued.ends,
     )  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,16 @@ class Port:
     sharding: Sharding
 
 
+def local_bytes(value: Value, sharding: Sharding, mesh: Mesh) -> int:
+    """Bytes of one device's piece."""
+    return (value.sum_nbytes if sharding.partial else value.nbytes) // math.prod(sharding.tiles(mesh))
+
+
+def port_bytes(port: Port, mesh: Mesh) -> int:
+    """Bytes of one device's piece of what crosses a program's border."""
+    return local_bytes(port.value, port.sharding, mesh)
+
+
 @dataclasses.dataclass(frozen=True)
 class LocalKernel:
     """One equation of a body on local pieces, in all rounds."""
@@ -35,6 +46,33 @@ class LocalKernel:
     pooling: Pooling | None = None
     rounds: float = 1.0
     plain_attention: bool = False  # see `BodyKernel`
+    widens: bool = False  # a product whose result has more bytes an element than its operands
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalStep:
+    """Kernels that a round of a loop runs as one, or what it sends, on local pieces."""
+
+    before: tuple[int, ...]  # the steps, by number, whose results it reads
+    nbytes: int  # of what it makes
+    kernels: tuple[int, ...]  # of the loop's, by number
+    collectives: tuple[Collective, ...]  # one after the other
+    dtype: str  # of what is sent
+    # XLA sends what leaves a round beside the next one (`CollectivePipeliner`).
+    pipelined: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRound:
+    """What a loop runs and sends in one of its rounds."""
+
+    steps: tuple[LocalStep, ...]
+    times: int
+
+    @property
+    def handed_on(self) -> tuple[int, ...]:
+        """Bytes of each array that is held until the next round, beside which it is sent."""
+        return tuple(step.nbytes for step in self.steps if step.pipelined and step.collectives)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +121,7 @@ class Compute:
     temporaries: int  # bytes that a body holds at once, beyond operands and results
     combined: tuple[Collective, ...]  # that belong to the equation: of results, of sums inside it, halos
     pooling: Pooling | None = None
+    round: LocalRound | None = None  # of a loop that sends something
 
 
 @dataclasses.dataclass(frozen=True)

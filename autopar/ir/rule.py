@@ -151,6 +151,31 @@ class Gathering:
     times: int
 
 
+@dataclasses.dataclass(frozen=True)
+class RoundStep:
+    """Kernels that a round of a loop runs as one, or what it sends there.
+
+    That is one of the sums of the rule, or a slice of a stacked operand or result, by its position, which is gathered,
+    or summed and scattered, where the stack is kept in pieces (`Gathering`).
+    """
+
+    before: tuple[int, ...]  # the steps, by number, whose results it reads
+    makes: tuple[Side, ...]  # bytes of each result, and the factors that cut it
+    kernels: tuple[int, ...] = ()  # of `Rule.kernels`, by number
+    sum: int | None = None
+    operand: int | None = None
+    result: int | None = None
+    dtype: str = ""  # of what is sent
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What a loop runs and sends in one of its rounds, in an order in which it can."""
+
+    steps: tuple[RoundStep, ...]
+    times: int  # that it goes round
+
+
 # Bytes live at once, and what cuts them: factors, and gatherings that keep them in pieces.
 LiveSet = tuple[tuple[int, frozenset[int | Gathered]], ...]
 
@@ -187,7 +212,8 @@ class BodyKernel:
 
     flops: float
     held: frozenset[int]  # factors that cut them
-    traffic: tuple[tuple[float, frozenset[int]], ...]  # bytes through memory, and the factors that cut them
+    # Bytes through memory, and what cuts them: factors, and gatherings that keep them in pieces.
+    traffic: tuple[tuple[float, frozenset[int | Gathered]], ...]
     sides: Sides | None  # of a product, in one round
     dtype: str
     times: float  # that it is launched
@@ -195,6 +221,26 @@ class BodyKernel:
     pooling: Pooling | None = None
     rounds: float = 1.0
     plain_attention: bool = False  # it reads or writes all scores of an attention
+    # Bytes through memory beyond `traffic`, since partial sums are wider, the factors that cut them, and those over
+    # whose pieces they are partial sums.
+    widened: tuple[tuple[float, frozenset[int], frozenset[int]], ...] = ()
+    widens: bool = False  # its result has more bytes an element than what it is made of
+
+    def moved(self, split: Mapping[int | Gathered, int]) -> float:
+        """Bytes through memory of one piece, with `split` as for `Rule.temporaries`."""
+        moved = sum(nbytes / math.prod(split.get(f, 1) for f in held) for nbytes, held in self.traffic)
+        for nbytes, held in self._widened(split):
+            moved += nbytes / math.prod(split.get(f, 1) for f in held)
+        return moved
+
+    def is_widening(self, split: Mapping[int | Gathered, int]) -> bool:
+        """Whether a result has more bytes an element, be it as a partial sum."""
+        return self.widens or any(True for _ in self._widened(split))
+
+    def _widened(self, split: Mapping[int | Gathered, int]) -> Iterator[tuple[float, frozenset[int]]]:
+        for nbytes, held, partial in self.widened:
+            if any(split.get(f, 1) > 1 for f in partial):
+                yield nbytes, held
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +320,7 @@ class Rule:
     kernels: tuple[BodyKernel, ...] = ()
     gatherings: tuple[Gathering, ...] = ()
     live_sets: tuple[LiveSet, ...] = ()  # when most of what one round makes for itself is live
+    round: Round | None = None  # of a loop that is gone round a known number of times
     hints: tuple[Hinted, ...] = ()
     # Of an equation whose first operand says which of several it computes: what each computes. Such equations with the
     # same first operand may be computed as one.

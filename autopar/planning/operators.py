@@ -8,9 +8,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
-from autopar.cost_model.program_cost import OpCost, local_bytes, phases_of
+from autopar.cost_model.program_cost import OpCost, phases_of
 from autopar.ir.graph import Equation, Phase, Value
-from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Reread, Reshard
+from autopar.ir.local import Accumulate, Compute, LocalOp, LocalProgram, Reread, Reshard, local_bytes
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding

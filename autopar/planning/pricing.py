@@ -9,11 +9,11 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
-from autopar.cost_model.program_cost import ProgramCost, port_bytes, program_cost
+from autopar.cost_model.program_cost import ProgramCost, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.cost_model.timeline import StageHolds, StageTimes, Timeline, simulate
 from autopar.ir.graph import Phase, Value
-from autopar.ir.local import LocalProgram, Port
+from autopar.ir.local import LocalProgram, Port, port_bytes
 from autopar.ir.mesh import Cluster, DeviceKind, Mesh
 from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep

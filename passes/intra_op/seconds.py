@@ -24,6 +24,7 @@ from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.intra_op.strategies import (
     PartOptions,
     combined_axes,
+    cut_and_gathered,
     exchanges,
     inner_collectives,
     packing,
@@ -45,7 +46,8 @@ class StrategySeconds:
         outputs = [eqn.outputs[part_index]] if rule.separable else eqn.outputs
         cut = [] if rule.separable else [pieces(rule, assignment, self.mesh) for assignment in options.assignments]
         if rule.kernels:
-            seconds = self._body(rule, cut)
+            in_memory = [cut_and_gathered(rule, assignment, self.mesh) for assignment in options.assignments]
+            seconds = self._body(rule, cut, in_memory)
         else:
             moved = self._moved(eqn, rule, part_index, options, traffic)
             matmul = rule.unit == "matmul"
@@ -108,8 +110,8 @@ class StrategySeconds:
         shares = np.array([product_share(self.kind, each, dtype) for each in sizes])
         return shares, np.array([partial_sum_bytes(self.kind, each, dtype) for each in sizes])
 
-    def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]]) -> Any:
-        """Every kernel of a body, in all rounds."""
+    def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]], in_memory: Sequence[Mapping[Any, int]]) -> Any:
+        """Every kernel of a body, in all rounds; `in_memory`: see `cut_and_gathered`."""
         shares: dict[frozenset[int], Any] = {}
 
         def share(held: frozenset[int]) -> Any:
@@ -119,7 +121,7 @@ class StrategySeconds:
 
         total = np.zeros(len(cut))
         for k in rule.kernels:
-            moved = sum((nbytes * share(held) for nbytes, held in k.traffic), np.zeros(len(cut)))
+            moved = np.array([k.moved(split) for split in in_memory])
             speed, partial = self._product(k.sides, cut, k.dtype)
             total += self._kernel(
                 k.sides is not None, k.flops * share(k.held) / speed, moved, k.rounds * partial, k.dtype, k.times,

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.graph import Equation, Value
+from autopar.ir.local import LocalRound, LocalStep
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import DimMap, Halo, Rule, halo_hops
+from autopar.ir.rule import DimMap, Halo, InnerSum, Rule, halo_hops
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import REPLICATED, AxisAssignment, AxisChoice, Gathered, Partial, Split
 from autopar.passes.collectives import moved_axes, shift, sum_kinds
@@ -123,6 +124,15 @@ def pieces(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[int, int]
     return cut
 
 
+def cut_and_gathered(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[Any, int]:
+    """In how many pieces each split factor is cut, and over how many devices lies what each gathering gathers."""
+    cut: dict[Any, int] = {**pieces(rule, assignment, mesh)}
+    for size, choice in zip(mesh.shape, assignment, strict=True):
+        if isinstance(choice, Gathered):
+            cut[choice] = cut.get(choice, 1) * size
+    return cut
+
+
 def factor_by_axis(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> dict[str, int]:
     """The factor that each axis splits, gathered or not, of those that split one."""
     factors = zip(mesh.axes, map(rule.factor_of, assignment), strict=True)
@@ -228,17 +238,48 @@ def inner_collectives(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Ite
         if kept.collective is not None:
             yield kept.collective, kept.times
     for total in rule.sums:
-        axes = splitting_axes(rule, total.factor, assignment, mesh)
-        if axes:
-            size = total.size // math.prod(cut.get(f, 1) for f in total.held)
-            count = math.prod(mesh.axis_size(axis) for axis in axes)
-            for kind, itemsize in sum_kinds(size, total.itemsize, total.sum_itemsize, count):
-                yield Collective(kind, axes, size * itemsize), total.times
+        for collective in _summing(rule, total, assignment, mesh):
+            yield collective, total.times
     for context in rule.contexts:
         axes = splitting_axes(rule, context.factor, assignment, mesh)
         for each in context.sent(cut) if axes else ():
             moved = moved_axes(axes, each.pairs, mesh) if each.pairs else axes
             yield Collective(each.kind, moved, each.nbytes), context.times
+
+
+def _summing(rule: Rule, total: InnerSum, assignment: AxisAssignment, mesh: Mesh) -> list[Collective]:
+    """What one sum in the body of an equation sends, one after the other."""
+    axes = splitting_axes(rule, total.factor, assignment, mesh)
+    if not axes:
+        return []
+    cut = pieces(rule, assignment, mesh)
+    size = total.size // math.prod(cut.get(f, 1) for f in total.held)
+    count = math.prod(mesh.axis_size(axis) for axis in axes)
+    kinds = sum_kinds(size, total.itemsize, total.sum_itemsize, count)
+    return [Collective(kind, axes, size * itemsize) for kind, itemsize in kinds]
+
+
+def local_round(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> LocalRound | None:
+    """One round of a loop on one device; None where it sends nothing.
+
+    What loops inside it send runs beside nothing, and is left out.
+    """
+    if rule.round is None:
+        return None
+    cut = pieces(rule, assignment, mesh)
+    operands, results = kept_operands(rule, assignment, mesh), kept_results(rule, assignment, mesh)
+    steps = []
+    for step in rule.round.steps:
+        sent: list[Collective] = []
+        if step.sum is not None:
+            total = rule.sums[step.sum]
+            sent = _summing(rule, total, assignment, mesh) if total.times == rule.round.times else []
+        else:
+            kept = [each.get(at) for each, at in ((operands, step.operand), (results, step.result)) if at is not None]
+            sent = [each.collective for each in kept if each is not None and each.collective is not None]
+        nbytes = sum(int(n) // math.prod(cut.get(f, 1) for f in held) for n, held in step.makes)
+        steps.append(LocalStep(step.before, nbytes, step.kernels, tuple(sent), step.dtype, step.result is not None))
+    return LocalRound(tuple(steps), rule.round.times) if any(step.collectives for step in steps) else None
 
 
 def packing(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[float, float]:
@@ -293,11 +334,7 @@ def exchanges(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Iterator[Ex
 
 def temporaries(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> float:
     """Most bytes that the body of an equation holds at once on one device, beyond operands and results."""
-    cut: dict[Any, int] = pieces(rule, assignment, mesh)
-    for size, choice in zip(mesh.shape, assignment, strict=True):
-        if isinstance(choice, Gathered):
-            cut[choice] = cut.get(choice, 1) * size
-    return rule.temporaries(cut)
+    return rule.temporaries(cut_and_gathered(rule, assignment, mesh))
 
 
 def splitting_axes(rule: Rule, factor: int, assignment: AxisAssignment, mesh: Mesh) -> tuple[str, ...]:

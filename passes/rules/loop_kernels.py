@@ -9,7 +9,8 @@ from typing import Any
 
 from autopar.cost_model.fusion import memory_traffic, moved_values, stored
 from autopar.cost_model.order import ProgramKernels, held_by, live
-from autopar.ir.graph import BatchDim, Value
+from autopar.ir.graph import BatchDim, Equation, Operand, Value
+from autopar.ir.local import Traffic
 from autopar.ir.rule import (
     BodyKernel,
     Gathering,
@@ -19,7 +20,7 @@ from autopar.ir.rule import (
 )
 from autopar.ir.strategy import Gathered
 from autopar.passes.rules.plain_attention import plain_attention
-from autopar.passes.rules.propagation import Body, BodyCut
+from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 
 _STRETCHES = 6  # of a body, for each of which the most live bytes are looked for
 
@@ -101,14 +102,15 @@ def live_sets_of(
         for buffer, (first, last) in schedule.ranges.items():
             if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
                 piece = [in_pieces[held_value]] if held_value in in_pieces else []
-                held_here[_cut_by(held_value, numbered).union(piece)] += held_value.nbytes
+                held_here[cut_by(held_value, numbered).union(piece)] += held_value.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
         first_made: Any = told.values[schedule.order[at].makes[0]]
         live_sets += [(*now, *live_set) for live_set in inner.get(first_made, [()])]
     return tuple(live_sets)
 
 
-def _cut_by(v: Value, numbered: Sequence[tuple[int, BodyCut]]) -> frozenset[int]:
+def cut_by(v: Value, numbered: Sequence[tuple[int, BodyCut]]) -> frozenset[int]:
+    """The factors that cut a value of the body."""
     return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
 
 
@@ -124,45 +126,93 @@ def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None
     return sides._replace(batch=batch, rows=rows, columns=columns, depth=depth)
 
 
+PlacedKernel = tuple[BodyKernel, int | Value | None]  # of which equation it is, or which slice of a stack it copies
+
+
 def unit_of(kernels: Sequence[BodyKernel]) -> Unit:
     """What computes them: matrix units where any is a product."""
     return "matmul" if any(kernel.sides for kernel in kernels) else "vector"
 
 
 def kernels_of_rounds(
-    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: float
-) -> tuple[BodyKernel, ...]:  # fmt: skip
-    """Every equation of the body, with what goes through memory; fused ones of a kind as one."""
-    outputs = [v for v in body.outputs if isinstance(v, Value)]
-    traffic = memory_traffic(body.equations, body.rules, body.inputs, outputs)
+    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: float,
+    gatherings: Sequence[Gathering] = (),
+) -> list[PlacedKernel]:  # fmt: skip
+    """Every equation of the body, with what goes through memory; fused ones of a kind as one, which is nowhere."""
+    traffic = body.traffic
     plain = plain_attention(body.equations, body.rules)
-    kernels: list[BodyKernel] = []
+    kernels: list[PlacedKernel] = []
     fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
+    ways = [(Gathered(k), layout.stacked_in[s.position]) for k, way in enumerate(gatherings) for s in way.operands]
+    # What is made before it is gathered, and what is made as a piece of that.
+    before: dict[Operand, Gathered] = {v: gathering for gathering, path in ways for v in path[:-1]}
+    gathered: dict[Operand, Gathered] = {path[-1]: gathering for gathering, path in ways}
     for e in body.equations:
         rule = body.rules[e.id]
         splits = {f: cut.splits[e.id].factor for f, cut in numbered if e.id in cut.splits}
         if rule.kernels:
-            kernels += [_renamed(kernel, splits, times) for kernel in rule.kernels]
+            kernels += [(_renamed(kernel, splits, times), e.id) for kernel in rule.kernels]
             continue
-        moved = tuple((times * nbytes, _cut_by(v, numbered)) for v, nbytes in moved_values(e, traffic[e.id]))
+        moved = tuple(
+            (times * nbytes, _cut_or_kept(v, numbered, before if v not in e.outputs else {**before, **gathered}))
+            for v, nbytes in moved_values(e, traffic[e.id])
+        )
         sides = _outer_sides(rule.sides, splits)
         dtype, flops, held = e.kernel_dtype(sides is not None), times * body.flops(e), frozenset(splits)
         if moved or sides:
             launches = times * traffic[e.id].launches
-            kernels.append(
-                BodyKernel(
-                    flops, held, moved, sides, dtype, launches, e.rematerialized, rule.pooling, times, e.id in plain
-                )
+            kernel = BodyKernel(
+                flops,
+                held,
+                moved,
+                sides,
+                dtype,
+                launches,
+                e.rematerialized,
+                rule.pooling,
+                times,
+                e.id in plain,
+                _widened(e, traffic[e.id], numbered, times),
+                sides is not None and _widens(e),
             )
+            kernels.append((kernel, e.id))
         else:
             fused[held, dtype] += flops
-    kernels += [
-        BodyKernel(
-            0.0, frozenset(), ((times * often * v.nbytes, _cut_by(v, numbered)),), None, str(v.dtype), times * count
-        )
-        for v, often, count in _stacked(body, layout)
-    ]
-    return (*kernels, *(BodyKernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items()))
+    kept = {v: Gathered(k) for k, way in enumerate(gatherings) for v in _kept_in_pieces(body, layout, way)}
+    for v, often, count in _stacked(body, layout):
+        sliced = ((times * often * v.nbytes, _cut_or_kept(v, numbered, kept)),)
+        kernels.append((BodyKernel(0.0, frozenset(), sliced, None, str(v.dtype), times * count), v))
+    together = (BodyKernel(flops, held, (), None, dtype, 0.0) for (held, dtype), flops in fused.items())
+    return [*kernels, *((kernel, None) for kernel in together)]
+
+
+def _widens(product: Equation) -> bool:
+    return product.outputs[0].itemsize > 2 and min(v.itemsize for v in product.values) <= 2
+
+
+def _widened(
+    e: Equation, traffic: Traffic, numbered: Sequence[tuple[int, BodyCut]], times: float
+) -> tuple[tuple[float, frozenset[int], frozenset[int]], ...]:
+    """See `BodyKernel`: of what it makes, and of what it reads before that is summed."""
+    widened = []
+    for v, nbytes in moved_values(e, traffic):
+        made = v in e.outputs
+        partial = frozenset(f for f, cut in numbered if cut.states.get(v) is PARTIAL and (made or e.id in cut.passing))
+        if partial and v.sum_nbytes > v.nbytes:
+            widened.append((times * nbytes * (v.sum_nbytes / v.nbytes - 1), cut_by(v, numbered), partial))
+    return tuple(widened)
+
+
+def _cut_or_kept(
+    v: Value, numbered: Sequence[tuple[int, BodyCut]], kept: Mapping[Operand, Gathered]
+) -> frozenset[int | Gathered]:  # fmt: skip
+    return cut_by(v, numbered).union([kept[v]] if v in kept else [])
+
+
+def _kept_in_pieces(body: Body, layout: LoopLayout, way: Gathering) -> list[Operand]:
+    """The slices of stacks that a gathering keeps in pieces."""
+    taken = [body.inputs[s.position] for s in way.operands]
+    return [*taken, *(body.outputs[layout.outputs[s.position]] for s in way.results)]
 
 
 def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:
@@ -182,7 +232,11 @@ def _renamed(kernel: BodyKernel, splits: Mapping[int, int], times: float) -> Bod
     """A kernel of a body in a body, in the outer one's factors."""
     traffic = tuple((times * nbytes, outer_factors(held, splits)) for nbytes, held in kernel.traffic)
     sides = _outer_sides(kernel.sides, splits)
+    widened = tuple(
+        (times * nbytes, outer_factors(held, splits), outer_factors(partial, splits))
+        for nbytes, held, partial in kernel.widened
+    )
     return dataclasses.replace(
         kernel, flops=times * kernel.flops, held=outer_factors(kernel.held, splits), traffic=traffic, sides=sides,
-        times=times * kernel.times, rounds=times * kernel.rounds,
+        times=times * kernel.times, rounds=times * kernel.rounds, widened=widened,
     )  # fmt: skip

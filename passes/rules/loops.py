@@ -36,6 +36,7 @@ from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, liv
 from autopar.passes.rules.nested import find_cuts, gathering_path, make_body
 from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 from autopar.passes.rules.random import is_partitionable
+from autopar.passes.rules.rounds import SumPlace, round_of
 from autopar.tracing.axis_collectives import scan_counts
 from autopar.tracing.build import Builder, live_equations
 
@@ -273,7 +274,12 @@ def _where_going_on(condition: Any, body: Any, of_condition: int) -> Any:
 
 def _communicates(body: Body, cut: BodyCut) -> bool:
     """Whether the pieces need something of one another in a round."""
-    return bool(cut.sums) or any(body.rules[e].communicates(split.factor) for e, split in cut.splits.items())
+    return _communicating(body, cut) > 0
+
+
+def _communicating(body: Body, cut: BodyCut) -> int:
+    """How many sums a round makes, and equations within which pieces send something."""
+    return len(cut.sums) + sum(body.rules[e].communicates(split.factor) for e, split in cut.splits.items())
 
 
 def _rule(
@@ -302,7 +308,7 @@ def _rule(
     }
     if not cuts:
         whole = replicated(eqn)
-        kernels = kernels_of_rounds(body, [], layout, times)
+        kernels = tuple(kernel for kernel, _ in kernels_of_rounds(body, [], layout, times))
         return dataclasses.replace(
             whole, unit=unit_of(kernels), kernels=kernels, aliases=aliases,
             live_sets=live_sets_of(body, [], layout, ()), hints=_hints(body, []),
@@ -325,16 +331,19 @@ def _rule(
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return run_or_bind(local, pieces_of(local), eqn, operands)
 
-    kernels = kernels_of_rounds(body, numbered, layout, times)
     gatherings = _gatherings(body, numbered, layout, int(times))
+    placed = kernels_of_rounds(body, numbered, layout, times, gatherings)
+    kernels = tuple(kernel for kernel, _ in placed)
+    sums = _sums(body, numbered, max(1, int(times)))
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
-        inputs, outputs, emit=emit, sums=_sums(body, numbered, max(1, int(times))),
+        inputs, outputs, emit=emit, sums=tuple(each for each, _ in sums),
         contexts=_contexts(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
         unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), aliases=aliases,
         live_sets=live_sets_of(body, numbered, layout, gatherings),
+        round=None if each else round_of(body, numbered, layout, placed, [place for _, place in sums], gatherings),
         branches=branches_with(pieces_of),
     )  # fmt: skip
 
@@ -342,7 +351,7 @@ def _rule(
 def _gatherings(
     body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: int
 ) -> tuple[Gathering, ...]:  # fmt: skip
-    """One for the cut of what goes from round to round that sums least, where that leaves parameters whole.
+    """One for the cut of what goes from round to round that sends least, where that leaves parameters whole.
 
     More would be more strategies than they are worth. What holds little stays as it is.
     """
@@ -350,7 +359,7 @@ def _gatherings(
     candidates = [(f, cut) for f, cut in numbered if any(isinstance(cut.state(v), BatchDim) for v in carries)]
     if not candidates:
         return ()
-    factor, cut = min(candidates, key=lambda numbered_cut: len(numbered_cut[1].sums))
+    factor, cut = min(candidates, key=lambda numbered_cut: _communicating(body, numbered_cut[1]))
     operands = {i: path[-1] for i, path in layout.stacked_in.items() if cut.state(body.inputs[i]) is None}
     results = {o: out for o in layout.stacked_out if isinstance(out := body.outputs[o], Value)}
     partial_sums = {o for o in results if cut.leaving(body, o) is PARTIAL}
@@ -396,20 +405,20 @@ def _hints(body: Body, numbered: Sequence[tuple[int, BodyCut]]) -> tuple[Hinted,
     return tuple(hints)
 
 
-def _sums(body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int) -> tuple[InnerSum, ...]:
-    sums = []
+def _sums(body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int) -> list[tuple[InnerSum, SumPlace]]:
+    sums: list[tuple[InnerSum, SumPlace]] = []
     for f, cut in numbered:
         for v in sorted(cut.sums, key=lambda v: v.id):
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
-            sums.append(InnerSum(f, math.prod(v.shape), v.dtype.itemsize, v.sum_itemsize, held, times))
+            sums.append((InnerSum(f, math.prod(v.shape), v.dtype.itemsize, v.sum_itemsize, held, times), v))
         for e in body.equations:
             if e.id in cut.splits:
                 for s in body.rules[e.id].sums:
                     if s.factor == cut.splits[e.id].factor:
                         cuts = ((g, other.splits.get(e.id)) for g, other in numbered)
                         held = frozenset(g for g, split in cuts if split is not None and split.factor in s.held)
-                        sums.append(dataclasses.replace(s, factor=f, held=held, times=s.times * times))
-    return tuple(sums)
+                        sums.append((dataclasses.replace(s, factor=f, held=held, times=s.times * times), e.id))
+    return sums
 
 
 def _contexts(

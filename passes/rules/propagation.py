@@ -11,7 +11,9 @@ from typing import Any
 
 import jax
 
+from autopar.cost_model.fusion import memory_traffic
 from autopar.ir.graph import BatchDim, Equation, Operand, Value
+from autopar.ir.local import Traffic
 from autopar.ir.rule import DimMap, Local, Rule
 from autopar.passes.rules.split import (
     Split,
@@ -57,6 +59,12 @@ class Body:
                 if isinstance(v, Value):
                     readers[v].append((e, i))
         return readers
+
+    @functools.cached_property
+    def traffic(self) -> Mapping[int, Traffic]:
+        """By equation: what goes through memory in one round."""
+        outputs = [v for v in self.outputs if isinstance(v, Value)]
+        return memory_traffic(self.equations, self.rules, self.inputs, outputs)
 
     def flops(self, equation: Equation) -> float:
         """Work of one equation in one round."""

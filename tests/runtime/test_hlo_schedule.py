@@ -55,3 +55,45 @@ def test_starts_and_ends_with_kernels_between_them() -> None:
     assert product.nbytes == 2 * (64 * 32 + 32 * 16 + 64 * 16)
     [copy] = issued[4].kernels
     assert (copy.flops, copy.nbytes) == (0, 800)
+
+
+_LOOP = """
+HloModule jit_step, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %sum = f32[] add(%a, %b)
+}
+
+%going (c: (s32[], f32[100])) -> pred[] {
+  %c = (s32[], f32[100]{0}) parameter(0)
+  %k = s32[] get-tuple-element(%c), index=0
+  %three = s32[] constant(3)
+  ROOT %less = pred[] compare(%k, %three), direction=LT
+}
+
+%round (r: (s32[], f32[100])) -> (s32[], f32[100]) {
+  %r = (s32[], f32[100]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%r), index=0
+  %x = f32[100]{0} get-tuple-element(%r), index=1
+  %all-reduce-start = f32[100]{0} all-reduce-start(%x), replica_groups={{0,1}}, to_apply=%add
+  %copy = f32[100]{0} copy(%x)
+  %all-reduce-done = f32[100]{0} all-reduce-done(%all-reduce-start)
+  ROOT %tuple = (s32[], f32[100]{0}) tuple(%i, %all-reduce-done)
+}
+
+ENTRY %main (x: (s32[], f32[100])) -> (s32[], f32[100]) {
+  %p = (s32[], f32[100]{0}) parameter(0)
+  ROOT %w = (s32[], f32[100]{0}) while(%p), condition=%going, body=%round, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+
+
+def test_what_a_round_of_a_loop_issues() -> None:
+    total = Collective("all_reduce", ("x",), 400)
+    [loop] = schedule_in_hlo(_LOOP, mesh_at(0, (2,)))
+    assert (loop.rounds, loop.collectives, sum(kernel.times for kernel in loop.kernels)) == (3, (total,) * 3, 3)
+    assert [(len(each.kernels), each.collectives, each.starts, each.ends) for each in loop.round] == [
+        (0, (total,), True, False), (1, (), True, True), (0, (total,), False, True),
+    ]  # fmt: skip
