@@ -182,13 +182,17 @@ class _Stage:
 
 
 def _choice(problem: StageProblem, sharding: StageSharding) -> list[int]:
-    """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be."""
+    """The plan's, by node; what it does not say, such as how something is sent, as cheap as can be.
+
+    So is a layout that the problem does not have: with other alternatives there may be too many to have all of them.
+    """
     numbers = problem.numbers
     choice: dict[int, int] = {}
     for (program, eqn_id, part), (node, options) in problem.parts.items():
         choice[node] = options.assignments.index(sharding.strategies[program, eqn_id][part])
     for slot, (node, shardings) in problem.layouts.items():
-        choice[node] = shardings.each.index(sharding.layouts[slot])
+        if sharding.layouts[slot] in shardings.each:
+            choice[node] = shardings.each.index(sharding.layouts[slot])
     for node, costs in enumerate(numbers.costs):
         if node not in choice:
             total = costs.copy()

@@ -67,7 +67,11 @@ def is_finer(shardings: Shardings, by_round: Sequence[Sequence[int]]) -> np.ndar
 def candidate_layouts(
     value: Value, ends: Sequence[Shardings], may_be_partial: bool, is_stored: bool, mesh: Mesh
 ) -> list[Sharding]:
-    """The shardings in which a value may be kept that some end of its edges has, and for want of others replicated."""
+    """The shardings in which a value may be kept that some end of its edges has, and for want of others replicated.
+
+    Of too many, those with few partial sums; but up to half of them as the value is made, `ends[0]`, where it may be
+    kept as partial sums: those that leave fewest axes unused.
+    """
     shardings = dict.fromkeys(sharding for end in ends for sharding in end.each)
     if is_stored:
         shardings.update(dict.fromkeys(_simple_shardings(value, mesh)))
@@ -75,9 +79,12 @@ def candidate_layouts(
     replicated = Sharding.replicated(len(value.shape))
     if replicated not in candidates:
         candidates.append(replicated)
-    if len(candidates) > _MAX_LAYOUTS:
-        candidates.sort(key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
-    return candidates[:_MAX_LAYOUTS]
+    if len(candidates) <= _MAX_LAYOUTS:
+        return candidates
+    made = set(ends[0].each) if may_be_partial else set()
+    as_made = sorted((s for s in candidates if s in made), key=lambda s: -len(s.axes) - len(s.partial))
+    candidates.sort(key=lambda s: (len(s.partial), sum(len(d) > 1 for d in s.dims)))
+    return [*dict.fromkeys([*as_made[: _MAX_LAYOUTS // 2], *candidates])][:_MAX_LAYOUTS]
 
 
 def _simple_shardings(value: Value, mesh: Mesh) -> list[Sharding]:
