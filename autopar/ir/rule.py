@@ -320,7 +320,7 @@ class Rule:
     kernels: tuple[BodyKernel, ...] = ()
     gatherings: tuple[Gathering, ...] = ()
     live_sets: tuple[LiveSet, ...] = ()  # when most of what one round makes for itself is live
-    round: Round | None = None  # of a loop that is gone round a known number of times
+    round: Round | None = None  # of a loop; of a `while` as if it went round once
     hints: tuple[Hinted, ...] = ()
     # Of an equation whose first operand says which of several it computes: what each computes. Such equations with the
     # same first operand may be computed as one.
