@@ -36,9 +36,9 @@ from autopar.ir.local import (
     port_bytes,
 )
 from autopar.ir.mesh import DeviceKind, Mesh
-from autopar.ir.sharding import Collective
+from autopar.ir.sharding import Collective, StepKind
 
-# What XLA's latency-hiding scheduler takes for granted; see `_estimated_seconds`.
+# What XLA's latency-hiding scheduler takes for granted; see `_expected_seconds`.
 _CONVOLUTION = 1e-5  # seconds
 _WIDENING = 60.0  # times as slow as other products
 
@@ -242,9 +242,8 @@ def _hidden_in_rounds(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPric
         if step.pipelined:
             before = []
         for c in step.collectives:
-            seconds, latency = price(c.kind, c.axes, c.payload), price(c.kind, c.axes, 0)
-            combines = c.kind in SUM_KINDS or c.kind == "all_gather"
-            collective = Combining((c.kind, c.axes, step.dtype) if combines else None, c.kind in SUM_KINDS, latency)
+            seconds = price(c.kind, c.axes, c.payload)
+            collective = _combining(c.kind, c.axes, step.dtype, price)
             count = math.prod(mesh.axis_size(axis) for axis in c.axes)
             made = c.payload // count if c.kind == "reduce_scatter" else c.payload
             told.run(before, [(number, made)], collective=collective, seconds=seconds, cost=seconds)
@@ -258,8 +257,20 @@ def _hidden_in_rounds(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPric
     return times * hidden_seconds(order, kind.xla.overlap_slowdown)
 
 
+def _combining(kind: StepKind, axes: Sequence[str], dtype: str, price: StepPrice) -> Combining:
+    """What a collective may be combined with."""
+    is_sum = kind in SUM_KINDS
+    alike = (kind, tuple(axes), dtype) if is_sum or kind == "all_gather" else None
+    return Combining(alike, is_sum, price(kind, tuple(axes), 0))
+
+
 def _expected_seconds(kernel: LocalKernel, kind: DeviceKind) -> float:
-    """As `_estimated_seconds`, of all rounds."""
+    """How long XLA expects a kernel to take in all its rounds, for its order beside collectives.
+
+    That is not how long it takes. XLA knows no speed of products of 16-bit numbers with results of 32, which it expects
+    to be far slower than others, and takes all convolutions to be the same (`SolLatencyEstimator`; read from its log,
+    jaxlib 0.10.2).
+    """
     if kernel.product is None:
         return kernel.nbytes / kind.memory_bandwidth
     if kernel.product.patches is not None:
@@ -357,21 +368,14 @@ def _indices_bytes(op: Compute, mesh: Mesh) -> int:
 
 
 def _estimated_seconds(op: Compute, nbytes: float, kind: DeviceKind) -> float:
-    """How long XLA expects a kernel to take that reads and writes so many bytes, for its order beside collectives.
-
-    That is not how long it takes. XLA knows no speed of products of 16-bit numbers with results of 32, which it expects
-    to be far slower than others, and takes all convolutions to be the same (`SolLatencyEstimator`; read from its log,
-    jaxlib 0.10.2).
-    """
-    if op.product is None:
-        return nbytes / kind.memory_bandwidth
-    if op.product.patches is not None:
-        return _CONVOLUTION
-    dtype = op.equation.kernel_dtype(True)
-    result, sharding = op.equation.outputs[0], op.results[0]
-    widens = result.held_dtype(bool(sharding.partial)).itemsize > 2 and min(v.itemsize for v in op.equation.values) <= 2
-    speed = peak_flops(kind, dtype, matmul=True) * kind.matmul_efficiency / (_WIDENING if widens else 1)
-    return op.flops / speed
+    """`_expected_seconds` of the kernel of an equation that reads and writes so many bytes."""
+    widens = False
+    if op.product is not None:
+        result, sharding = op.equation.outputs[0], op.results[0]
+        narrowest = min(v.itemsize for v in op.equation.values)
+        widens = result.held_dtype(bool(sharding.partial)).itemsize > 2 and narrowest <= 2
+    dtype = op.equation.kernel_dtype(op.product is not None)
+    return _expected_seconds(LocalKernel(op.flops, nbytes, op.product, dtype, 1.0, widens=widens), kind)
 
 
 def _reshard(op: Reshard, mesh: Mesh, told: ProgramKernels, price: StepPrice) -> None:
@@ -383,13 +387,10 @@ def _reshard(op: Reshard, mesh: Mesh, told: ProgramKernels, price: StepPrice) ->
         if not axes or step.kind in LOCAL_KINDS:
             told.fuse(there, told.buffers([here]))
         else:
-            sums = step.kind in SUM_KINDS
-            wide = sums or bool(after.partial)
+            wide = step.kind in SUM_KINDS or bool(after.partial)
             nbytes = (value.sum_nbytes if wide else value.nbytes) // math.prod(after.tiles(mesh))
-            dtype = value.held_dtype(wide)
-            combines = sums or step.kind == "all_gather"
-            seconds, latency = price(step.kind, axes, payload), price(step.kind, axes, 0)
-            collective = Combining((step.kind, axes, dtype) if combines else None, sums, latency)
+            seconds = price(step.kind, axes, payload)
+            collective = _combining(step.kind, axes, str(value.held_dtype(wide)), price)
             aliases = {there: here} if step.kind == "all_reduce" else {}
             told.run([here], [(there, nbytes)], aliases=aliases, collective=collective, seconds=seconds, cost=seconds)
         here = there

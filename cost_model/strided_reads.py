@@ -13,6 +13,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from autopar.cost_model.compute import strided_read_seconds
 from autopar.cost_model.reshard import LOCAL_KINDS, step_axes
 from autopar.ir.graph import Equation, Value
@@ -23,7 +25,25 @@ from autopar.ir.sharding import Sharding
 Held = tuple[Value, Sharding]
 
 _OTHER = -1  # an order that is not known
-_WITH_BODY = frozenset({"scan", "while", "cond"})
+
+
+def sent_along_inner(
+    shape: Sequence[int], before: Sequence[Sharding], after: Sequence[Sharding], mesh: Mesh
+) -> np.ndarray[Any, Any]:
+    """[before, after] Whether a collective cuts or joins, from one sharding to another, a dimension within others.
+
+    Pieces are joined along a dimension that is cut less afterwards; they are cut along one that is cut more, where
+    there are partial sums to be added, or where another dimension is joined.
+    """
+    cuts = np.array([s.tiles(mesh) for s in before])[:, None, :]
+    wanted = np.array([s.tiles(mesh) for s in after])[None, :, :]
+    is_inner = np.zeros(wanted.shape, bool)
+    is_inner[:, :, 1:] = np.cumprod(np.asarray(shape) // wanted, axis=-1)[:, :, :-1] > 1
+    joined = wanted < cuts
+    summed = np.array([[bool({*s.partial} - {*t.partial}) for t in after] for s in before])
+    split = (wanted > cuts) & (summed | joined.any(axis=-1))[:, :, None]
+    is_along: np.ndarray[Any, Any] = (is_inner & (joined | split)).any(axis=-1)
+    return is_along
 
 
 class Strided(NamedTuple):
@@ -94,7 +114,7 @@ class StridedReads:
             dim = self._outermost[held]
             if op.fence:
                 self._outermost[op.equation.outputs[position], op.results[position]] = dim
-            elif op.product is not None or self._is_library_call(op):
+            elif op.product is not None or (op.kernels and not self._kind.xla.single_output):
                 groups = _operand_groups(op.equation, position)
                 if self._kind.xla.single_output or not _is_alone(groups, dim, _local_shape(held, self._mesh)):
                     strided, copied = max(strided, 1), max(copied, 1)
@@ -104,10 +124,6 @@ class StridedReads:
             else:
                 strided = max(strided, traffic.reads[position])
         return self._of(held, strided=strided, copied=copied)
-
-    def _is_library_call(self, op: Compute) -> bool:
-        """Whether a kernel that is not XLA's, such as an attention's, computes it on a GPU."""
-        return bool(op.kernels) and not self._kind.xla.single_output and op.equation.primitive.name not in _WITH_BODY
 
     def _of(self, held: Held, *, strided: int, copied: int) -> Strided:
         strided = strided if self._kind.xla.single_output else 0

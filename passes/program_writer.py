@@ -36,7 +36,6 @@ from autopar.passes.intra_op.strategies import (
     local_round,
     operand_shardings,
     packing,
-    pieces,
     result_shardings,
     temporaries,
 )
@@ -134,7 +133,7 @@ class ProgramWriter:
             if isinstance(v, Value):
                 self.want(v, sharding)
             operands.append(sharding if isinstance(v, Value) else None)
-        cut = {} if rule.separable else pieces(rule, strategy[0], mesh)
+        cut = {} if rule.separable else cut_and_gathered(rule, strategy[0], mesh)
         combined = () if rule.separable else tuple(
             combination(operation, axes, v, s, mesh)
             for operation, axes in combined_axes(rule, strategy[0], mesh).items()
@@ -144,7 +143,6 @@ class ProgramWriter:
             for collective, times in inner_collectives(rule, strategy[0], mesh)
             for _ in range(times)
         )  # fmt: skip
-        in_memory = {} if rule.separable else cut_and_gathered(rule, strategy[0], mesh)
         round_ = local_round(rule, strategy[0], mesh) if combined and self.hides_latency else None
         inside = 0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh))
         if round_ is not None:
@@ -162,14 +160,14 @@ class ProgramWriter:
                 tuple(
                     LocalKernel(
                         k.flops / math.prod(cut.get(f, 1) for f in k.held),
-                        k.moved(in_memory),
+                        k.moved(cut),
                         product_sizes(k.sides, cut),
                         k.dtype,
                         k.times,
                         k.pooling,
                         k.rounds,
                         k.plain_attention,
-                        k.sides is not None and k.is_widening(in_memory),
+                        k.sides is not None and k.is_widening(cut),
                     )
                     for k in rule.kernels
                 )

@@ -49,8 +49,8 @@ def _method(**options: Any) -> Method:
 @pytest.mark.parametrize(
     ("case", "share", "part"),
     [
-        ("chain", 0.85, Part.LESS_MEMORY),
-        ("chain", 0.85, Part.RESHARD_AFTER_FORWARD),
+        ("chain", 0.8, Part.LESS_MEMORY),
+        ("chain", 0.8, Part.RESHARD_AFTER_FORWARD),
         ("residual", 0.9, Part.MORE_RECOMPUTED),
     ],
 )

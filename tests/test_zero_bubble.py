@@ -117,7 +117,7 @@ def test_the_planner_finds_that_it_is_quicker() -> None:
         for schedule in (None, "1f1b", "zero-bubble")
     )
     assert (plan.schedule, plain.schedule, forced.schedule) == ("zero-bubble", "1f1b", "zero-bubble")
-    assert plan.step_time == forced.step_time < 0.95 * plain.step_time
+    assert plan.step_time == forced.step_time < 0.96 * plain.step_time
     assert plan.bubble < plain.bubble
     spans = [stage.layers for stage in plain.stages]
     assert [stage.layers for stage in plan.stages] == spans

@@ -28,6 +28,7 @@ class End:
     in_loop: bool  # once per microbatch, not once per step
     # [strategy] Whether another one differs only in that rounds gather, or scatter, what this one has as a whole stack.
     stacked: np.ndarray[Any, Any] | None = None
+    in_rows: bool = False  # whether what it gives lies in the order of rows, whatever takes it
 
 
 def without_copies(matrix: Any, source: End, target: End, fits: Any) -> Any:

@@ -44,15 +44,14 @@ class StrategySeconds:
         """One run of a part of an equation."""
         part = rule.parts[part_index]
         outputs = [eqn.outputs[part_index]] if rule.separable else eqn.outputs
-        cut = [] if rule.separable else [pieces(rule, assignment, self.mesh) for assignment in options.assignments]
         if rule.kernels:
-            in_memory = [cut_and_gathered(rule, assignment, self.mesh) for assignment in options.assignments]
-            seconds = self._body(rule, cut, in_memory)
+            seconds = self._body(rule, [cut_and_gathered(rule, each, self.mesh) for each in options.assignments])
         else:
             moved = self._moved(eqn, rule, part_index, options, traffic)
             matmul = rule.unit == "matmul"
             work = rule.work({}) * options.share
             dtype = eqn.kernel_dtype(matmul)
+            cut = [pieces(rule, each, self.mesh) for each in options.assignments] if rule.sides is not None else []
             share, partial = self._product(rule.sides, cut, dtype)
             seconds = self._kernel(matmul, work / share, moved, partial, dtype, traffic.launches, rule.pooling)
             if any(traffic.strided) or any(traffic.copied):
@@ -110,8 +109,8 @@ class StrategySeconds:
         shares = np.array([product_share(self.kind, each, dtype) for each in sizes])
         return shares, np.array([partial_sum_bytes(self.kind, each, dtype) for each in sizes])
 
-    def _body(self, rule: Rule, cut: Sequence[Mapping[int, int]], in_memory: Sequence[Mapping[Any, int]]) -> Any:
-        """Every kernel of a body, in all rounds; `in_memory`: see `cut_and_gathered`."""
+    def _body(self, rule: Rule, cut: Sequence[Mapping[Any, int]]) -> Any:
+        """Every kernel of a body, in all rounds; `cut`: see `cut_and_gathered`."""
         shares: dict[frozenset[int], Any] = {}
 
         def share(held: frozenset[int]) -> Any:
@@ -121,7 +120,7 @@ class StrategySeconds:
 
         total = np.zeros(len(cut))
         for k in rule.kernels:
-            moved = np.array([k.moved(split) for split in in_memory])
+            moved = np.array([k.moved(split) for split in cut])
             speed, partial = self._product(k.sides, cut, k.dtype)
             total += self._kernel(
                 k.sides is not None, k.flops * share(k.held) / speed, moved, k.rounds * partial, k.dtype, k.times,

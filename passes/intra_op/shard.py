@@ -18,8 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.cost_model.compute import accumulate_seconds
+from autopar.cost_model.compute import accumulate_seconds, strided_read_seconds
 from autopar.cost_model.reshard import Resharder, StepPrice
+from autopar.cost_model.strided_reads import sent_along_inner
 from autopar.ir.graph import Equation, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import DeviceKind, Mesh
@@ -219,8 +220,9 @@ class StageProblem:
             self.parts[program.index, eqn.id, part.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
                 by_round = strategies_by_round(part.rule.parts[part.at], options)
+                in_rows = bool(part.rule.kernels)  # what loops and libraries' kernels make
                 self._ends[node] = tuple(
-                    [End(node, each, in_loop, is_finer(each, by_round)) for each in side]
+                    [End(node, each, in_loop, is_finer(each, by_round), in_rows) for each in side]
                     for side in (options.operands, options.results)
                 )
             operands, results = self._ends[node]
@@ -359,7 +361,8 @@ class StageProblem:
                 [s for s in shardings if s.divides(slot[1].shape, self.setting.mesh)]
             )
             in_loop = any(end.in_loop for end in readers)
-            copy = self._copies[key] = End(self._node(np.zeros(len(choices.each)), in_loop), choices, in_loop)
+            node = self._node(np.zeros(len(choices.each)), in_loop)
+            copy = self._copies[key] = End(node, choices, in_loop, in_rows=source.in_rows)
         self._edge(slot[1], source, copy)
         self.copies[slot, phase] = copy.node
         return copy
@@ -368,7 +371,9 @@ class StageProblem:
         """Where readers take a value from: its layout, or else its maker."""
         if slot in self.layouts:
             node, shardings = self.layouts[slot]
-            return End(node, shardings, False)
+            maker = self.makers.get(slot)
+            in_rows = maker.in_rows if maker is not None else slot[1] in self.stored or slot in self._sums
+            return End(node, shardings, False, in_rows=in_rows)
         if slot in self.makers:
             return self.makers[slot]
         return self._source((None, self.step.kept[slot[1]]))
@@ -386,7 +391,11 @@ class StageProblem:
         return list(sent)
 
     def _edge(self, value: Value, source: End, target: End) -> None:
-        key: Any = (value.shape, value.itemsize, id(source.shardings), id(target.shardings), target.in_loop)
+        in_rows = source.in_rows or self.setting.kind.xla.single_output
+        key: Any = (
+            value.shape, value.itemsize, value.sum_nbytes, id(source.shardings), id(target.shardings), target.in_loop,
+            in_rows,
+        )  # fmt: skip
         matrices = self.setting.remembered.matrices
         limit, ends = self.setting.memory_limit, [source, target]
         if limit is not None and value.nbytes >= _LARGE_COPY * limit:
@@ -401,6 +410,8 @@ class StageProblem:
             matrix = self.setting.resharder.matrix(
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
             )
+            if in_rows:
+                matrix = matrix + self._copying(value, source.shardings, target.shardings)
             if matrices is self._own_matrices:
                 matrix = without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
@@ -417,6 +428,15 @@ class StageProblem:
             self.numbers.edges.append((source.node, target.node, costs))
             self.numbers.edge_in_loop.append(target.in_loop)
         self._edge_counts[self._edges[place]] += 1
+
+    def _copying(self, value: Value, before: Shardings, after: Shardings) -> Any:
+        """[before, after] Seconds in which XLA copies, for collectives, what lies in rows; see `strided_reads.py`."""
+        if len(value.shape) < 2:
+            return 0.0
+        setting = self.setting
+        strided = float(setting.kind.xla.single_output)
+        seconds = strided_read_seconds(setting.kind, before.nbytes(value), strided=strided, copied=1.0)
+        return sent_along_inner(value.shape, before.each, after.each, setting.mesh) * seconds[:, None]
 
     # Memory.
 

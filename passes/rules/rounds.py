@@ -67,8 +67,9 @@ class _Round:
                 self._compute(e, [] if e.generates and not rule.kernels else written)
             for v in e.outputs:
                 self._made(v, gathered)
+        scattered = {s.position for way in gatherings for s in way.results if s.nbytes}
         for position in layout.stacked_out:
-            self._leave(position, {s.position for way in gatherings for s in way.results if s.nbytes})
+            self._leave(position, position in scattered)
         return Round(tuple(self._steps), layout.length)
 
     def _compute(self, e: Equation, written: Sequence[Value]) -> None:
@@ -91,12 +92,12 @@ class _Round:
         if v in gathered:
             self._add(v, self._at.get(v, ()), operand=gathered[v])
 
-    def _leave(self, position: int, scattered: set[int]) -> None:
+    def _leave(self, position: int, is_scattered: bool) -> None:
         v = self._body.outputs[position]
         if not isinstance(v, Value):
             return
         before = self._at.get(v, ())
-        if position in scattered:
+        if is_scattered:
             held = (v.sum_nbytes, cut_by(v, self._numbered))
             before = (self._step(RoundStep(before, (held,), result=position, dtype=str(v.dtype))),)
         if own := self._kernels.pop(v, None):

@@ -19,6 +19,7 @@ from autopar.cost_model.reshard import (
     step_payload,
     step_result,
 )
+from autopar.cost_model.strided_reads import sent_along_inner
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Collective, ReshardStep, Sharding, StepKind
@@ -281,6 +282,25 @@ def part(region: list[tuple[int, int]], cuts: Sequence[int], number: int) -> lis
         size = (stop - start) // n
         found.append((start + int(at) * size, start + (int(at) + 1) * size))
     return found
+
+
+def test_what_is_sent_along_an_inner_dimension() -> None:
+    """For all pairs of shardings at once, against the one collective of each plan that has a single one."""
+    shape = (8, 16, 8)
+    each = [s for s in shardings(3, WIDE) if s.divides(shape, WIDE)]
+    is_along = sent_along_inner(shape, each, each, WIDE)
+    seen = {True: 0, False: 0}
+    for (i, before), (j, after) in itertools.product(enumerate(each), repeat=2):
+        steps = plan_reshard(shape, 4, before, after, WIDE, by_bytes)
+        sent = [s for s in steps if s.kind not in LOCAL and step_axes(s, WIDE)]
+        if len(steps) != 1 or not sent:
+            continue
+        (step,) = sent
+        moves = step.kind in ("all_gather", "reduce_scatter", "all_to_all")
+        inner = moves and math.prod(after.local_shape(shape, WIDE)[: max(step.dim, step.to_dim)]) > 1
+        assert is_along[i, j] == inner, (str(before), str(after), step)
+        seen[bool(inner)] += 1
+    assert min(seen.values()) > 30
 
 
 def test_copies_bring_every_device_its_region_and_share_the_work() -> None:

@@ -73,15 +73,16 @@ def test_a_choice_costs_what_its_programs_do(
         for kernel in op.kernels or [LocalKernel(0.0, 0.0, op.product, op.equation.kernel_dtype(True), 1.0)]
     ]
     assert any(parts) == (multiprocessors > 0)
-    seconds = 0.0
+    seconds = copying = 0.0
     for local in lowered.programs:
         price = prices.resharder(local.mesh)[1]
         often = m if local.program.in_loop and objective == "step" else 1
         seconds += often * program_cost(local, kind, price).seconds
-        # What collectives leave in another order the solver does not count.
         copies = [local_bytes(*held, local.mesh) for cost in op_costs(local, kind, price) for held in cost.copies]
-        seconds -= often * sum(strided_read_seconds(kind, nbytes, strided=0, copied=1) for nbytes in copies)
-    assert sum(s.objective for s in lowered.shardings) == pytest.approx(seconds, rel=0.02)
+        copying += often * sum(strided_read_seconds(kind, nbytes, strided=0, copied=1) for nbytes in copies)
+    # Of what collectives copy, the solver counts what lies in rows for sure.
+    uncounted = seconds - sum(s.objective for s in lowered.shardings)
+    assert -0.02 * seconds <= uncounted <= copying + 0.02 * seconds
     assert plan.method == "one stage"
 
 
