@@ -42,8 +42,7 @@ def sent_along_inner(
     joined = wanted < cuts
     summed = np.array([[bool({*s.partial} - {*t.partial}) for t in after] for s in before])
     split = (wanted > cuts) & (summed | joined.any(axis=-1))[:, :, None]
-    is_along: np.ndarray[Any, Any] = (is_inner & (joined | split)).any(axis=-1)
-    return is_along
+    return np.asarray((is_inner & (joined | split)).any(axis=-1))
 
 
 class Strided(NamedTuple):
