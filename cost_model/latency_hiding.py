@@ -110,14 +110,9 @@ class _Scheduler:
         self._levels: list[int] = []  # a heap of these, negative
         self.issued: list[IssuedKernel] = []
 
-    def run(self, order: Sequence[int], last: Sequence[bool]) -> list[IssuedKernel]:
-        free = [kernel for kernel in reversed(order) if not self._unchosen[kernel]]
-        for kernel in free:
-            if last[kernel]:
-                self._choose(kernel)
-        for kernel in free:
-            if not last[kernel]:
-                self._release(kernel)
+    def run(self, order: Sequence[int]) -> list[IssuedKernel]:
+        for kernel in [kernel for kernel in reversed(order) if not self._unchosen[kernel]]:
+            self._release(kernel)
         while self._step():
             pass
         return self.issued[::-1]
@@ -202,9 +197,8 @@ class _Scheduler:
 
 
 def hide_latency(
-    order: Sequence[int], before: Sequence[Sequence[int]], seconds: Sequence[float], collective: Sequence[bool],
-    last: Sequence[bool],
-) -> list[IssuedKernel]:  # fmt: skip
+    order: Sequence[int], before: Sequence[Sequence[int]], seconds: Sequence[float], collective: Sequence[bool]
+) -> list[IssuedKernel]:
     """Kernels and the ends of collectives in the order in which they run.
 
     Args:
@@ -212,6 +206,5 @@ def hide_latency(
       before: by kernel, those that it needs.
       seconds: by kernel, how long it takes; of a collective, how long after its start its end is.
       collective: by kernel, whether it is one.
-      last: by kernel, whether it comes after all others; nothing needs such a one.
     """
-    return _Scheduler(order, before, seconds, collective).run(order, last)
+    return _Scheduler(order, before, seconds, collective).run(order)

@@ -42,7 +42,6 @@ class ProgramKernel:
     # Results and, for each, operands in whose place it may lie: the first of them that nothing else reads after it.
     aliases: tuple[tuple[int, int], ...] = ()
     collective: Combining | None = None  # None: it is none
-    last: bool = False  # after all others
     seconds: float = 0.0  # that XLA's scheduler expects it to take
     cost: float = 0.0  # seconds that it takes by the cost model
     starts: bool = True  # it begins here
@@ -114,16 +113,11 @@ class ProgramKernels:
             )  # fmt: skip
         else:
             whole = self._dependencies.add(self._makers(taken))
-            self.kernels.append(ProgramKernel(taken, tuple(made), held, tuple(lie), collective, False, seconds, cost))
+            self.kernels.append(ProgramKernel(taken, tuple(made), held, tuple(lie), collective, seconds, cost))
             if part_of is not None:
                 self._parts[part_of] = whole
         self._maker.update(dict.fromkeys(made, whole))
         self._at.update({value: (buffer,) for (value, _), buffer in zip(makes, made, strict=True)})
-
-    def run_last(self, read: Hashable, made: Hashable, nbytes: int) -> None:
-        """A kernel after all others."""
-        self.run([read], [(made, nbytes)])
-        self.kernels[-1] = dataclasses.replace(self.kernels[-1], last=True)
 
     def _makers(self, buffers: Iterable[int]) -> list[int]:
         return [self._maker[b] for b in buffers if b in self._maker]
@@ -364,7 +358,6 @@ def _beside_collectives(graph: _KernelGraph, order: Sequence[int]) -> list[Progr
     kernels = graph.kernels
     steps = hide_latency(
         order, graph.before, [k.seconds for k in kernels], [k.collective is not None for k in kernels],
-        [k.last for k in kernels],
     )  # fmt: skip
     return [_part(kernels[step.kernel], step) for step in steps]
 

@@ -17,10 +17,11 @@ from autopar.cost_model.compute import (
     partial_sum_bytes,
     peak_flops,
     product_share,
+    strided_read_seconds,
 )
 from autopar.cost_model.order import Combining, Live, ProgramKernels, held_by, live
 from autopar.cost_model.overlap import hidden_seconds
-from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, AppliedStep, StepPrice, applied_steps, step_axes
+from autopar.cost_model.reshard import LOCAL_KINDS, SUM_KINDS, AppliedStep, StepPrice, applied_steps
 from autopar.cost_model.strided_reads import Held, Strided, StridedReads
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import (
@@ -284,22 +285,24 @@ def _kernels(
 ) -> ProgramKernels:
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums.
 
-    What an operation costs that is fused into others is of none of their kernels: it takes next to nothing.
+    What an operation costs that is fused into others is of the kernel that is the first to need it.
     `in_rounds`: by operation, seconds by which a loop is shorter, see `_hidden_in_rounds`.
     """
     mesh, sent, told = local.mesh, _sent(local), ProgramKernels()
-    gathered: set[Held] = set()  # in another layout than results have
-    fused: dict[Held, float] = {}  # bytes that are moved for a value, by the kernel that is the first to need it
+    copied: set[Held] = set()  # as results, which lie in rows
+    # Bytes that are moved for a value, and the seconds that it takes, by the kernel that is the first to need it.
+    fused: dict[Held, tuple[float, float]] = {}
 
-    def copy(held: Held) -> None:
-        """From now on the copy is read."""
+    def copy(held: Held, name: Hashable) -> None:
+        """What reads this name reads the copy."""
         nbytes = local_bytes(*held, mesh)
-        told.run([held], [(held, nbytes)], seconds=2 * nbytes / kind.memory_bandwidth)
+        seconds = 2 * nbytes / kind.memory_bandwidth
+        told.run([held], [(name, nbytes)], seconds=seconds, cost=_copy_seconds(held, mesh, kind))
 
     for op, priced, shorter in zip(local.ops, costs, in_rounds, strict=True):
         for held in priced.copies:
             if not (isinstance(op, Reshard) and held == (op.value, op.target)):
-                copy(held)
+                copy(held, held)
         if isinstance(op, Compute):
             operands = zip(op.equation.inputs, op.operands, strict=True)
             reads = [(v, s) for v, s in operands if isinstance(v, Value) and s is not None]
@@ -314,10 +317,14 @@ def _kernels(
             makes = [(key, local_bytes(*key, mesh)) for key in written]
             aliases = {k: None if i is None else (op.equation.inputs[i], op.operands[i])
                       for k, i in op.traffic.aliases}  # fmt: skip
-            moved = _moved_bytes(op, mesh, sent) + sum(fused.pop(held, 0.0) for held in reads)
+            own = priced.seconds - sum(_copy_seconds(held, mesh, kind) for held in priced.copies)
+            moved = _moved_bytes(op, mesh, sent)
+            for held in reads:
+                with_it = fused.pop(held, (0.0, 0.0))
+                moved, own = moved + with_it[0], own + with_it[1]
             if op.kernels:
                 seconds = sum(kernel_seconds(k, kind) for k in op.kernels)
-                told.run_rounds(reads, makes, aliases, op.temporaries, seconds, priced.seconds - shorter)
+                told.run_rounds(reads, makes, aliases, op.temporaries, seconds, own - shorter)
             elif written:
                 lie: dict[Hashable, Hashable] = {results[k]: place for k, place in aliases.items()}
                 shared = zip(op.equation.inputs, op.operands, op.traffic.in_place, strict=True)
@@ -326,11 +333,11 @@ def _kernels(
                 part_of = None if aliases else op.traffic.kernel  # what is written where something lies is apart
                 beside = 0 if kind.xla.single_output else _indices_bytes(op, mesh)
                 told.run(
-                    reads, makes, held=beside, aliases=lie, in_place=taken_over, seconds=seconds, cost=priced.seconds,
+                    reads, makes, held=beside, aliases=lie, in_place=taken_over, seconds=seconds, cost=own,
                     part_of=part_of,
                 )  # fmt: skip
             else:
-                fused.update(dict.fromkeys(results[:1], moved))
+                fused.update(dict.fromkeys(results[:1], (moved, own)))
             for key in results:
                 if key not in written:
                     told.fuse(key, taken)
@@ -341,19 +348,20 @@ def _kernels(
             told.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds, cost=seconds)
         else:
             _reshard(op, mesh, told, price)
-            last = op.steps[-1]
-            if last.kind != "all_gather" and (op.value, op.target) in priced.copies:
-                copy((op.value, op.target))
-            if last.kind == "all_gather" and last.dim > 0 and step_axes(last, mesh):
-                gathered.add((op.value, op.target))
+            if (op.value, op.target) in priced.copies:
+                copied.add((op.value, op.target))
     for port in local.outputs:
         key = (port.value, port.sharding)
-        if key in gathered:
-            told.run_last(key, port, port_bytes(port, mesh))
+        if key in copied:
+            copy(key, port)
         else:
             told.fuse(port, told.buffers([key]))
         told.leave(port)
     return told
+
+
+def _copy_seconds(held: Held, mesh: Mesh, kind: DeviceKind) -> float:
+    return float(strided_read_seconds(kind, local_bytes(*held, mesh), strided=0, copied=1))
 
 
 def _indices_bytes(op: Compute, mesh: Mesh) -> int:

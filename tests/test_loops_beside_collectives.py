@@ -78,6 +78,7 @@ def test_parameters_of_a_loop_with_constants_are_gathered_round_by_round() -> No
     [
         (recipes.zero(3, 1), 8, 4, True, False),
         (recipes.zero(3, 1), 8, 12, True, True),
+        (recipes.zero(1, 1), 8, 4, True, True),  # copies of stacked gradients run beside those that are sent
         (recipes.megatron(1, 8, 1, 1), 2, 4, True, False),
         (recipes.megatron(1, 8, 1, 1), 2, 12, True, False),
         (recipes.megatron(2, 4, 1, 1), 4, 8, True, False),

@@ -5,19 +5,23 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
 from autopar import recipes
 from autopar.cost_model.hardware import load_preset
 from autopar.cost_model.order import Combining, ProgramKernel, ProgramKernels, live
 from autopar.cost_model.overlap import hidden_seconds
-from autopar.cost_model.program_cost import program_cost
+from autopar.cost_model.program_cost import _Scheduled, op_costs, program_cost
 from autopar.ir.mesh import XlaBackend
+from autopar.ir.method import Method
 from autopar.planning.finisher import Finisher
 from autopar.planning.planner import Planner
+from autopar.planning.pricing import Prices
 from tests import models
 from tests.planned import analyse
 
@@ -113,6 +117,43 @@ def test_a_sum_beside_the_kernel_that_follows() -> None:
     told.leave("y")
     assert hidden_seconds(live(told, hides_latency=True).order, 0.0) == pytest.approx(2.0)
     assert hidden_seconds(live(told, hides_latency=False).order, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("method", [recipes.zero(1, 1), recipes.zero(3, 2), recipes.megatron(2, 2, 2, 2)], ids=str)
+def test_all_that_operations_cost_is_in_the_order(method: Method) -> None:
+    """With what is fused into kernels, and with copies for collectives; these, too, run beside what is sent."""
+    layers = {
+        "w": jax.ShapeDtypeStruct((6, 2048, 2048), jnp.bfloat16),
+        "b": jax.ShapeDtypeStruct((6, 2048), jnp.bfloat16),
+    }
+
+    def loss(params: Any, batch: Any) -> Any:
+        y, _ = jax.lax.scan(lambda x, layer: (x + jax.nn.gelu(x @ layer["w"] + layer["b"]), None), batch["x"], params)
+        return jnp.mean((y - batch["y"]) ** 2)
+
+    optimizer = optax.adamw(1e-3)
+
+    def step(state: Any, batch: Any) -> Any:
+        updates, inner = optimizer.update(jax.grad(loss)(state[0], batch), state[1], state[0])
+        return optax.apply_updates(state[0], updates), inner
+
+    batch = dict.fromkeys("xy", jax.ShapeDtypeStruct((4096, 2048), jnp.bfloat16))
+    analysis = analyse(step, (layers, jax.eval_shape(optimizer.init, layers)), batch)
+    cluster = load_preset("dgx-h100")
+    _, lowered = Planner(analysis, cluster, method).plan()
+    prices = Prices(cluster)
+    played = spent = 0.0
+    copies = 0
+    for local in lowered.programs:
+        kind, price = prices.kind(local.mesh), prices.resharder(local.mesh)[1]
+        costs = op_costs(local, kind, price)
+        order = _Scheduled(local, kind, price, costs, [0.0] * len(local.ops)).live.order
+        played += sum(kernel.cost for kernel in order if kernel.starts)
+        spent += sum(cost.seconds for cost in costs)
+        copies += sum(len(cost.copies) for cost in costs)
+    assert played == pytest.approx(spent, rel=0.02)
+    assert played <= spent * (1 + 1e-9)
+    assert copies or method.name != "zero_1"
 
 
 @pytest.mark.parametrize("num_layers", [2, 8])
