@@ -301,7 +301,9 @@ def _kernels(
 
     for op, priced, shorter in zip(local.ops, costs, in_rounds, strict=True):
         for held in priced.copies:
-            if not (isinstance(op, Reshard) and held == (op.value, op.target)):
+            if isinstance(op, Reshard) and held == (op.value, op.target):
+                copied.add(held)
+            else:
                 copy(held, held)
         if isinstance(op, Compute):
             operands = zip(op.equation.inputs, op.operands, strict=True)
@@ -348,8 +350,6 @@ def _kernels(
             told.run([(op.partial_sum, op.sharding), (op.total, op.sharding)], [], seconds=seconds, cost=seconds)
         else:
             _reshard(op, mesh, told, price)
-            if (op.value, op.target) in priced.copies:
-                copied.add((op.value, op.target))
     for port in local.outputs:
         key = (port.value, port.sharding)
         if key in copied:

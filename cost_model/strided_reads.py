@@ -45,6 +45,18 @@ def sent_along_inner(
     return np.asarray((is_inner & (joined | split)).any(axis=-1))
 
 
+def copying_seconds(
+    kind: DeviceKind, mesh: Mesh, shape: Sequence[int], nbytes: np.ndarray[Any, Any], before: Sequence[Sharding],
+    after: Sequence[Sharding],
+) -> np.ndarray[Any, Any]:  # fmt: skip
+    """[before, after] Seconds in which XLA copies what lies in rows for the collectives from one sharding to another.
+
+    nbytes: [before] bytes that one device holds.
+    """
+    each = strided_read_seconds(kind, nbytes, strided=float(kind.xla.single_output), copied=1.0)
+    return np.where(sent_along_inner(shape, before, after, mesh), each[:, None], 0.0)
+
+
 class Strided(NamedTuple):
     """What an operation takes for what lies in another order than it is wanted in."""
 

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from autopar.cost_model.compute import accumulate_seconds, strided_read_seconds
+from autopar.cost_model.compute import accumulate_seconds
 from autopar.cost_model.reshard import Resharder, StepPrice
-from autopar.cost_model.strided_reads import sent_along_inner
+from autopar.cost_model.strided_reads import copying_seconds
 from autopar.ir.graph import Equation, Phase, Value
 from autopar.ir.local import StageSharding
 from autopar.ir.mesh import DeviceKind, Mesh
@@ -410,8 +410,11 @@ class StageProblem:
             matrix = self.setting.resharder.matrix(
                 value.shape, value.itemsize, source.shardings.each, target.shardings.each
             )
-            if in_rows:
-                matrix = matrix + self._copying(value, source.shardings, target.shardings)
+            if in_rows and len(value.shape) > 1:
+                matrix = matrix + copying_seconds(
+                    self.setting.kind, self.setting.mesh, value.shape, source.shardings.nbytes(value),
+                    source.shardings.each, target.shardings.each,
+                )  # fmt: skip
             if matrices is self._own_matrices:
                 matrix = without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None
@@ -428,15 +431,6 @@ class StageProblem:
             self.numbers.edges.append((source.node, target.node, costs))
             self.numbers.edge_in_loop.append(target.in_loop)
         self._edge_counts[self._edges[place]] += 1
-
-    def _copying(self, value: Value, before: Shardings, after: Shardings) -> Any:
-        """[before, after] Seconds in which XLA copies, for collectives, what lies in rows; see `strided_reads.py`."""
-        if len(value.shape) < 2:
-            return 0.0
-        setting = self.setting
-        strided = float(setting.kind.xla.single_output)
-        seconds = strided_read_seconds(setting.kind, before.nbytes(value), strided=strided, copied=1.0)
-        return sent_along_inner(value.shape, before.each, after.each, setting.mesh) * seconds[:, None]
 
     # Memory.
 

@@ -153,7 +153,7 @@ def test_all_that_operations_cost_is_in_the_order(method: Method) -> None:
         copies += sum(len(cost.copies) for cost in costs)
     assert played == pytest.approx(spent, rel=0.02)
     assert played <= spent * (1 + 1e-9)
-    assert copies or method.name != "zero_1"
+    assert copies > 0
 
 
 @pytest.mark.parametrize("num_layers", [2, 8])
