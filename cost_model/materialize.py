@@ -15,9 +15,11 @@ the same kind.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 
@@ -313,8 +315,13 @@ def _cycles(eqn: Equation, rule: Rule) -> float:
     """For each point."""
     if rule.flops >= FUNCTION:
         return rule.flops * _CYCLES_OF_A_FUNCTION
-    computes = len(eqn.inputs) > 1 and all(jnp.issubdtype(x.dtype, jnp.inexact) for x in (*eqn.inputs, *eqn.outputs))
+    computes = len(eqn.inputs) > 1 and all(_is_inexact(x.dtype) for x in (*eqn.inputs, *eqn.outputs))
     return rule.flops * (_CYCLES if computes else 1.0)
+
+
+@functools.cache
+def _is_inexact(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.inexact))
 
 
 def _seconds(work: float, moved: float) -> float:

@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping
 from typing import Any
 
-from autopar.ir.graph import Operand, Value
+from autopar.ir.graph import Operand, Value, dtype_name
 from autopar.ir.program import PlacedStep
 from autopar.passes.rules.table import without_places
 from autopar.passes.stage_oracle import Span
@@ -115,7 +115,7 @@ def _digest(placed: PlacedStep, stage: int, texts: dict[int, tuple[Any, str]]) -
         kind = "input" if v in inputs else ("sum" if v in placed.producer and v not in step.batched else "")
         if v in inputs and placed.home[v] != stage:
             kind = "remote input"
-        return f"{numbers[v]}:{v.shape}:{v.dtype}:{kind}:{v in outputs}:{step.hints.get(v)}"
+        return f"{numbers[v]}:{v.shape}:{dtype_name(v.dtype)}:{kind}:{v in outputs}:{step.hints.get(v)}"
 
     def text(parameter: Any) -> str:
         if id(parameter) not in texts:

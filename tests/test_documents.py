@@ -3,6 +3,7 @@
 What the architecture page says of its step is what the nouns hold, and sample texts are what is printed.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from autopar.planning.finisher import Finisher
 ROOT = Path(__file__).parent.parent
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 MOST_BYTES = 9_000  # of the README
+COMPILING = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # how, in tests
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
 
@@ -71,7 +73,7 @@ def test_snippets_run(page: Path, tmp_path: Path) -> None:
     process = subprocess.run(
         [sys.executable, "-W", "error", "-c", "\n".join(snippets_of(page))],
         cwd=tmp_path,  # where they save plans, reports and checkpoints
-        env={"PYTHONPATH": str(ROOT)},
+        env={"PYTHONPATH": str(ROOT), **{name: os.environ[name] for name in COMPILING if name in os.environ}},
         capture_output=True,
         text=True,
         check=False,

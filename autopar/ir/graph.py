@@ -98,6 +98,12 @@ def accumulator_dtype(dtype: Any, least_bytes: int = 4) -> Any:
     return np.dtype(np.float32)
 
 
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """`str(dtype)`, which NumPy puts together anew each time."""
+    return str(dtype)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Literal:
     """A constant scalar inside an equation."""
@@ -143,8 +149,8 @@ class Equation:
     def kernel_dtype(self, matmul: bool) -> str:
         """The type that it computes in: a product of matrices in that of its operands, whatever it gives."""
         if not matmul:
-            return str(self.outputs[0].dtype)
-        return str(max((x.dtype for x in self.inputs[:2]), key=lambda dtype: int(dtype.itemsize)))
+            return dtype_name(self.outputs[0].dtype)
+        return dtype_name(max((x.dtype for x in self.inputs[:2]), key=lambda dtype: int(dtype.itemsize)))
 
     @functools.cached_property
     def values(self) -> tuple[Value, ...]:

@@ -246,7 +246,8 @@ class Finisher:
                 if alike is None or alike.gap > _CLOSE:
                     alike = _solve(tied.numbers.problem(in_flight), start=None if alike is None else alike.choice)
                 start = problem.untied(tied, alike.choice)
-        solution = _solve(numbers.problem(in_flight), start=start)
+        # Choices that are not alike hardly ever cost less: what says how good they are at most is enough.
+        solution = _solve(numbers.problem(in_flight), start=start, polish=start is None)
         known.append((numbers, in_flight, solution))
         return problem, solution
 
@@ -355,8 +356,8 @@ class Finisher:
         return self.stages.prices.price(layered.analysis, self.method.name, lowered, layer_of, schedule, bound, gap)
 
 
-def _solve(problem: Problem, start: Sequence[int] | None = None) -> Solution:
-    solution = solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start)
+def _solve(problem: Problem, start: Sequence[int] | None = None, polish: bool = True) -> Solution:
+    solution = solve(problem, seconds=_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=start, polish=polish)
     if solution.cost > (1 + _WIDE_GAP) * solution.lower_bound > 0:
         solution = solve(problem, seconds=_MORE_SECONDS, patience=PATIENCE, gap=_GOOD_GAP, start=solution.choice)
     return solution

@@ -14,6 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from autopar.errors import MicrobatchError, PlanError
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.passes.inter_op import Pipeline
 from autopar.passes.submeshes import ShapesFn
@@ -27,7 +28,7 @@ from autopar.planning.candidate import (
     shapes_on,
 )
 from autopar.planning.evaluator import DEAR, LEAST_GAIN, Evaluator
-from autopar.planning.layering import MAX_LAYERS
+from autopar.planning.layering import MAX_LAYERS, Layered
 from autopar.planning.search_space import has_room
 
 _USUAL = 8  # microbatches for each stage
@@ -338,7 +339,7 @@ def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
             continue
         with contextlib.suppress(MicrobatchError):
             layered = evaluator.layering.layered(m, False)
-            if not meshes or evaluator.stages.least_of_one(layered, meshes[0]) >= state.estimate:
+            if not meshes or _takes_too_long_to_compute(state, layered, meshes[0]):
                 return  # computing alone takes longer, and with more microbatches no less
             seconds = min(evaluator.stages.in_any_memory(layered, mesh) for mesh in meshes)
             if state.estimate <= seconds < math.inf:
@@ -350,6 +351,11 @@ def _worth_one_stage(state: State, fewest: int) -> Iterator[int]:
             if seconds < state.estimate and m >= max(fewest, least) and m not in state.in_one_stage:
                 yield m
                 least = max(least, evaluator.stages.fewest_in_one_stage(layered, meshes))
+
+
+def _takes_too_long_to_compute(state: State, layered: Layered, mesh: Mesh) -> bool:
+    """Whether all layers as one stage take as long as the best plan, were there no communication."""
+    return state.estimate < math.inf and state.evaluator.stages.least_of_one(layered, mesh) >= state.estimate
 
 
 def _while_memory_is_dear(state: State, plan: Plan) -> Iterator[int]:

@@ -50,9 +50,14 @@ class Stage:
         self.placed, self.index, self.rules, self.pinned = placed, index, rules, pinned
         self.step = placed.step
         self.programs = [p for p in placed.programs if p.stage == index]
-        self.traffic = {p.index: traffic.of(p, rules, xla) for p in self.programs}
+        self._xla, self._known_traffic = xla, traffic
         self._least: dict[str, list[tuple[float, float]]] = {}
         self._state: dict[tuple[int, ...], float] = {}
+
+    @functools.cached_property
+    def traffic(self) -> Mapping[int, Mapping[int, Traffic]]:
+        """By program and equation id: what each equation reads and writes."""
+        return {p.index: self._known_traffic.of(p, self.rules, self._xla) for p in self.programs}
 
     def state_bytes(self, mesh_shape: tuple[int, ...]) -> float:
         """Bytes of the state on each device of a mesh of this shape, every leaf cut as finely as it can be."""

@@ -74,11 +74,12 @@ class Search(ClimbingSearch):
         gap: float = 0.0,
         patience: float = 1.0,
         network: Network | None = None,
+        polish: bool = True,
     ) -> None:
-        """`network`: of the problem, or of a part of it, reduced already."""
+        """`network`: of the problem, or of a part of it, reduced already. `polish`: improve what messages find."""
         super().__init__(problem, seconds, seed, master, gap, patience)
         self.network = network
-        self.stall = _STALL
+        self.polish = polish
         self.integer_program = integer_program
         self.seed = seed
 
@@ -175,7 +176,7 @@ class Search(ClimbingSearch):
                     return
             if network.num_strategies > _SHRUNK * before:
                 break
-        if self._closed() or self._spent() or not self.stall:
+        if self._closed() or self._spent() or not self.polish:
             return
         if network.pair_entries <= min(_WHOLE, self.work / _TOLD / 2):
             self.bound = max(self.bound, self._by_program(network, prices, self.work / RATE / 2))
@@ -227,7 +228,7 @@ class Search(ClimbingSearch):
         stalled, turn, longest = 0, 0, 0.0
         before: Solution | None = None
         choice: Integers | None = None
-        while self.best is not None and stalled < self.stall and not self._closed() and not self._spent():
+        while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
             if self.best is not before:
                 before, choice = self.best, self._flat_choice(relaxation, self.best)
             started = now()
@@ -287,7 +288,7 @@ class Search(ClimbingSearch):
     def _neighbourhoods(self, network: Network, prices: Array) -> None:
         """Improve the best choice block by block until that stalls."""
         stalled = 0
-        while self.best is not None and stalled < self.stall and not self._closed() and not self._spent():
+        while self.best is not None and stalled < _STALL and not self._closed() and not self._spent():
             before = self.best
             self._neighbourhood(network, prices)
             stalled = stalled + 1 if self.best is before else 0

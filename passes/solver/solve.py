@@ -27,19 +27,21 @@ def solve(
     seed: int = 0,
     start: Sequence[int] | None = None,
     gap: float = 0.0,
+    polish: bool = True,
 ) -> Solution:
     """The cheapest choice found that fits, with a proven lower bound.
 
     start: a choice, than which none is returned that is worse, if it fits. seconds: sets the work limit, at about half
     of what a current core does in that time; the time limit is `patience` times as long. The first bound and choice are
     completed whatever they are. gap: choices that are better by less than this share of the cost are not looked for.
+    polish: where elimination is too wide, improve what messages find by annealing and by CP-SAT.
     Raises Infeasible if no choice fits, or none was found.
     """
     # Numba and OR-Tools take as long to import as all the rest: only who plans waits for them.
     from autopar.passes.solver.programs import highest, solve_program
     from autopar.passes.solver.search import Search
 
-    search = Search(problem, seconds, seed, highest, solve_program, gap, patience)
+    search = Search(problem, seconds, seed, highest, solve_program, gap, patience, polish=polish)
     if start is not None:
         search.offer(start)
     solution = search.run()
@@ -89,8 +91,8 @@ class Forced:
                 raise Infeasible(math.inf, self.problem.limit, proved=True)
             part.touched = dict.fromkeys((self.node, *part.adjacent[self.node]))
             part.keep(self.node, wanted)
-            search = Search(problem, seconds, 0, highest, solve_program, gap, patience, part)
-            search.bound, search.stall = bound, 0  # what climbs find is good enough to compare
+            search = Search(problem, seconds, 0, highest, solve_program, gap, patience, part, polish=False)
+            search.bound = bound
             if start is not None:
                 search.offer(start)
             solution = search.run()

@@ -79,7 +79,8 @@ def value_and_gradients(function: Callable[..., Any], operands: tuple[Any, ...],
         weights = 1.0 + jnp.arange(result.size, dtype=jnp.float32).reshape(result.shape) / result.size
         return jnp.sum(jnp.sin(result.astype(jnp.float32)) * weights), result
 
-    return jax.value_and_grad(loss_fn, argnums=tuple(range(len(operands))), has_aux=True)(*operands)
+    # As one program: most of the time goes into compiling.
+    return jax.jit(jax.value_and_grad(loss_fn, argnums=tuple(range(len(operands))), has_aux=True))(*operands)
 
 
 @settings(max_examples=25)

@@ -82,11 +82,13 @@ def in_pieces(equation: Equation, rule: Rule, split: Mapping[int, int], operands
         results = rule.emit(Together(rule, split), equation, local)
         return tuple(x.reshape(*[1] * len(split), *x.shape) for x in results)
 
+    # Slices of NumPy arrays, which need not be compiled one by one.
+    whole_operands = [x if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else np.asarray(x) for x in operands]
     pieces = [
-        jnp.stack([piece(jnp.asarray(x), dims, index) for index in indices]).reshape(
-            *split.values(), *[math.prod(rule.factors[f] // split.get(f, 1) for f in dim) for dim in dims]
-        )
-        for x, dims in zip(operands, rule.inputs, strict=True)
+        (jnp if isinstance(x, jax.Array) else np)
+        .stack([piece(x, dims, index) for index in indices])
+        .reshape(*split.values(), *[math.prod(rule.factors[f] // split.get(f, 1) for f in dim) for dim in dims])
+        for x, dims in zip(whole_operands, rule.inputs, strict=True)
     ]
     mesh = jax.make_mesh(tuple(split.values()), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
     spec = PartitionSpec(*names)
@@ -95,15 +97,16 @@ def in_pieces(equation: Equation, rule: Rule, split: Mapping[int, int], operands
     for k, (results, dims) in enumerate(zip(together(*pieces), rule.outputs, strict=True)):
         if jnp.issubdtype(results.dtype, jax.dtypes.prng_key):
             results = jax.random.key_data(results)[..., 0]
+        results = np.asarray(results)
         whole = np.zeros(unfolded(rule, dims), results.dtype)
         held = {f for dim in dims for f in dim}
         first = {f for f in split if f not in held and not rule.is_partial_sum(f, k)}  # alike on all pieces
         for index in indices:
-            part = np.asarray(results[tuple(index.values())])
+            part = results[tuple(index.values())]
             place = window(rule, dims, split, index)
             if any(index[f] for f in first):
                 same = results[tuple(0 if f in first else n for f, n in index.items())]
-                np.testing.assert_allclose(part, np.asarray(same), rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(part, same, rtol=1e-5, atol=1e-5)
             else:
                 whole[place] += part.reshape(whole[place].shape)
         found.append(whole.reshape(equation.outputs[k].shape))

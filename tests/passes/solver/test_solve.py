@@ -340,6 +340,23 @@ def test_nothing_worse_than_the_start_is_returned() -> None:
     assert fits(hungry, solve(hungry, seconds=0.0, start=good.choice).peak)
 
 
+def test_what_messages_find_may_be_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then neither annealing nor CP-SAT is asked; the bound is one all the same."""
+    problem = wide_problem(120, 0)
+    good = solve(problem, seconds=3.0)
+
+    def asked(*_: object) -> None:
+        raise AssertionError
+
+    for name in ("_anneal", "_by_program", "_neighbourhoods"):
+        monkeypatch.setattr(Search, name, asked)
+    found = solve(problem, seconds=3.0, start=good.choice, polish=False)
+    assert found.cost <= good.cost
+    assert 0.8 * good.lower_bound < found.lower_bound <= good.cost
+    with pytest.raises(AssertionError):
+        solve(problem, seconds=3.0, start=good.choice)
+
+
 def test_wide_problem_with_binding_memory_keeps_an_honest_bound() -> None:
     problem = wide_problem(40, 2)
     found = solve(problem, seconds=4.0)
