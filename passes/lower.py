@@ -24,6 +24,7 @@ from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
 from autopar.passes import last_microbatch
+from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.program_writer import ProgramWriter, results_of
 
 
@@ -88,6 +89,11 @@ class _Assembly:
         self.read = {(value, program.stage) for program in placed.programs for value in program.inputs}
         self.sent_as_held: set[Value] = set()
         self.layouts = [_natural_layouts(placed, s, i, rules) for i, s in enumerate(shardings)]
+        self.shapes = [
+            {v: s.local_shape(v.shape, sharding.mesh) for v, s in layouts.items()}
+            for layouts, sharding in zip(self.layouts, shardings, strict=True)
+        ]
+        self.traffic = KnownTraffic()
         self.homes = {
             v: Port(v, self.layouts[placed.home[v]].get(v, Sharding.replicated(len(v.shape))))
             for v in step.graph.inputs
@@ -171,8 +177,9 @@ class _Assembly:
     def _written(self, program: Program) -> LocalProgram:
         step, stage = self.step, program.stage
         layouts = self.layouts[stage]
+        traffic = self.traffic.of(program, self.rules, self.xla, self.shapes[stage])
         writer = ProgramWriter(
-            program, self.shardings[stage], self.rules, self.resharders[stage], step.batched, layouts, self.xla
+            program, self.shardings[stage], self.rules, self.resharders[stage], step.batched, traffic, self.xla
         )
         for value in program.inputs:
             writer.arrive(value, self.arrivals[stage].get(value) or self.layout_at_source(value, stage))

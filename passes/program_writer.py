@@ -7,7 +7,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.reshard import Resharder, step_result
 from autopar.ir.graph import Equation, Phase, Value
 from autopar.ir.local import (
@@ -21,6 +20,7 @@ from autopar.ir.local import (
     Reread,
     Reshard,
     StageSharding,
+    Traffic,
 )
 from autopar.ir.mesh import Mesh, XlaBackend
 from autopar.ir.program import Program
@@ -71,15 +71,12 @@ class ProgramWriter:
 
     def __init__(
         self, program: Program, sharding: StageSharding, rules: Mapping[int, Rule], resharder: Resharder,
-        batched: Collection[Value], layouts: Mapping[Value, Sharding], xla: XlaBackend,
+        batched: Collection[Value], traffic: Mapping[int, Traffic], xla: XlaBackend,
     ) -> None:  # fmt: skip
-        """`batched`: the values that depend on examples; `layouts`: how values lie."""
+        """`batched`: the values that depend on examples; `traffic`: of the local equations, by id."""
         self.program, self.sharding, self.rules, self.resharder = program, sharding, rules, resharder
         self.batched, self.hides_latency = batched, xla.hides_latency
-        self.traffic = memory_traffic(
-            program.equations, rules, program.inputs, program.outputs, xla=xla,
-            shapes={v: s.local_shape(v.shape, sharding.mesh) for v, s in layouts.items()},
-        )  # fmt: skip
+        self.traffic = traffic
         self.ops: list[LocalOp] = []
         self.inputs: list[Port] = []
         self.outputs: dict[Port, None] = {}

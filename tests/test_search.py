@@ -17,6 +17,7 @@ from autopar import recipes
 from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.hardware import load_preset
 from autopar.errors import InfeasiblePlanError
+from autopar.ir.local import Compute
 from autopar.ir.mesh import XLA_FOR_GPUS, Mesh
 from autopar.ir.method import AUTO
 from autopar.passes.batch import BatchAnalysis
@@ -192,6 +193,30 @@ def test_programs_that_do_the_same_have_the_same_traffic(layers: int) -> None:
                 assert found == expected
                 assert {k: one.kernel for k, one in found.items()} == {k: one.kernel for k, one in expected.items()}
     assert asked.call_count < looked
+
+
+def test_stages_with_the_same_layers_have_the_same_local_traffic() -> None:
+    """Of eight stages the first and the last differ; pieces of other shapes are looked at by themselves."""
+    cluster = cluster_of(1, 8, flops=1e10, memory_bandwidth=1e11, link=1e9, latency=1e-6, launch=1e-6)
+    with mock.patch.object(traffic, "memory_traffic", wraps=memory_traffic) as asked:
+        _, lowered = Planner(_mlp(8), cluster, recipes.pipeline([(1, (1,))] * 8, 8)).plan()
+        looked = asked.call_count
+        program = lowered.programs[1].program
+        halves = {v: (v.shape[0] // 2, *v.shape[1:]) for v in program.inputs if v.shape}
+        known = KnownTraffic()
+        for shapes in ({}, halves, {}, halves):
+            known.of(program, lowered.rules, XLA_FOR_GPUS, shapes)
+        assert asked.call_count == looked + 2
+    computing = [local for local in lowered.programs if local.program.equations]
+    assert len(computing) >= 23
+    assert looked < len(computing)  # while stages were solved, and while they were lowered
+    for local in computing:
+        sharding = lowered.shardings[local.program.stage]
+        ops = {op.equation.id: op.traffic for op in local.ops if isinstance(op, Compute)}
+        shapes = {port.value: port.sharding.local_shape(port.value.shape, sharding.mesh) for port in local.inputs}
+        program = local.program
+        expected = memory_traffic(program.equations, lowered.rules, program.inputs, program.outputs, shapes=shapes)
+        assert ops.items() <= expected.items()
 
 
 @pytest.mark.parametrize("times", [1, 2, 4])

@@ -63,6 +63,7 @@ class Evaluator:
         # By number of microbatches: seconds per step that no pipeline beats.
         self._least: dict[int, float] = {} if like is None else like._least
         self._in_one_stage: set[int] = set()  # numbers of microbatches with a plan of one stage that needs no more
+        self._latest_apart: tuple[Plan, tuple[Layered, PlacedStep]] | None = None
         self._narrower: dict[Hashable, Evaluator] = {}  # by what candidates fix; kept, with what they know
         self._deadline: float = time.monotonic() + (method.time_limit or math.inf) if like is None else like._deadline
 
@@ -154,8 +155,11 @@ class Evaluator:
         return plan.step_time - plain.makespan + filled.makespan
 
     def _apart(self, plan: Plan) -> tuple[Layered, PlacedStep]:
-        """The stages of a plan with gradients of parameters apart."""
-        return self.layering.placed(self.finisher.layered(plan), range(1, len(plan.stages)), "zero-bubble")
+        """The stages of a plan with gradients of parameters apart; of the latest plan they are known."""
+        if self._latest_apart is None or self._latest_apart[0] is not plan:
+            way = self.layering.placed(self.finisher.layered(plan), range(1, len(plan.stages)), "zero-bubble")
+            self._latest_apart = plan, way
+        return self._latest_apart[1]
 
     # What it comes to.
 
@@ -238,7 +242,7 @@ class Evaluator:
         meshes, m = [stage.mesh for stage in plan.stages], candidate.num_microbatches
         if candidate.rounds > 1:
             return self._dealt_out(m, meshes, candidate.rounds)
-        way = self._apart(dataclasses.replace(plan, num_microbatches=m))
+        way = self._apart(plan if m == plan.num_microbatches else dataclasses.replace(plan, num_microbatches=m))
         finished = self.finisher.finish(*way, meshes, "zero-bubble")
         return finished and (with_layers(finished[0], [stage.layers for stage in plan.stages]), finished[1])
 

@@ -1,12 +1,14 @@
 """Memory traffic of programs, found once for all that do the same.
 
-The update of a layer is the same program in any number of microbatches, and in every layer.
+The update of a layer is the same program in any number of microbatches, and in every layer; stages with the same layers
+run the same programs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 
 from autopar.cost_model.fusion import memory_traffic
 from autopar.ir.graph import Equation, Operand, Value
@@ -24,13 +26,16 @@ class KnownTraffic:
         # its kernel begins.
         self._known: dict[Hashable, list[tuple[Traffic, int]]] = {}
 
-    def of(self, program: Program, rules: Mapping[int, Rule], xla: XlaBackend) -> dict[int, Traffic]:
+    def of(
+        self, program: Program, rules: Mapping[int, Rule], xla: XlaBackend,
+        shapes: Mapping[Value, tuple[int, ...]] = MappingProxyType({}),
+    ) -> dict[int, Traffic]:  # fmt: skip
         """See `memory_traffic`."""
         equations = program.equations
-        key = (xla, *_signature(program))
+        key = (xla, *_signature(program, shapes))
         known = self._known.get(key)
         if known is None:
-            traffic = memory_traffic(equations, rules, program.inputs, program.outputs, xla=xla)
+            traffic = memory_traffic(equations, rules, program.inputs, program.outputs, xla=xla, shapes=shapes)
             at = {eqn.id: k for k, eqn in enumerate(equations)}
             self._known[key] = [(traffic[eqn.id], at[traffic[eqn.id].kernel]) for eqn in equations]
             return traffic
@@ -40,8 +45,8 @@ class KnownTraffic:
         }
 
 
-def _signature(program: Program) -> Sequence[Hashable]:
-    """Equal for programs that do the same."""
+def _signature(program: Program, shapes: Mapping[Value, tuple[int, ...]]) -> Sequence[Hashable]:
+    """Equal for programs that do the same, to pieces of the same shapes."""
     numbers: dict[Value, int] = {}
 
     def name(operand: Operand) -> int:
@@ -50,4 +55,5 @@ def _signature(program: Program) -> Sequence[Hashable]:
     def signature(eqn: Equation) -> Hashable:
         return eqn.signature, *map(name, (*eqn.inputs, *eqn.outputs))
 
-    return [*map(signature, program.equations), *map(name, (*program.inputs, *program.outputs)), len(program.inputs)]
+    does = [*map(signature, program.equations), *map(name, (*program.inputs, *program.outputs)), len(program.inputs)]
+    return [*does, *map(shapes.get, numbers)] if shapes else does

@@ -11,14 +11,14 @@ import pytest
 
 from autopar import recipes
 from autopar.cost_model.compute import partial_sum_bytes, strided_read_seconds
-from autopar.cost_model.fusion import memory_traffic
 from autopar.cost_model.program_cost import op_costs, program_cost
-from autopar.ir.local import Compute, LocalKernel, local_bytes
+from autopar.ir.local import Compute, LocalKernel, Traffic, local_bytes
 from autopar.ir.mesh import XlaBackend
 from autopar.ir.method import Method
-from autopar.passes import program_writer
+from autopar.passes import lower
 from autopar.passes.intra_op.numbers import StageNumbers
 from autopar.passes.intra_op.stage import most_pieces
+from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.planning.planner import Planner
 from autopar.planning.pricing import Prices
 from benchmarks.models import gpt, moe
@@ -39,10 +39,11 @@ _ADAFACTOR = optax.adafactor(1e-3)
 def whole_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs have the kernels of whole arrays, which the solver counts, instead of those of a device's pieces."""
 
-    def whole(*args: Any, xla: XlaBackend, shapes: Any) -> Any:
-        return memory_traffic(*args, xla=xla)
+    class Whole(KnownTraffic):
+        def of(self, program: Any, rules: Any, xla: XlaBackend, shapes: Any = None) -> dict[int, Traffic]:
+            return super().of(program, rules, xla)
 
-    monkeypatch.setattr(program_writer, "memory_traffic", whole)
+    monkeypatch.setattr(lower, "KnownTraffic", Whole)
 
 
 @pytest.mark.usefixtures("whole_arrays")
