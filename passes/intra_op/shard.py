@@ -39,12 +39,7 @@ from autopar.passes.intra_op.limits import Limits
 from autopar.passes.intra_op.numbers import Held, StageNumbers
 from autopar.passes.intra_op.seconds import StrategySeconds
 from autopar.passes.intra_op.stage import EquationPart, Stage
-from autopar.passes.intra_op.strategies import (
-    OptionsCache,
-    PartOptions,
-    Shardings,
-    temporaries,
-)
+from autopar.passes.intra_op.strategies import OptionsCache, PartOptions, Shardings, temporaries
 from autopar.passes.solver.problem import Solution
 
 Slot = tuple[int | None, Value]

@@ -29,7 +29,7 @@ MAX_TABLE = 1 << 21  # entries of one table between buckets
 MAX_WORK = 1 << 31  # additions of one evaluation: about two seconds
 MAX_STORED = 1 << 26  # entries of all tables of one evaluation: 512 MiB
 _MAX_EFFORT = 1 << 25  # pairs of neighbours looked at for an order: some seconds
-_LARGE = 1 << 14  # entries
+_LARGE = 1 << 14  # entries of a sum from which on a new array for it takes longer than the additions
 _WHOLE = 1 << 17  # entries up to which a bucket is summed in one piece; beyond, slices stay in the cache
 
 
@@ -205,7 +205,7 @@ def _sum(parts: Sequence[Array]) -> Array:
     is_new = False
     for part in rest:
         if is_new and first.size >= _LARGE and all(n in (1, m) for n, m in zip(part.shape, first.shape, strict=True)):
-            first += part  # a new array of this size would take longer than the sum
+            first += part
         else:
             first, is_new = first + part, True
     return first
