@@ -243,7 +243,9 @@ class Evaluator:
         if candidate.rounds > 1:
             return self._dealt_out(m, meshes, candidate.rounds)
         way = self._apart(plan if m == plan.num_microbatches else dataclasses.replace(plan, num_microbatches=m))
-        finished = self.finisher.finish(*way, meshes, "zero-bubble")
+        finished = None
+        with contextlib.suppress(TooSlow):
+            finished = self.finisher.finish(*way, meshes, "zero-bubble", below=self.best.step_time)
         return finished and (with_layers(finished[0], [stage.layers for stage in plan.stages]), finished[1])
 
     def _searched(self, candidate: Candidate) -> Finished | None:

@@ -301,9 +301,13 @@ def interleaved(state: State) -> Proposals:
     if best == 1 or state.fixed is not None:
         return
     # Shardings that need less memory may cost less than the bubble of so many stages.
+    candidate = Candidate(m, stages, groups, own_layers=own_layers, rounds=best)
+    estimate = state.evaluator.estimate(candidate, shapes_on(groups))
     for n in (n for n in space.many if n < m and n % stages == 0):
-        better = _plan((yield Proposal(Candidate(n, stages, groups, own_layers=own_layers, rounds=best))))
-        if better is None:
+        fewer = dataclasses.replace(candidate, num_microbatches=n)
+        below = math.inf if estimate is None else estimate.step_time
+        estimate = state.evaluator.estimate(fewer, shapes_on(groups), below)
+        if estimate is None or _plan((yield Proposal(fewer, estimate.step_time))) is None:
             return
 
 
@@ -317,12 +321,11 @@ def zero_bubble(state: State) -> Proposals:
         return
     if (seconds := state.evaluator.seconds_without_bubble(plan)) > (1 - LEAST_GAIN) * plan.step_time:
         return
-    m, last = plan.num_microbatches, math.inf
+    m = plan.num_microbatches
     for n in (m,) if state.fixed is not None else (m, *(n for n in state.space.many if n < m)):
         outcome = yield Proposal(Candidate(n, like=plan), seconds if n == m else 0.0)
-        if outcome.finished is None or outcome.finished[0].step_time >= last:
+        if outcome.better is None:
             return
-        last = outcome.finished[0].step_time
 
 
 def _plan(outcome: Outcome) -> Plan | None:

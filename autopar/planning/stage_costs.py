@@ -216,7 +216,7 @@ class StageCosts:
                     return 0.0
                 if (priced := self._priced[key]) is not None:
                     least = min(least, priced.numbers.least_bytes(1))
-            state = sum(stage.state_bytes(mesh.shape) for stage in self._layers(layered, span))
+            state = self._state_bytes(layered, span, mesh)
             room = _FAR * self.prices.memory(mesh) - state
             if room > 0:
                 fewest = min(fewest, m * (least - state) / room)
@@ -263,8 +263,7 @@ class StageCosts:
 
     def least(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> StageCost | None:
         """What no sharding of a span of layers can beat; None if it fits under none."""
-        state = sum(stage.state_bytes(mesh.shape) for stage in self._layers(layered, span))
-        memory = self.prices.memory(mesh)
+        state, memory = self._state_bytes(layered, span, mesh), self.prices.memory(mesh)
         if state > memory:
             self.note_infeasible(Infeasible(state, memory, proved=True), _where(layered, span, mesh))
             return None
@@ -272,6 +271,14 @@ class StageCosts:
         is_whole = span == (0, layered.num_layers)
         seconds = self._least_of_stage(layered, 0, span, mesh) if is_whole else self._least_seconds(layered, span, mesh)
         return StageCost(*seconds, state)
+
+    def _state_bytes(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> float:
+        """Bytes of the state of a span of layers on each device of a mesh, at least."""
+        if span == (0, layered.num_layers):
+            stages = [self._stage(*self._span_placed(layered, 0, span))]
+        else:
+            stages = self._layers(layered, span)
+        return sum(stage.state_bytes(mesh.shape) for stage in stages)
 
     def _least_seconds(self, layered: Layered, span: tuple[int, int], mesh: Mesh) -> tuple[float, float]:
         """Of a span of layers per microbatch and once a step, without any communication.
@@ -381,7 +388,8 @@ class StageCosts:
 
         With what the span computes again at this level. Of spans that are alike it is the first.
         """
-        first = layered.spans.first_alike(span)
+        is_whole = span == (0, layered.num_layers)  # then no layer need be told from another
+        first = span if is_whole else layered.spans.first_alike(span)
         key: Any = (layered, first)
         if level:
             start, stop = np.searchsorted(layered.layers, span).tolist()
