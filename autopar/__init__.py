@@ -8,6 +8,7 @@ from autopar import recipes, sharding_rules
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
+from autopar.debugging import debug
 from autopar.errors import AutoparError, InternalError, UserError
 from autopar.executable import Executable
 from autopar.ir.calibration import Calibration
@@ -57,6 +58,7 @@ __all__ = [
     "cluster_from_devices",
     "cluster_from_json",
     "cluster_to_json",
+    "debug",
     "dot_product_attention",
     "gather",
     "hint",

@@ -5,23 +5,24 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from autopar.compiling.origin import origin_of
 from autopar.errors import NotFiniteError, PlanMismatchError, StateError
 from autopar.ir.graph import Graph
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.runtime.callbacks import Callbacks
+from autopar.runtime.checked import CheckedWorker, has
 from autopar.runtime.feeding import DataShard
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.placement import Home, absent, is_here
-from autopar.runtime.preparing import is_deleted
 from autopar.runtime.processes import compiler_options, this_job
 from autopar.runtime.worker import Worker
 from autopar.state import argument_like, pieces_of, uncommitted
@@ -246,26 +247,50 @@ class Executable(HasExecutable):
         return unflatten(tree, results[: tree.num_leaves])
 
     def _run_checked(self, leaves: Sequence[Any], nans: bool, infs: bool) -> Sequence[Any]:
-        """One step whose results are looked at, not what its programs hand to one another.
+        """One step whose results are looked at, and where they are not finite, what its programs make of what.
+
+        What its programs hand to one another may have infinities, such as those of a mask, and even NaNs.
 
         Raises:
           NotFiniteError: a result has a NaN, or an infinity.
         """
+        marks = [mark for mark, wanted in (("nan", nans), ("inf", infs)) if wanted]
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
-            results = self._worker(self._inputs(leaves))
-            for path, x in zip(self._cut_graph.output_paths, results, strict=True):
-                invalid = jnp.issubdtype(x.dtype, jnp.inexact) and (
-                    (nans and _has(jnp.isnan, x) and "nan") or (infs and _has(jnp.isinf, x) and "inf")
-                )
-                if invalid:
-                    gone = any(map(is_deleted, leaves))
-                    raise NotFiniteError(
-                        f"invalid value ({invalid}) encountered in {path} of {self.graph.name}"
-                        + (", and the state that the step was given is gone" if gone else "")
-                        + ". To see the line where it arises, call its __wrapped__ on autopar.gather(state) from "
-                        "before, on one device."
-                    )
-        return results
+            if not marks:
+                return self._worker(self._inputs(leaves))
+            results = self._checked.look_for(marks, self._inputs(leaves))
+            paths = zip(self._cut_graph.output_paths, results, strict=True)
+            found = [(path, mark) for path, x in paths for mark in marks if has(mark, x)]
+            path, mark = json.loads(self._first_said("" if not found else json.dumps(found[0]))) or ("", "")
+            if not path:
+                return results
+            _, why = json.loads(self._first_said(self._why(mark, leaves))) or (0, _NOWHERE)
+        raise NotFiniteError(f"invalid value ({mark}) encountered in {path} of {self.graph.name}{why}")
+
+    @functools.cached_property
+    def _checked(self) -> CheckedWorker:
+        """What runs it where JAX is told to look for errors. It gives no state away; so there is memory for two."""
+        worker = CheckedWorker(self._worker.all_sources, self._worker.wiring, this_job())
+        worker.buffers = self._worker.buffers
+        return worker
+
+    def _first_said(self, mine: str) -> str:
+        """Of what the processes of a job say the least, on all of them; "null" where none says anything."""
+        job = this_job()
+        said = mine if job is None else job.combined(mine, _least, f"to say whether {self.graph.name} is finite")
+        return said or "null"
+
+    def _why(self, mark: str, leaves: Sequence[Any]) -> str:
+        """What this process knows of where it comes from, with when that was in the step, as JSON; "" if nothing."""
+        given = [path for path, leaf in zip(self.graph.input_paths, leaves, strict=True) if _holds(mark, leaf)]
+        if given:
+            names = f"{', '.join(given[:3])}{', ..' if len(given) > 3 else ''}"
+            return json.dumps([_BEFORE, f", which was called with such in {names}."])
+        plan = self.plan.with_programs()
+        for launch in self._checked.launches[mark]:
+            if (origin := origin_of(plan.made[1], plan.schedule, launch, mark)) is not None:
+                return json.dumps([_BEFORE + 1 + self._checked.position_of(launch), f". It arises in {origin}."])
+        return ""
 
     def _call_back(self, values: Sequence[Any]) -> None:
         """On the process of the first device."""
@@ -307,10 +332,22 @@ class Executable(HasExecutable):
         return pieces
 
 
-def _has(mark: Callable[[Any], jax.Array], x: jax.Array) -> bool:
-    """Whether some number of an array, or of this process's part of it, is so marked."""
-    parts = [x] if x.is_fully_addressable else [shard.data for shard in x.addressable_shards]
-    return any(bool(mark(part).any()) for part in parts)
+_BEFORE = 10**9  # a step: numbers of as many digits are in the order of their texts
+_NOWHERE = ". One device that computes equation by equation sees none: look for sums that overflow."
+
+
+def _least(said: Sequence[str]) -> str:
+    return min(filter(None, said), default="")
+
+
+def _holds(mark: str, leaf: Any) -> bool:
+    """Whether a leaf of the arguments, which may be in pieces or placed ahead, has a NaN or an infinity."""
+    parts: Sequence[Any] = [leaf]
+    if isinstance(leaf, Pieces):
+        parts = leaf.pieces
+    elif isinstance(leaf, PlacedExamples):
+        parts = [*leaf.arrays.values()]
+    return any(has(mark, part if isinstance(part, jax.Array) else np.asarray(part)) for part in parts)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

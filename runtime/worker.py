@@ -54,7 +54,7 @@ class Worker:
     """
 
     def __init__(self, sources: Sequence[Source], wiring: Wiring, job: Processes | None = None) -> None:
-        self.wiring = wiring
+        self.wiring, self.all_sources = wiring, tuple(sources)
         self.buffers = Buffers()  # its own, until another is set: executables that hand one another state share one
         here = [i for i, source in enumerate(sources) if is_here(source.mesh)]
         self.sources = tuple(sources[i] for i in here)  # of this process

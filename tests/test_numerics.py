@@ -230,3 +230,37 @@ def test_a_loop_that_narrows_its_gradients_runs_in_microbatches(method: Method, 
     found = autopar.gather(found)[1]
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(found))
     assert error(found, exact) <= 1.2 * error(expected, exact)
+
+
+@pytest.mark.parametrize(
+    "method", [recipes.zero(3), recipes.gpipe(2, 2), recipes.megatron(2, 2, 2, 2)], ids=lambda m: m.name
+)
+def test_the_same_plan_gives_the_same_bits(method: Method) -> None:
+    """Compiled anew, from a file, and with random numbers in the step."""
+
+    def step(state: Any, batch: Any) -> Any:
+        key, now = jax.random.split(state["key"])
+
+        def loss(weights: Any) -> Any:
+            h = batch["tokens"] @ weights["up"]
+            h = jnp.where(jax.random.bernoulli(now, 0.9, h.shape), jnp.tanh(h), 0.0) @ weights["down"]
+            return jnp.mean(jnp.square(h))
+
+        value, grads = jax.value_and_grad(loss)(state["weights"])
+        return {"weights": jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], grads), "key": key}, value
+
+    _, weights, _ = model(jnp.float32)
+    state = {"weights": {name: weights[name] for name in ("up", "down")}, "key": jax.random.key(1)}
+    batch = {"tokens": np.random.default_rng(1).standard_normal((BATCH, WIDTH)).astype(np.float32)}
+    text = autopar.parallelize(step, method=method, donate_argnums=()).plan(state, batch).to_json()
+
+    def run() -> list[np.ndarray[Any, Any]]:
+        parallel = autopar.parallelize(step, method=autopar.Plan.from_json(text), donate_argnums=())
+        now, values = state, []
+        for _ in range(3):
+            now, value = parallel(now, batch)
+            values.append(value)
+        return [np.asarray(x) for x in jax.tree.leaves(autopar.gather((now["weights"], values)))]
+
+    for first, second in zip(run(), run(), strict=True):
+        np.testing.assert_array_equal(first, second)

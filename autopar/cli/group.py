@@ -85,6 +85,7 @@ def main(context: click.Context) -> None:
       autopar compare model:train --cluster dgx-a100
       autopar run model.py:train --devices 8
       autopar run --processes 4 train.py
+      autopar replay model:train bad_steps
       autopar calibrate -o mine.json
 
     Exit codes: 0 fine, 1 the answer is no (nothing fits), 2 a mistake in what was asked, 3 a bug, with its traceback.

@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | verify | compare | run TARGET`, and `autopar calibrate`.
+"""The command line: `autopar plan | report | verify | compare | run | replay TARGET`, and `autopar calibrate`.
 
 Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
 """
@@ -26,6 +26,7 @@ from autopar.cli.group import Answer, answering, give_answer, main, on_target
 from autopar.cli.options import METHOD, OUTPUT, PLAN, PlanSource, chip_option, cluster_option, plan_source
 from autopar.cost_model.hardware import devices_by_host
 from autopar.cost_model.targets import CPU, load_target, target_of
+from autopar.debugging import replay as compute_again
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
@@ -340,6 +341,24 @@ def _timed(target: str, source: PlanSource, steps: int, devices: int | None, joi
     )
     with _waiting(f"running {target}"):
         return time_steps(step.compile(*call.args, **call.kwargs), steps), True
+
+
+@on_target
+@click.argument("folder", type=click.Path(exists=True, file_okay=False, path_type=pathlib.Path))
+def replay(target: str, folder: pathlib.Path) -> tuple[Answer, bool]:
+    """Compute a call again whose results were not finite; exit code 1 if they are not on one device either.
+
+    FOLDER is what `autopar.debug(step, save_to=FOLDER)` has saved the call's arguments in. The step runs operator by
+    operator, so that the line is named in which a NaN or an infinity arises. The latest such call is taken.
+
+    \b
+      autopar replay model:train bad_steps
+      JAX_PLATFORMS=cpu autopar replay model:train bad_steps
+    """
+    step, call = _load(target, None)
+    with _waiting(f"computing {target}"):
+        answer = compute_again(step, folder, call.args, call.kwargs)
+    return answer, not answer.found
 
 
 @answering

@@ -80,6 +80,8 @@ if WHAT == "save":
 if WHAT == "nan":
     with jax.debug_nans(True):
         step(state, {**batch, "y": batch["y"] * np.nan})
+if WHAT == "overflow":
+    autopar.debug(step, infs=False, save_to=sys.argv[3])(state, {**batch, "y": batch["y"] * np.inf})
 if WHAT == "alone" and IS_ODD:
     autopar.gather({"loss": loss})  # of what all know, for which nobody waits
     time.sleep(5)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -166,8 +167,25 @@ def test_a_process_that_a_plan_leaves_out_is_named_and_runs_along() -> None:
 
 
 def test_what_is_not_a_number_is_found_wherever_it_is() -> None:
+    """Also by the process that has nothing of the array."""
     first, second = _failure("nan", 0)
-    assert any("NotFiniteError: invalid value (nan)" in line for line in (*first, *second))
+    told = "NotFiniteError: invalid value (nan) encountered in output"
+    for line in (*first, *second):
+        assert told not in line or "of train_step, which was called with such in batch['y']." in line
+    assert any(told in line for line in (*first, *second))
+
+
+def test_where_it_arises_is_known_to_all_who_save_the_step(tmp_path: pathlib.Path) -> None:
+    done = run_job(SCRIPT, ["overflow", "1", str(tmp_path / "bad")], 2, 1, LIMIT)
+    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
+    arose = r"It arises in dot_general at \S*small.py:\d+:\d+ \(.*\), in the backward pass, stage \d of 2"
+    assert re.search(f"{arose}, microbatch 0 of 2", done.stderr), done.stderr
+    array = np.zeros((16, 16), np.float32)
+    state = {
+        "params": dict.fromkeys("abc", array), "count": 0, "key": jax.random.key(0), "rate": 0.1, "one": array[0, :1],
+    }  # fmt: skip
+    saved = autopar.restore(tmp_path / "bad", like={"args": [state, dict.fromkeys("xy", array[:8])], "kwargs": {}})
+    assert saved["args"][0]["count"] == 3 and np.isinf(saved["args"][1]["y"]).all()
 
 
 # Joining
