@@ -18,6 +18,7 @@ from typing import IO, Any
 import jax
 
 from autopar.errors import ArgumentError, warn
+from autopar.runtime.preemption import EXIT_CODE
 from autopar.runtime.processes import this_job
 
 _COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -214,7 +215,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as asked:
         code = asked.code if isinstance(asked.code, int) else int(asked.code is not None)
-        if code:
+        if code and code != EXIT_CODE:
             if isinstance(asked.code, str):
                 sys.stderr.write(f"{asked.code}\n")
             leave_job(asked, code)

@@ -154,6 +154,18 @@ class Processes:
         self._client.key_value_set(key, json.dumps(["", made]))
         return made
 
+    def all_say(self, what: str, mine: str, subject: str) -> list[str]:
+        """What each process says under a name, once, whatever else is agreed meanwhile; raises as `combined`."""
+        self._client.key_value_set(f"{_PREFIX}/{what}/{self.index}", mine)
+        keys = {p: f"{_PREFIX}/{what}/{p}" for p in range(self.count)}
+        return [self._wait_for(key, subject, f"process {p}", needs=[p]) for p, key in keys.items()]
+
+    def anyone_said(self, what: str) -> bool:
+        """Whether some process has said something under a name."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return bool(self._client.key_value_dir_get(f"{_PREFIX}/{what}/"))
+        return False
+
     def _wait_for(self, key: str, subject: str = "", whom: str = "", needs: Collection[int] = ()) -> str:
         """A text that another process puts into the store. Where that should be soon, it is said whom it waits for.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -34,6 +35,7 @@ from autopar.checkpointing.state_handler import (
 from autopar.checkpointing.stored_leaves import ReadLeaf
 from autopar.errors import CheckpointError, warn
 from autopar.executable import HasExecutable
+from autopar.runtime.preemption import EXIT_CODE, Preemption
 from autopar.runtime.processes import this_job
 
 _ITEM = "state"  # the folder of a step in which Orbax finds the state
@@ -52,6 +54,10 @@ def save(
     wait for it (the end of a job that fails does not). In a job of several processes all of them have to call this,
     with the same state; each writes what its own devices hold. `path` has to be a folder that all of them see.
 
+    If the process was asked to end since the last call (SIGTERM, as a scheduler sends it to jobs that it takes the
+    machine from), a checkpoint is written whether one is due or not, and once it is complete the program ends with exit
+    code 75, in a job on all processes. From the first call on no SIGTERM ends the program otherwise, but a second one.
+
     The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
     path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor
     texts (functions, bytes) are left out.
@@ -66,8 +72,10 @@ def save(
       CheckpointError: there is a checkpoint of this or a later step, or another `options` was given before.
       StateError: a leaf was donated to a step and is gone.
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
+      SystemExit: the process was asked to end.
     """
     check_present(state)
+    ends = _preemption().comes_now()
     manager = _opened(path, options, create=True).manager
     latest = manager.latest_step()
     if latest is not None and step <= latest:
@@ -75,13 +83,18 @@ def save(
             f"save(step={step}): {manager.directory} holds a checkpoint of step {latest} already. Save later steps, or "
             "into another folder."
         )
-    if not manager.should_save(step):
+    if not ends and not manager.should_save(step):
         return False
     _agree("autopar.save", manager, step)
     stored = jax.tree.map(stored_leaf, state, is_leaf=is_pieces)
     position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)
     items = ocp.args.Composite(**{_ITEM: SavedState(stored, position)})
-    return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
+    saved = bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
+    if ends:
+        wait_until_saved()
+        sys.stderr.write(f"autopar: the checkpoint of step {step} in {manager.directory} is complete\n")
+        sys.exit(EXIT_CODE)
+    return saved
 
 
 def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches | None = None) -> Any:
@@ -163,6 +176,9 @@ def wait_until_saved() -> None:
             failed = failed or error
     if failed is not None:
         raise failed
+
+
+_preemption = functools.cache(Preemption)  # of the program, from the first `save` on
 
 
 # The folder and its manager.

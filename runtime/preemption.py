@@ -1,0 +1,75 @@
+"""Requests to end, as schedulers send them (SIGTERM) before they take a machine away: a checkpoint comes before."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+from typing import Any
+
+from autopar.errors import PeerError, PlanMismatchError
+from autopar.runtime.processes import Processes, this_job
+
+EXIT_CODE = os.EX_TEMPFAIL  # 75: "try again later", by which a launcher knows that the job is to be queued again
+_ENDING = "ending"
+_LOOK = 1.0  # seconds between looks for a request to another process
+
+
+class Preemption:
+    """Whether this process, or another of its job, was asked to end; after which call all of them do."""
+
+    def __init__(self) -> None:
+        """From now on SIGTERM is heard here, unless the program hears it itself."""
+        self._asked = False
+        self._calls = 0
+        self._last = math.inf  # the call after which all processes of a job end
+        self._counting = threading.Lock()
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._hear)
+        job = this_job()
+        if job is not None:
+            self._wakes, self._ended = threading.Event(), False
+            listener = threading.Thread(target=self._listen, args=(job,), name="autopar: requests to end", daemon=True)
+            listener.start()
+            atexit.register(self._stop, listener)
+
+    def comes_now(self) -> bool:
+        """Whether to end after this call. All processes of a job make the same calls, if not at the same time."""
+        with self._counting:
+            self._calls += 1
+            return self._calls >= self._last if this_job() is not None else self._asked
+
+    def _hear(self, number: int, _: Any) -> None:
+        if self._asked:  # once more: whoever sends it does not want to wait
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._asked = True
+        if this_job() is not None:
+            self._wakes.set()
+        sys.stderr.write(
+            "autopar: asked to end (SIGTERM): the next autopar.save writes a checkpoint and ends the program; a second "
+            "request ends it at once\n"
+        )
+
+    def _listen(self, job: Processes) -> None:
+        """Until one is asked. Then no process makes another call until all have said how many they have made.
+
+        This thread says it, since another process may wait in a step for one that has not begun it.
+        """
+        while not self._wakes.wait(_LOOK) and not job.anyone_said(_ENDING):
+            pass
+        if self._ended:
+            return
+        with self._counting, contextlib.suppress(PlanMismatchError, PeerError):  # of another that has ended
+            self._last = 1 + max(map(int, job.all_say(_ENDING, str(self._calls), "to save before the job ends")))
+
+    def _stop(self, listener: threading.Thread) -> None:
+        """Before the job is left."""
+        self._ended = True
+        self._wakes.set()
+        listener.join()
