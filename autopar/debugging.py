@@ -11,44 +11,62 @@ from typing import Any
 import jax
 
 from autopar.api import Parallelized
-from autopar.compiling.origin import Origin, origin_in
-from autopar.errors import CheckpointError, NotFiniteError, TraceError
+from autopar.compiling.origin import Computed, origin_in
+from autopar.errors import CheckpointError, NotFiniteError, PlanError, TraceError, UserError
+from autopar.executable import Executable, HasExecutable
 from autopar.ir.placed_examples import PlacedExamples
 
 
-class Debugged:
-    """A step whose calls are looked at: see `debug`."""
+class Debugged(HasExecutable):
+    """A step whose calls are looked at: see `debug`. All else, such as `init` and `batches`, is the step's."""
 
     __name__: str
 
     def __init__(self, step: Parallelized, infs: bool, save_to: Any) -> None:
-        functools.update_wrapper(self, step)
-        self._step, self._infs, self._save_to = step, infs, save_to
+        functools.update_wrapper(self, step, updated=())
+        self.step, self._infs, self._save_to = step, infs, save_to
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("step", "__setstate__"):  # which it does not have yet, as in a copy
+            raise AttributeError(name)
+        return getattr(self.step, name)
+
+    def executable_for(self, what: str) -> Executable:
+        """The step's."""
+        return self.step.executable_for(what)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with jax.debug_nans(True), jax.debug_infs(self._infs):
             try:
-                return self._step(*args, **kwargs)
+                return self.step(*args, **kwargs)
             except NotFiniteError as error:
                 if self._save_to is None:
                     raise
-                told = str(error)
-        raise NotFiniteError(f"{told} {self._saved(args, kwargs)}")
+                found = error
+        raise NotFiniteError(f"{found} {self._saved(args, kwargs)}") from found
 
     def _saved(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        """Save the arguments of a call; where."""
+        """Save the arguments of a call; where, or why not."""
         if any(isinstance(leaf, PlacedExamples) for leaf in jax.tree.leaves((args, kwargs))):
             return (
                 "Its arguments are not saved, since a batch of its batches() lies on the devices in parts: call it "
                 "with what that iterator is given."
             )
-        from autopar.checkpointing import checkpoints  # needs packages that not everyone has
-
-        number = (checkpoints.latest_step(self._save_to) or 0) + 1
-        with jax.debug_nans(False), jax.debug_infs(False):
-            checkpoints.save(self._save_to, _saved_as(args, kwargs), step=number)
+        checkpoints = _checkpoints()
+        try:
+            number = (checkpoints.latest_step(self._save_to) or 0) + 1
+            checkpoints.write(self._save_to, _saved_as(args, kwargs), number)
             checkpoints.wait_until_saved()
+        except (UserError, OSError, ValueError) as error:
+            return f"Its arguments could not be saved: {error}"
         return f"Its arguments are saved: `autopar replay TARGET {self._save_to}` computes them again on one device."
+
+
+def _checkpoints() -> Any:
+    """The module, which needs packages that not everyone has."""
+    from autopar.checkpointing import checkpoints
+
+    return checkpoints
 
 
 def debug(step: Parallelized, *, infs: bool = True, save_to: Any = None) -> Debugged:
@@ -63,8 +81,13 @@ def debug(step: Parallelized, *, infs: bool = True, save_to: Any = None) -> Debu
       save_to: a folder for the arguments of a call that fails, for `autopar replay` (needs autopar[checkpoint]).
 
     Raises:
+      PlanError: `step` is a plain function.
       NotFiniteError: when called, see above.
     """
+    if not isinstance(step, Parallelized):
+        raise PlanError(f"debug({step!r}): make it a step by autopar.parallelize first; a plain function has no plan.")
+    if save_to is not None:
+        _checkpoints()  # sooner than a step fails
     return Debugged(step, infs, save_to)
 
 
@@ -74,19 +97,24 @@ class Replay:
 
     function: str
     found: str  # "nan" or "inf"; "": all results are finite
-    origin: Origin | None  # where that arises; None: among the arguments, or nowhere
+    computed: Computed
 
     def __str__(self) -> str:
         if not self.found:
             return f"{self.function}: all results are finite on one device."
-        if self.origin is None:
-            return f"{self.function}: its results have such values ({self.found}) because its arguments have."
-        return f"{self.function}: invalid value ({self.found}) arises in {self.origin}."
+        told = f"{self.function}: invalid value ({self.found})"
+        if self.computed.origin is not None:
+            told += f" arises in {self.computed.origin}."
+        else:
+            told += " in its results, of no operator whose operands have none."
+        return told + (" Arguments have such values, too." if self.computed.is_given else "")
 
     def to_json(self) -> str:
         """The same, for programs."""
-        origin = None if self.origin is None else {"operator": self.origin.operator, "source": self.origin.source}
-        return json.dumps({"function": self.function, "found": self.found or None, "origin": origin})
+        origin = self.computed.origin
+        where = None if origin is None else {"operator": origin.operator, "source": origin.source}
+        found = {"function": self.function, "found": self.found or None, "origin": where}
+        return json.dumps({**found, "in_arguments": self.computed.is_given})
 
 
 def replay(step: Parallelized, folder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Replay:
@@ -98,22 +126,17 @@ def replay(step: Parallelized, folder: Any, args: tuple[Any, ...], kwargs: Mappi
       CheckpointError: the folder holds no arguments of such a call.
       TraceError: the step has static arguments, which are not saved.
     """
-    from autopar.checkpointing import checkpoints
-
+    checkpoints = _checkpoints()
     if checkpoints.latest_step(folder) is None:
-        raise CheckpointError(
-            f"{folder} holds no arguments of a call: `autopar.debug(step, save_to=folder)` saves them."
-        )
+        raise CheckpointError(f"{folder} holds no arguments of a call: autopar.debug(step, save_to=folder) saves them.")
     saved = checkpoints.restore(folder, like=_saved_as(args, kwargs))
     call = step._function.call(tuple(saved["args"]), saved["kwargs"])
     if call.positional or call.named:
         raise TraceError(f"replay: {step._name} has static arguments, which are not saved. Bind them in the target.")
     graph = step._trace(call).graph
-    for mark in ("nan", "inf"):
-        found, origin = origin_in(graph, call.leaves, mark)
-        if found:
-            return Replay(step._name, mark, origin)
-    return Replay(step._name, "", None)
+    computed = {mark: origin_in(graph, call.leaves, mark) for mark in ("nan", "inf")}
+    found = next((mark for mark, each in computed.items() if each.is_found), "")
+    return Replay(step._name, found, computed[found or "nan"])
 
 
 def _saved_as(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -258,13 +258,16 @@ class Executable(HasExecutable):
         with jax.debug_nans(False), jax.debug_infs(False), jax.disable_jit(False):
             if not marks:
                 return self._worker(self._inputs(leaves))
-            results = self._checked.look_for(marks, self._inputs(leaves))
-            paths = zip(self._cut_graph.output_paths, results, strict=True)
-            found = [(path, mark) for path, x in paths for mark in marks if has(mark, x)]
-            path, mark = json.loads(self._first_said("" if not found else json.dumps(found[0]))) or ("", "")
-            if not path:
-                return results
-            _, why = json.loads(self._first_said(self._why(mark, leaves))) or (0, _NOWHERE)
+            try:
+                results = self._checked.look_for(marks, self._inputs(leaves))
+                paths = zip(self._cut_graph.output_paths, results, strict=True)
+                found = [[path, mark] for path, x in paths for mark in marks if has(mark, x)]
+                path, mark = self._first_said(found[:1]) or ("", "")
+                if not path:
+                    return results
+                _, why = self._first_said(self._why(mark, leaves)) or (0, _NOWHERE)
+            finally:
+                self._checked.launches = {}
         raise NotFiniteError(f"invalid value ({mark}) encountered in {path} of {self.graph.name}{why}")
 
     @functools.cached_property
@@ -274,23 +277,21 @@ class Executable(HasExecutable):
         worker.buffers = self._worker.buffers
         return worker
 
-    def _first_said(self, mine: str) -> str:
-        """Of what the processes of a job say the least, on all of them; "null" where none says anything."""
-        job = this_job()
-        said = mine if job is None else job.combined(mine, _least, f"to say whether {self.graph.name} is finite")
-        return said or "null"
+    def _first_said(self, mine: Sequence[Any]) -> Any:
+        """Of what the processes of a job say, each at most one thing, the least, on all of them; None: nothing."""
+        job, text = this_job(), json.dumps(mine[0]) if mine else ""
+        said = text if job is None else job.combined(text, _least, f"to say whether {self.graph.name} is finite")
+        return json.loads(said) if said else None
 
-    def _why(self, mark: str, leaves: Sequence[Any]) -> str:
-        """What this process knows of where it comes from, with when that was in the step, as JSON; "" if nothing."""
-        given = [path for path, leaf in zip(self.graph.input_paths, leaves, strict=True) if _holds(mark, leaf)]
-        if given:
-            names = f"{', '.join(given[:3])}{', ..' if len(given) > 3 else ''}"
-            return json.dumps([_BEFORE, f", which was called with such in {names}."])
+    def _why(self, mark: str, leaves: Sequence[Any]) -> list[Any]:
+        """What this process knows of where it comes from: [[when in the step, in words]], or [] if nothing."""
         plan = self.plan.with_programs()
         for launch in self._checked.launches[mark]:
             if (origin := origin_of(plan.made[1], plan.schedule, launch, mark)) is not None:
-                return json.dumps([_BEFORE + 1 + self._checked.position_of(launch), f". It arises in {origin}."])
-        return ""
+                return [[self._checked.position_of(launch), f". It arises in {origin}."]]
+        given = [path for path, leaf in zip(self.graph.input_paths, leaves, strict=True) if _holds(mark, leaf)]
+        names = f"{', '.join(given[:3])}{', ..' if len(given) > 3 else ''}"
+        return [[_AT_LAST, f", which was called with such in {names}."]] if given else []
 
     def _call_back(self, values: Sequence[Any]) -> None:
         """On the process of the first device."""
@@ -332,12 +333,15 @@ class Executable(HasExecutable):
         return pieces
 
 
-_BEFORE = 10**9  # a step: numbers of as many digits are in the order of their texts
-_NOWHERE = ". One device that computes equation by equation sees none: look for sums that overflow."
+_AT_LAST = 10**9  # after all programs of a step
+_NOWHERE = (
+    ". No operator is known that made it of finite operands: sums over devices may overflow, or it may come from "
+    "infinities that are meant, as those of a mask."
+)
 
 
 def _least(said: Sequence[str]) -> str:
-    return min(filter(None, said), default="")
+    return min(filter(None, said), key=json.loads, default="")
 
 
 def _holds(mark: str, leaf: Any) -> bool:
@@ -347,7 +351,9 @@ def _holds(mark: str, leaf: Any) -> bool:
         parts = leaf.pieces
     elif isinstance(leaf, PlacedExamples):
         parts = [*leaf.arrays.values()]
-    return any(has(mark, part if isinstance(part, jax.Array) else np.asarray(part)) for part in parts)
+    # Of each, whatever the others have: processes that share a piece look at it together.
+    looked = [has(mark, part if isinstance(part, jax.Array) else np.asarray(part)) for part in parts]
+    return any(looked)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

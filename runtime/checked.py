@@ -23,6 +23,8 @@ def _any_of(find: Callable[[Any], jax.Array], x: Any) -> jax.Array:
     return jnp.any(find(x))
 
 
+_MOST = 8  # launches that are kept
+
 MARKS: Mapping[str, Callable[[Any], jax.Array]] = {"nan": jnp.isnan, "inf": jnp.isinf}
 
 
@@ -76,12 +78,11 @@ class CheckedWorker(Worker):
         runs = (k for k, i in enumerate(instructions) if isinstance(i, Run) and i.program == launch.program)
         return next(itertools.islice(runs, launch.number, None))
 
-    def _direct_call(self) -> None:
-        """A step of one program, too, is played by the list."""
-
     def _launch(self, program: int, arguments: Sequence[Any]) -> Sequence[jax.Array]:
         outputs = super()._launch(program, arguments)
         for mark, launches in self.launches.items():
+            if len(launches) == _MOST:  # their operands stay until the step is over
+                continue
             if any(has(mark, x) for x in outputs) and not any(has(mark, x) for x in arguments):
                 launches.append(Launch(program, self._runs[program], tuple(arguments)))
         self._runs[program] += 1

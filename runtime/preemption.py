@@ -7,8 +7,8 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import threading
+import time
 from typing import Any
 
 from autopar.errors import PeerError, PlanMismatchError
@@ -17,6 +17,11 @@ from autopar.runtime.processes import Processes, this_job
 EXIT_CODE = os.EX_TEMPFAIL  # 75: "try again later", by which a launcher knows that the job is to be queued again
 _ENDING = "ending"
 _LOOK = 1.0  # seconds between looks for a request to another process
+_TOGETHER = 2.0  # seconds within which requests are one: a launcher hands on what goes to the whole group
+_HEARD = (
+    b"autopar: asked to end (SIGTERM): the next autopar.save writes a checkpoint and ends the program; a second "
+    b"request ends it at once\n"
+)
 
 
 class Preemption:
@@ -24,37 +29,44 @@ class Preemption:
 
     def __init__(self) -> None:
         """From now on SIGTERM is heard here, unless the program hears it itself."""
-        self._asked = False
+        self.has_come = False
+        self._asked = math.inf  # when it was
+        self._folder: str | None = None
         self._calls = 0
         self._last = math.inf  # the call after which all processes of a job end
         self._counting = threading.Lock()
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._hear)
+        self._wakes, self._is_over = threading.Event(), False
         job = this_job()
+        if _is_main() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._hear)
         if job is not None:
-            self._wakes, self._ended = threading.Event(), False
             listener = threading.Thread(target=self._listen, args=(job,), name="autopar: requests to end", daemon=True)
             listener.start()
             atexit.register(self._stop, listener)
 
-    def comes_now(self) -> bool:
-        """Whether to end after this call. All processes of a job make the same calls, if not at the same time."""
+    def comes_now(self, folder: str) -> bool:
+        """Whether to end after this call. All processes of a job make the same calls, if not at the same time.
+
+        Calls for the folder that comes first count, in the main thread, which alone can end the program.
+        """
+        self._folder = self._folder or folder
+        if folder != self._folder or not _is_main():
+            return False
         with self._counting:
             self._calls += 1
-            return self._calls >= self._last if this_job() is not None else self._asked
+            return self._calls >= self._last if this_job() is not None else math.isfinite(self._asked)
 
     def _hear(self, number: int, _: Any) -> None:
-        if self._asked:  # once more: whoever sends it does not want to wait
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
-        self._asked = True
-        if this_job() is not None:
-            self._wakes.set()
-        sys.stderr.write(
-            "autopar: asked to end (SIGTERM): the next autopar.save writes a checkpoint and ends the program; a second "
-            "request ends it at once\n"
-        )
+        now, job = time.monotonic(), this_job()
+        if now > self._asked + _TOGETHER:  # once more: whoever sends it does not want to wait
+            code = 128 + number
+            if job is not None:
+                job.fail(SystemExit("asked to end twice"), code)
+            os._exit(code)
+        if math.isinf(self._asked):
+            os.write(2, _HEARD)
+        self._asked = min(now, self._asked)
+        self._wakes.set()
 
     def _listen(self, job: Processes) -> None:
         """Until one is asked. Then no process makes another call until all have said how many they have made.
@@ -63,13 +75,19 @@ class Preemption:
         """
         while not self._wakes.wait(_LOOK) and not job.anyone_said(_ENDING):
             pass
-        if self._ended:
+        if self._is_over:
             return
         with self._counting, contextlib.suppress(PlanMismatchError, PeerError):  # of another that has ended
             self._last = 1 + max(map(int, job.all_say(_ENDING, str(self._calls), "to save before the job ends")))
 
     def _stop(self, listener: threading.Thread) -> None:
         """Before the job is left."""
-        self._ended = True
+        if signal.getsignal(signal.SIGTERM) == self._hear:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._is_over = True
         self._wakes.set()
         listener.join()
+
+
+def _is_main() -> bool:
+    return threading.current_thread() is threading.main_thread()

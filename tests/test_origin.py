@@ -18,9 +18,12 @@ import autopar
 from autopar import recipes
 from autopar.cli import arguments
 from autopar.cli.main import main
-from autopar.compiling.origin import origin_in
-from autopar.errors import NotFiniteError
+from autopar.compiling.origin import Computed, origin_in, origin_of
+from autopar.errors import NotFiniteError, PlanError
 from autopar.executable import Executable
+from autopar.runtime.checked import CheckedWorker
+from tests.passes.test_last_microbatch import hiding
+from tests.planned import analyse, cluster_of, plan_analysis
 
 EXAMPLES, WIDTH = 16, 8
 METHODS = {
@@ -178,7 +181,9 @@ def test_a_bad_step_is_saved_and_computed_again(tmp_path: pathlib.Path, monkeypa
     namespace = arguments.load_call("saved_step.py:train")
     assert isinstance(namespace.step, autopar.Parallelized)
     step = autopar.debug(namespace.step, save_to=tmp_path / "bad")
-    assert step.__name__ == "train_step"
+    assert step.__name__ == "train_step" and step.cluster == namespace.step.cluster
+    with pytest.raises(PlanError, match=r"^debug\(<function train_step .*\): make it a step by autopar.parallelize"):
+        autopar.debug(namespace.step._function.fun)  # type: ignore[arg-type]
     w, batch = jnp.ones((8, 8)), {"x": jnp.ones((16, 8))}
     for _ in range(2):
         w, _ = step(w, batch)
@@ -199,6 +204,41 @@ def test_what_is_finite_on_one_device_is_said_to_be() -> None:
     step = autopar.parallelize(train_step, batch_axes=(None, 0, 0))
     graph = step.trace(state(), *examples(None, 0)).graph
     leaves = jax.tree.leaves((state(), *examples(None, 0)))
-    assert origin_in(graph, leaves, "nan") == (False, None)
+    assert origin_in(graph, leaves, "nan") == Computed(False, False)
     leaves[-2][3] = np.nan
-    assert origin_in(graph, leaves, "nan") == (True, None)  # of an argument
+    found = origin_in(graph, leaves, "nan")
+    assert found.is_found and found.is_given
+
+
+def test_functions_with_gradients_of_their_own_in_a_body() -> None:
+    """Not differentiated, they are still there as such."""
+
+    def step(w: Any, x: Any) -> tuple[Any, Any]:
+        def layer(h: Any, _: Any) -> tuple[Any, None]:
+            return jnp.log(jax.nn.relu(h) - 1.0), None  # here
+
+        return w, jnp.mean(jax.lax.scan(layer, x @ w, length=3)[0])
+
+    parallel = autopar.debug(autopar.parallelize(step, batch_axes=(None, 0), method=recipes.data_parallel()))
+    lines = inspect.getsource(test_functions_with_gradients_of_their_own_in_a_body).splitlines()
+    first = inspect.getsourcelines(test_functions_with_gradients_of_their_own_in_a_body)[1]
+    line = first + next(k for k, text in enumerate(lines) if text.endswith("# here"))
+    with pytest.raises(NotFiniteError, match=rf"It arises in log at \S*test_origin.py:{line}:"):
+        parallel(jnp.ones((WIDTH, WIDTH)), jnp.ones((EXAMPLES, WIDTH)))
+
+
+@pytest.mark.parametrize("at", [2, 14])
+def test_the_last_microbatch_with_the_update(at: int) -> None:
+    """Where collectives are hidden, the last microbatch and the update are one program."""
+    clean = state(), *examples(None, 0)
+    analysis = analyse(train_step, *clean, batch_axes=(None, 0, 0))
+    found = plan_analysis(analysis, hiding(cluster_of(1, 4)), recipes.zero(2), 2)
+    lowered, schedule = found.lowered, found.plan.schedule
+    assert lowered.loop_microbatches == 1
+    worker = found.build(jax.devices())
+    checked = CheckedWorker(worker.all_sources, worker.wiring)
+    checked.look_for(["nan"], jax.tree.leaves((state(), *examples(1, at))))
+    (launch, *_) = checked.launches["nan"]
+    origin = origin_of(lowered, schedule, launch, "nan")
+    assert origin is not None and f"test_origin.py:{line_of(1)}:" in str(origin)
+    assert f"microbatch {at * 2 // EXAMPLES} of 2" in str(origin)

@@ -56,7 +56,8 @@ def save(
 
     If the process was asked to end since the last call (SIGTERM, as a scheduler sends it to jobs that it takes the
     machine from), a checkpoint is written whether one is due or not, and once it is complete the program ends with exit
-    code 75, in a job on all processes. From the first call on no SIGTERM ends the program otherwise, but a second one.
+    code 75, in a job on all processes. From the first call on, in the main thread, no SIGTERM ends the program
+    otherwise, but a second one. What is saved into another folder than that of the first call ends nothing.
 
     The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
     path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor
@@ -74,8 +75,25 @@ def save(
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
       SystemExit: the process was asked to end.
     """
+    preemption = _preemption()
+    if preemption.has_come:
+        return False  # as of a script that saves at its end, however it ends
+    ends = preemption.comes_now(str(_folder(path)))
+    is_saved = write(path, state, step, metrics=metrics, batches=batches, options=options, when_due=not ends)
+    if ends:
+        wait_until_saved()
+        preemption.has_come = True
+        sys.stderr.write(f"autopar: the checkpoint of step {step} in {_folder(path)} is complete\n")
+        sys.exit(EXIT_CODE)
+    return is_saved
+
+
+def write(
+    path: Any, state: Any, step: int, *, metrics: Mapping[str, float] | None = None, batches: Batches | None = None,
+    options: ocp.CheckpointManagerOptions | None = None, when_due: bool = False,
+) -> bool:  # fmt: skip
+    """As `save`, of which nothing ends the program; `when_due`: only if the options say so."""
     check_present(state)
-    ends = _preemption().comes_now()
     manager = _opened(path, options, create=True).manager
     latest = manager.latest_step()
     if latest is not None and step <= latest:
@@ -83,18 +101,13 @@ def save(
             f"save(step={step}): {manager.directory} holds a checkpoint of step {latest} already. Save later steps, or "
             "into another folder."
         )
-    if not ends and not manager.should_save(step):
+    if when_due and not manager.should_save(step):
         return False
     _agree("autopar.save", manager, step)
     stored = jax.tree.map(stored_leaf, state, is_leaf=is_pieces)
     position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)
     items = ocp.args.Composite(**{_ITEM: SavedState(stored, position)})
-    saved = bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
-    if ends:
-        wait_until_saved()
-        sys.stderr.write(f"autopar: the checkpoint of step {step} in {manager.directory} is complete\n")
-        sys.exit(EXIT_CODE)
-    return saved
+    return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
 
 
 def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches | None = None) -> Any:

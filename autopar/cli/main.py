@@ -26,6 +26,7 @@ from autopar.cli.group import Answer, answering, give_answer, main, on_target
 from autopar.cli.options import METHOD, OUTPUT, PLAN, PlanSource, chip_option, cluster_option, plan_source
 from autopar.cost_model.hardware import devices_by_host
 from autopar.cost_model.targets import CPU, load_target, target_of
+from autopar.debugging import Debugged
 from autopar.debugging import replay as compute_again
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import Cluster
@@ -55,6 +56,8 @@ def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, TargetCal
     """The step and its arguments."""
     _wake_cpus_only(cluster)
     call = load_call(target)
+    if isinstance(call.step, Debugged):
+        return call.step.step, call
     return call.step if isinstance(call.step, Parallelized) else parallelize(call.step), call
 
 

@@ -14,14 +14,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.extend.core import jaxprs_in_params
 
 from autopar.ir.graph import Equation, Graph, Phase, Value
-from autopar.ir.local import LocalProgram
+from autopar.ir.local import Accumulate, LocalProgram
 from autopar.ir.schedule import ScheduleName, schedule_for
 from autopar.passes.lower import LoweredStep
 from autopar.runtime.checked import Launch, has
-from autopar.tracing.build import source_of
+from autopar.tracing.build import CALLS, source_of
 from autopar.tracing.interpret import opened
 
 
@@ -63,7 +62,7 @@ def origin_of(lowered: LoweredStep, schedule: ScheduleName, launch: Launch, mark
     program, step = local.program, lowered.placed.step
     found: _Line | None = _Line(None, {}, (), (), "", program.phase)
     if launch.is_here:
-        with contextlib.suppress(jax.errors.JaxRuntimeError):
+        with contextlib.suppress(Exception):  # nothing that cannot be run again hides what was found
             found = _found_in(local, launch, mark)
     if found is None:
         return None
@@ -89,13 +88,23 @@ def _found_in(local: LocalProgram, launch: Launch, mark: str) -> _Line | None:
         port.value: _whole(x, port.value, bool(port.sharding.partial), device)
         for port, x in zip(local.inputs, launch.operands, strict=True)
     }
-    return _run(_lines_of(local.program.equations), values, local.program.outputs, mark)[0]
+    added = [op.partial_sum for op in local.ops if isinstance(op, Accumulate)]
+    return _run(_lines_of(local.program.equations), values, [*local.program.outputs, *added], mark)[0]
 
 
-def origin_in(graph: Graph, leaves: Sequence[Any], mark: str) -> tuple[bool, Origin | None]:
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What one device makes of a call."""
+
+    is_found: bool  # whether results have what is looked for
+    is_given: bool  # whether arguments have it
+    origin: Origin | None = None  # where it arises, if that is known
+
+
+def origin_in(graph: Graph, leaves: Sequence[Any], mark: str) -> Computed:
     """Whether the results of a step have what is looked for, computed on one device, and where it arises.
 
-    `leaves`: of the arguments, whole. None: they have it, or the results do not.
+    `leaves`: of the arguments, whole.
     """
     values = {
         **graph.constants,
@@ -104,11 +113,10 @@ def origin_in(graph: Graph, leaves: Sequence[Any], mark: str) -> tuple[bool, Ori
     is_given = any(has(mark, values[v]) for v in graph.inputs)
     found, values = _run(_lines_of(graph.equations), values, graph.outputs, mark)
     made = [values[v] for v in graph.outputs if isinstance(v, Value)]
-    if not any(has(mark, x) for x in made):
-        return False, None
-    if is_given or found is None:
-        return True, None
-    return True, Origin(found.primitive.name, found.source, found.phase or Phase.UPDATE)
+    is_found = any(has(mark, x) for x in made)
+    if not is_found or found is None:
+        return Computed(is_found, is_given)
+    return Computed(True, is_given, Origin(found.primitive.name, found.source, found.phase or Phase.UPDATE))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -145,10 +153,11 @@ def _run(
     makers: dict[Any, int] = {}  # of values that have it: the position of the equation
     first: dict[int, Sequence[Any]] = {}  # equations that make it of operands without it, with these
     for position, line in enumerate(lines):
+        if not line.outputs:  # it prints, say
+            continue
         operands = [v.val if isinstance(v, core.Literal) else v.value if _is_literal(v) else values[v]
                     for v in line.inputs]  # fmt: skip
-        made = line.primitive.bind(*operands, **line.params)
-        made = list(made) if line.primitive.multiple_results else [made]
+        made = _results(line, operands, mark)
         values.update(zip(line.outputs, made, strict=True))
         bad = [v for v, x in zip(line.outputs, made, strict=True) if has(mark, x)]
         if bad:
@@ -169,7 +178,18 @@ def _run(
         return None, values
     line = lines[min(origins)]
     inside = _inside(line, first[min(origins)], mark)
-    return (line if inside is None else dataclasses.replace(inside, phase=line.phase)), values
+    if inside is not None:
+        line = dataclasses.replace(inside, source=inside.source or line.source, phase=line.phase)
+    return line, values
+
+
+def _results(line: _Line, operands: Sequence[Any], mark: str) -> Sequence[Any]:
+    """Of an equation; functions with gradients of their own are not bound again but computed, as they are here."""
+    body = _called(line)
+    if body is not None:
+        return _run_body(body, operands, mark)[1]
+    made = line.primitive.bind(*operands, **line.params)
+    return list(made) if line.primitive.multiple_results else [made]
 
 
 def _is_literal(v: Any) -> bool:
@@ -207,10 +227,15 @@ def _inside(line: _Line, operands: Sequence[Any], mark: str) -> _Line | None:
         case "cond":
             return _run_body(params["branches"][int(operands[0])], operands[1:], mark)[0]
         case _:
-            bodies = [body for body in jaxprs_in_params(params) if len(body.invars) == len(operands)]
-            if len(bodies) == 1 and not bodies[0].constvars:
-                return _run_body(bodies[0], operands, mark)[0]
+            body = _called(line)
+            return None if body is None else _run_body(body, operands, mark)[0]
     return None
+
+
+def _called(line: _Line) -> Any:
+    """The body of a call, such as that of a function with a gradient of its own; None: it is no call."""
+    body = line.params.get(CALLS.get(line.primitive.name, ""))
+    return body if body is not None and len(opened(body)[0].invars) == len(line.inputs) else None
 
 
 def _run_body(body: Any, operands: Sequence[Any], mark: str) -> tuple[_Line | None, list[Any]]:

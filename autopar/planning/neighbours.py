@@ -301,9 +301,12 @@ def interleaved(state: State) -> Proposals:
     if best == 1 or state.fixed is not None:
         return
     # Shardings that need less memory may cost less than the bubble of so many stages.
+    numbers = [n for n in space.many if n < m and n % stages == 0]
+    if not numbers:
+        return
     candidate = Candidate(m, stages, groups, own_layers=own_layers, rounds=best)
     estimate = state.evaluator.estimate(candidate, shapes_on(groups))
-    for n in (n for n in space.many if n < m and n % stages == 0):
+    for n in numbers:
         fewer = dataclasses.replace(candidate, num_microbatches=n)
         below = math.inf if estimate is None else estimate.step_time
         estimate = state.evaluator.estimate(fewer, shapes_on(groups), below)

@@ -1,4 +1,7 @@
-"""Steps that are saved now and then, until a process is asked to end: `preempted.py FOLDER PROCESS AT NUMBER`."""
+"""Steps that are saved now and then, until a process is asked to end: `preempted.py FOLDER PROCESS AT NUMBER`.
+
+Where AT is -2, it is asked from outside as soon as it has said "begun". Each hundredth step goes to a second folder.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,15 @@ def main(folder: pathlib.Path, process: int, at: int, number: int) -> None:
     if start:
         state = autopar.restore(folder, like=step, batches=batches)
     options = ocp.CheckpointManagerOptions(save_interval_steps=1000)
+    rarely = ocp.CheckpointManagerOptions(save_interval_steps=100)
     for k in range(start, number):
         if k == at and jax.process_index() == process:
             os.kill(os.getpid(), signal.SIGTERM)
         state, _ = step(state, next(batches))
         autopar.save(folder, state, step=k + 1, batches=batches, options=options)
+        autopar.save(folder.with_name("milestones"), state, step=k + 1, options=rarely)
+        if k == start:
+            print("begun", flush=True)
     print("ended", float(autopar.gather(state)["a"][0]), flush=True)
 
 
