@@ -275,8 +275,7 @@ def _programs(
         stage = stages[eqn.id]
         round_ = 0
         if not eqn.phase.in_loop:
-            operands = eqn.values if copied.keys().isdisjoint(eqn.values) else _through_copies(eqn.values, copied)
-            for v in operands:
+            for v in _through_copies(eqn.values, copied):
                 if v in rounds:
                     crosses = key_of[v][2] != stage
                     round_ = max(round_, rounds[v] + crosses)

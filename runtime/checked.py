@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,9 +23,9 @@ def _any_of(find: Callable[[Any], jax.Array], x: Any) -> jax.Array:
     return jnp.any(find(x))
 
 
-_MOST = 8  # launches that are kept
+_MOST = 8  # launches that are kept, with their operands, until the step is over
 
-MARKS: Mapping[str, Callable[[Any], jax.Array]] = {"nan": jnp.isnan, "inf": jnp.isinf}
+_ANY = {mark: jax.jit(functools.partial(_any_of, find)) for mark, find in (("nan", jnp.isnan), ("inf", jnp.isinf))}
 
 
 def has(mark: str, x: Any) -> bool:
@@ -35,12 +35,9 @@ def has(mark: str, x: Any) -> bool:
     """
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return False
-    if not isinstance(x, jax.Array) or x.is_fully_addressable:
-        return bool(jnp.any(MARKS[mark](x)))
-    return bool(x.addressable_shards) and bool(_ANY[mark](x))
-
-
-_ANY = {mark: jax.jit(functools.partial(_any_of, find)) for mark, find in MARKS.items()}
+    if isinstance(x, jax.Array) and not x.addressable_shards:
+        return False
+    return bool(_ANY[mark](x))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,7 +64,7 @@ class CheckedWorker(Worker):
         self._runs: collections.Counter[int] = collections.Counter()
 
     def look_for(self, marks: Sequence[str], leaves: Sequence[Any]) -> Sequence[Any]:
-        """One step, in which programs are looked at for these `MARKS`: see `launches`."""
+        """One step, in which programs are looked at for these marks, "nan" and "inf": see `launches`."""
         self.launches = {mark: [] for mark in marks}
         self._runs.clear()
         return self(leaves)
@@ -81,9 +78,9 @@ class CheckedWorker(Worker):
     def _launch(self, program: int, arguments: Sequence[Any]) -> Sequence[jax.Array]:
         outputs = super()._launch(program, arguments)
         for mark, launches in self.launches.items():
-            if len(launches) == _MOST:  # their operands stay until the step is over
-                continue
-            if any(has(mark, x) for x in outputs) and not any(has(mark, x) for x in arguments):
+            # Asked first, and of every program: processes that share one look at it together.
+            begins = any(has(mark, x) for x in outputs) and not any(has(mark, x) for x in arguments)
+            if begins and len(launches) < _MOST:
                 launches.append(Launch(program, self._runs[program], tuple(arguments)))
         self._runs[program] += 1
         return outputs

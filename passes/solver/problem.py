@@ -45,11 +45,7 @@ class Infeasible(Exception):
 
 
 def _frozen(values: Any) -> Array:
-    """A read-only float64 copy, or what is one already."""
-    array: Array = np.asarray(values, dtype=np.float64)
-    is_given = array is values
-    if is_given and array.base is None and not array.flags.writeable:
-        return array
+    """A read-only float64 copy."""
     array = np.array(values, dtype=np.float64)
     array.flags.writeable = False
     return array
@@ -81,16 +77,8 @@ class Problem:
     limit: float | None  # bytes at every integer time; None = no limit
 
     def __post_init__(self) -> None:
-        frozen: dict[int, Array] = {}  # by what is given: many edges have the same costs
-
-        def each(matrix: Array) -> Array:
-            if id(matrix) not in frozen:
-                frozen[id(matrix)] = _frozen(matrix)
-            return frozen[id(matrix)]
-
         object.__setattr__(self, "costs", tuple(_frozen(cost) for cost in self.costs))
-        object.__setattr__(self, "edges", tuple((int(u), int(v), each(matrix)) for u, v, matrix in self.edges))
-        are_costs = {id(matrix): _is_cost(matrix) for matrix in frozen.values()}
+        object.__setattr__(self, "edges", tuple((int(u), int(v), _frozen(matrix)) for u, v, matrix in self.edges))
         object.__setattr__(self, "usages", tuple(tuple(usages) for usages in self.usages))
         for node, cost in enumerate(self.costs):
             if cost.ndim != 1 or cost.size == 0:
@@ -107,7 +95,7 @@ class Problem:
                     f"edge {index} from {u} to {v} has shape {matrix.shape}, its nodes have "
                     f"{self.costs[u].size} and {self.costs[v].size} strategies"
                 )
-            if not are_costs[id(matrix)]:
+            if not _is_cost(matrix):
                 raise MalformedProblem(f"edge {index} from {u} to {v} has a cost that is NaN or -inf")
         if len(self.usages) != len(self.costs):
             raise MalformedProblem(f"{len(self.usages)} nodes have usages, {len(self.costs)} have costs")
