@@ -23,7 +23,8 @@ from autopar.runtime.checked import CheckedWorker, has
 from autopar.runtime.feeding import DataShard
 from autopar.runtime.gathering import whole_arrays
 from autopar.runtime.placement import Home, absent, is_here
-from autopar.runtime.processes import compiler_options, this_job
+from autopar.runtime.processes import this_job
+from autopar.runtime.source import compiler_options
 from autopar.runtime.worker import Worker
 from autopar.state import argument_like, pieces_of, uncommitted
 from autopar.tracing.in_place import Renewed, renew

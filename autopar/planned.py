@@ -18,6 +18,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.verification import Verification
 from autopar.ir.why import Why
 from autopar.passes.lower import LoweredStep
+from autopar.planning import plan_cache
 from autopar.planning.alternatives import explain
 from autopar.planning.baselines import plan_beside_recipes, usual_methods
 from autopar.planning.details import gather_details
@@ -207,7 +208,13 @@ def planned_for(step: TracedStep, cluster: Cluster, method: Method | Plan, *, wi
     """
     if isinstance(method, Method):
         started = time.perf_counter()
+        entry = plan_cache.entry_of(step, cluster, method)
+        if entry is not None and (kept := entry.read()) is not None:
+            restored = step.restore(kept, cluster)
+            return Planned.of_restored(restored, step, method, time.perf_counter() - started)
         plan, lowered = step.search(cluster, method, with_relaxations=with_relaxations)
+        if entry is not None:
+            entry.write(plan)
         return Planned.of(plan, step, method, time.perf_counter() - started, lowered)
     return Planned.of_restored(step.restore(method, cluster), step, method, None)
 

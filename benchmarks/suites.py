@@ -208,6 +208,17 @@ SUITES = (
         "many `jax.device_put` of whole arrays does.",
         quick=("--rounds", "6", "--every", "9"),
     ),
+    Suite(
+        "faults", "benchmarks.faults", "Jobs whose processes are lost",
+        "Jobs of 2 to 4 processes on one machine of which one, by lot, is killed or stopped: how many others did not "
+        "name it, and the most seconds until all had ended (stopped: with a heartbeat timeout of 5 s). Jobs that are "
+        "killed at moments by lot and started again on 1 to 4 processes: how many starts did not go on from the latest "
+        "complete checkpoint, the most seconds until a first step, and the largest relative error of a loss against a "
+        "run that nothing happened to. "
+        "Checkpoints with a flipped bit or a file cut short, files that may not grow as on a full disk, a second run "
+        "in the same folder, a clock that is an hour behind: how many were not survived.",
+        quick=("--trials", "2", "--kills", "2", "--damages", "1"),
+    ),
     *(
         Suite(
             f"weak_scaling_{family}", "benchmarks.weak_scaling", f"Weak scaling of {title}, executed",

@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.runtime.processes import Channel, Processes, is_key, plain
+from autopar.runtime.processes import Channel, Processes
+from autopar.runtime.random_keys import is_key, plain
 
 Box = tuple[tuple[int, int], ...]  # a tile: its start and stop along each dimension of the whole
 

@@ -1,32 +1,27 @@
-"""A job of several processes: joined by each of them, started on one machine."""
+"""A job of several processes, joined by each of them."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import runpy
-import signal
-import socket
-import subprocess
 import sys
-import threading
-import time
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
 
 import jax
 
 from autopar.errors import ArgumentError, warn
+from autopar.runtime.liveness import HEARTBEAT_TIMEOUT, start_coordinator
+from autopar.runtime.local_job import COORDINATOR, COUNT, DEVICES, INDEX, LAUNCHED, free_port
 from autopar.runtime.preemption import EXIT_CODE
 from autopar.runtime.processes import this_job
 
-_COORDINATOR, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-_DEVICES, _LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
+_BIND = "JAX_COORDINATOR_BIND_ADDRESS"
+_HEARTBEAT = "AUTOPAR_HEARTBEAT_TIMEOUT"
 # What launchers that JAX does not know say of a process: its number, and how many there are (Open MPI, also where its
 # runtime is PRRTE; MPICH, Intel MPI).
 _LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-_GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
+_JOINING = 300  # seconds in which all processes have to be found, as JAX has it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,15 +60,15 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
     """
     from jax._src import clusters  # what `jax.distributed.initialize` asks; it has no public name
 
-    if _COUNT in environment and _INDEX in environment:
-        index, count = _numbers(environment, (_INDEX, _COUNT))
-        member = Membership(index, count, index if _LAUNCHED in environment else None)
+    if COUNT in environment and INDEX in environment:
+        index, count = _numbers(environment, (INDEX, COUNT))
+        member = Membership(index, count, index if LAUNCHED in environment else None)
     elif any(kind.is_env_present() for kind in clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method):
         return Membership(None, None, _local_index(environment))
     else:
         said = next((names for names in _LAUNCHERS if names[0] in environment and names[1] in environment), None)
         if said is None:
-            for mine, other in ((_INDEX, _COUNT), (_COUNT, _INDEX)):
+            for mine, other in ((INDEX, COUNT), (COUNT, INDEX)):
                 if mine in environment:
                     raise ArgumentError(
                         f"{mine} is {environment[mine]!r}, but {other} is not set, so that this process would train "
@@ -83,10 +78,10 @@ def membership(environment: Mapping[str, str]) -> Membership | None:
         member = Membership(*_numbers(environment, said), _local_index(environment))
     if member.count == 1:
         return None
-    if _COORDINATOR not in environment:
+    if COORDINATOR not in environment:
         raise ArgumentError(
             f"this is process {member.index} of {member.count}, but nothing says where process 0 is: set "
-            f"{_COORDINATOR}=host:port for all of them, the host of process 0 and a free port there."
+            f"{COORDINATOR}=host:port for all of them, the host of process 0 and a free port there."
         )
     return member
 
@@ -113,8 +108,39 @@ def _rays_coordinator(index: int) -> str:
     from ray.train.collective import broadcast_from_rank_zero
     from ray.util import get_node_ip_address
 
-    address = f"{get_node_ip_address()}:{_free_port('')}" if index == 0 else None
+    address = f"{get_node_ip_address()}:{free_port('')}" if index == 0 else None
     return str(broadcast_from_rank_zero(address))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """What `jax.distributed.initialize` has to be told."""
+
+    coordinator: str  # host:port
+    count: int
+    index: int
+    local: Sequence[int] | None  # the devices of this host that the process sees; None: all
+
+    @property
+    def port(self) -> str:
+        return self.coordinator.rpartition(":")[2]
+
+
+def _found_place(member: Membership, local: Sequence[int] | None) -> _Place:
+    """With what JAX finds out by itself."""
+    from jax._src import clusters
+
+    if local is None and (numbers := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
+        local = [int(number) for number in numbers.split(",")]
+    coordinator, count, index, local = clusters.ClusterEnv.auto_detect_unset_distributed_params(
+        os.environ.get(COORDINATOR), member.count, member.index, local, None, _JOINING
+    )
+    if coordinator is None or count is None or index is None:
+        raise ArgumentError(
+            f"what has started this process does not say enough of its job: {COORDINATOR} is {coordinator}, the "
+            f"number of processes {count}, that of this one {index}. Set {COORDINATOR}, {COUNT} and {INDEX}."
+        )
+    return _Place(coordinator, count, index, local)
 
 
 def check_joined() -> None:
@@ -136,7 +162,7 @@ def check_joined() -> None:
                 f"so that each would train alone: {remedy}, first thing in the train loop."
             )
         return
-    member = membership({_COORDINATOR: "", **os.environ})  # wherever process 0 is
+    member = membership({COORDINATOR: "", **os.environ})  # wherever process 0 is
     if member is not None and member.count is not None:
         warn(
             f"this process is {member.index} of {member.count} by its launcher's variables and has not joined the "
@@ -144,22 +170,35 @@ def check_joined() -> None:
         )
 
 
-def initialize(devices_per_process: int | None = None) -> bool:
+def _heartbeat(given: int | None) -> int:
+    """Seconds, as told by an argument or by the environment."""
+    text = os.environ.get(_HEARTBEAT, str(HEARTBEAT_TIMEOUT))
+    said, name = (text, _HEARTBEAT) if given is None else (str(given), "heartbeat_timeout")
+    if not said.strip().isdecimal() or not 2 <= int(said) <= 10**6:
+        raise ArgumentError(f"{name}={said!r} is no number of seconds: a whole number from 2 to 1000000.")
+    return int(said)
+
+
+def initialize(devices_per_process: int | None = None, heartbeat_timeout: int | None = None) -> bool:
     """Join the job that this process was started in; True if there is one. A process that is alone goes on as it is.
 
     To be called before JAX is used: by scripts that are not started by `autopar run`, which does it by itself. What
     `jax.distributed.initialize` knows is joined (Slurm, Open MPI, Kubernetes, Cloud TPUs), what mpirun starts, the
     workers of a trainer of Ray Train, and what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name. From
-    then on a process that fails ends all.
+    then on a process that fails ends all. One that is lost is named on all others, with where it was last seen, and
+    these end with exit code 69: at once where it is killed or crashes, else once it has not answered for
+    `heartbeat_timeout` seconds. Where nothing moves for that long, those that wait say who was last seen where.
 
     Args:
       devices_per_process: so many virtual devices on CPUs; of the GPUs of a host its process number i takes the i-th
         so many. Default: JAX's own, which is one GPU under Slurm and Open MPI 4, and else all.
+      heartbeat_timeout: in seconds, the same on all processes. Default: the variable AUTOPAR_HEARTBEAT_TIMEOUT, or 60.
 
     Raises:
-      ArgumentError: the launcher does not say where process 0 is.
+      ArgumentError: the launcher does not say where process 0 is, or process 0 cannot listen there.
     """
-    devices = devices_per_process or int(os.environ.get(_DEVICES, "0")) or None
+    heartbeat = _heartbeat(heartbeat_timeout)
+    devices = devices_per_process or int(os.environ.get(DEVICES, "0")) or None
     if devices is not None:
         jax.config.update("jax_num_cpu_devices", devices)
     if jax.distributed.is_initialized():
@@ -175,22 +214,29 @@ def initialize(devices_per_process: int | None = None) -> bool:
     local: Sequence[int] | None = None
     if devices is not None and member.local_index is not None and not on_cpus:
         local = range(member.local_index * devices, (member.local_index + 1) * devices)
-    given: dict[str, Any] = {"num_processes": member.count, "process_id": member.index, "local_device_ids": local}
-    if worker is not None and worker.index is not None:
+    if worker is not None and worker.index is not None and worker.count is not None:
         # Of whatever started Ray itself, its workers have inherited variables that name other jobs and addresses.
-        address = _rays_coordinator(worker.index)
-        given |= {
-            "coordinator_address": address, "cluster_detection_method": "deactivate",
-            "coordinator_bind_address": f"[::]:{address.rpartition(':')[2]}",
-        }  # fmt: skip
-    jax.distributed.initialize(**{name: value for name, value in given.items() if value is not None})
-    this_job()
+        place = _Place(_rays_coordinator(worker.index), worker.count, worker.index, local)
+        bind = f"[::]:{place.port}"
+    else:
+        place = _found_place(member, local)
+        bind = os.environ.get(_BIND, f"[::]:{place.port}")
+    coordinator = start_coordinator(bind, place.count, heartbeat) if place.index == 0 else None
+    # JAX starts a service on process 0 in any case: one that nobody asks.
+    jax.distributed.initialize(
+        coordinator_address=place.coordinator, num_processes=place.count, process_id=place.index,
+        local_device_ids=place.local, cluster_detection_method="deactivate", heartbeat_timeout_seconds=heartbeat,
+        coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",
+    )  # fmt: skip
+    job = this_job()
+    if job is not None:
+        job.keep_lifeline(coordinator, place.coordinator.rpartition(":")[0].strip("[]"))
     return True
 
 
 def is_launched() -> bool:
     """Whether `launch` has started this process."""
-    return _LAUNCHED in os.environ
+    return LAUNCHED in os.environ
 
 
 def leave_job(error: BaseException, code: int) -> None:
@@ -223,88 +269,3 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     except Exception as error:  # as the interpreter itself does
         sys.excepthook(type(error), error, error.__traceback__)
         sys.exit(1)
-
-
-def launch(command: Sequence[str], processes: int, devices_per_process: int | None, *, bare: bool = False) -> int:
-    """Run a command as so many processes of one job on this machine; its exit code.
-
-    What they print comes line by line, with the number of the process before it (but for `bare` not what the first
-    prints on stdout). Once one has failed, the others have ten seconds to end by themselves.
-    """
-    here = f"127.0.0.1:{_free_port('127.0.0.1')}"
-    job = {_COORDINATOR: here, _COUNT: str(processes), _LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
-    if devices_per_process is not None:
-        job[_DEVICES] = str(devices_per_process)
-    lock = threading.Lock()
-    children: list[subprocess.Popen[bytes]] = []
-    readers: list[threading.Thread] = []
-    with _forwarding(children):
-        for index in range(processes):
-            environment = {**os.environ, **job, _INDEX: str(index)}
-            child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            children.append(child)
-            for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
-                assert source is not None, "they are pipes"
-                if bare and source is child.stdout and index:
-                    target = sys.stderr
-                prefix = "" if bare and source is child.stdout and not index else f"[{index}] "
-                readers.append(threading.Thread(target=_copy_lines, args=(source, target, prefix, lock), daemon=True))
-                readers[-1].start()
-        code = _wait(children)
-    for reader in readers:
-        reader.join(timeout=_GRACE)
-    return code
-
-
-def _free_port(address: str) -> int:
-    """One that nobody on this machine uses now, at one of its addresses or, for "", at all of them."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
-
-
-def _copy_lines(source: IO[bytes], target: Any, prefix: str, lock: threading.Lock) -> None:
-    with source:
-        for line in source:
-            with lock:
-                target.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
-                target.flush()
-
-
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    """The exit code of the first that failed, or 0."""
-    first: int | None = None
-    until = float("inf")
-    while None in (codes := [child.poll() for child in children]):
-        failed = [code for code in codes if code]
-        if failed and first is None:
-            first, until = failed[0], time.monotonic() + _GRACE
-        if time.monotonic() > until:
-            for child in children:
-                child.kill()
-        time.sleep(0.05)
-    code = next((code for code in (first, *codes) if code), 0)
-    return code if code >= 0 else 128 - code  # as shells tell of signals
-
-
-@contextlib.contextmanager
-def _forwarding(children: Sequence[subprocess.Popen[bytes]]) -> Any:
-    """Interrupts and requests to end go on to the children; none is left behind."""
-
-    def forward(number: int, _: Any) -> None:
-        for child in children:
-            if child.poll() is None:
-                child.send_signal(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, forward) for number in numbers} if is_main else {}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for child in children:
-            if child.poll() is None:
-                child.kill()
-                child.wait()

@@ -44,7 +44,7 @@ class Mail:
         carried: Set[Register],
     ) -> None:  # fmt: skip
         """`shared`: the results that every process receives; `carried`: those that are state."""
-        self._job, self._channel = job, channel
+        self._job, self.channel = job, channel
         copies = [i for i in instructions.instructions if isinstance(i, Copy)]
         self._number = max((copy.number for copy in copies), default=-1) + 1  # of the message after the copies
         self._shared = shared
@@ -69,11 +69,11 @@ class Mail:
 
     def next_step(self) -> None:
         """The messages that follow are those of the next step."""
-        self._channel.next_step()
+        self.channel.next_step()
 
     def message(self, number: int) -> Message:
         """In this step, for the tiles of the copies of which this is the first number, or for the results."""
-        return Message(self._job, self._channel, number)
+        return Message(self._job, self.channel, number)
 
     def share_results(self, registers: list[jax.Array]) -> None:
         """Bring results to the processes that have no device of their stage: onto their first device."""

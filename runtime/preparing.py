@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from autopar.errors import PlanMismatchError
 from autopar.ir.instructions import Free, Register, Run
 from autopar.runtime.placement import Array
-from autopar.runtime.processes import compiler_options
-from autopar.runtime.source import Source, compile_options
+from autopar.runtime.source import Source, compile_options, compiler_options
 from autopar.runtime.transfer import TileTransfer
 
 
@@ -64,6 +63,17 @@ class Together:
     copies: list[HowToCopy] = dataclasses.field(default_factory=list)
 
 
+def described(played: Sequence[Run | Free | Put | Together], instruction: Any) -> str:
+    """Which of the instructions that are played this is, in words."""
+    at = next(k for k, each in enumerate(played) if each is instruction)
+    what = "copies between stages" if isinstance(instruction, Put | Together) else "frees"
+    if isinstance(instruction, Run):
+        runs = [k for k, each in enumerate(played) if isinstance(each, Run) and each.program == instruction.program]
+        what = f"{instruction.phase.value} of stage {instruction.stage}"
+        what += f" (run {1 + runs.index(at)} of {len(runs)})" if len(runs) > 1 else ""
+    return f"{what}, instruction {at + 1} of {len(played)}"
+
+
 def getter_of(positions: Iterable[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
     """What a sequence has at these positions."""
     at = tuple(positions)
@@ -90,6 +100,12 @@ def spans_of(registers: Sequence[Register]) -> list[tuple[slice, slice]]:
             first, start = register, at
         spans.append((slice(first, register + 1), slice(start, at + 1)))
     return spans
+
+
+def guards_transfers() -> bool:
+    """Whether JAX guards copies to devices; asked before a context is entered, which takes longer."""
+    config: Any = jax.config
+    return config.jax_transfer_guard_host_to_device not in (None, "allow")
 
 
 def is_deleted(leaf: Any) -> bool:

@@ -10,11 +10,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import ipaddress
 import itertools
 import json
 import os
-import socket
 import sys
 import threading
 import time
@@ -28,16 +26,22 @@ from jax.experimental import transfer
 
 from autopar import errors
 from autopar.errors import PeerError, PlanMismatchError, UserError
+from autopar.runtime import last_seen
+from autopar.runtime.addresses import address_towards
+from autopar.runtime.liveness import LOST_CODE, Coordinator, Lifeline, Seen
+from autopar.runtime.random_keys import as_wanted, plain, plain_struct
 
 _PREFIX = "autopar"
 _FAILED = f"{_PREFIX}/failed"
 _HEARD = f"{_PREFIX}/heard"
+_LIFELINES = f"{_PREFIX}/lifelines"
 _DONE, _PARTED = f"{_PREFIX}/done", f"{_PREFIX}/parted"
 _ALIKE = "Every process has to run the same script, on the same versions, with the same shapes and options."
 _POLL = 1.0  # seconds between looks for a failure of others
 _SOON = 30.0  # seconds after which it is said whom a process waits for
 _PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
 _PARTING = 0.5  # seconds that it leaves them to end then: JAX aborts those whose coordinator is gone
+_FOLLOWS = 2.0  # seconds after an error of a device within which one hears that another process is lost
 _STEPS = 1 << 20  # numbers of messages are unique for so many steps
 _CHANNELS = 1 << 11  # and for so many executables
 
@@ -64,6 +68,8 @@ class Channel:
         self.name, self._members = name, frozenset(members)
         self.steps = 0  # that this process has begun
         self._awaited: dict[int, int] = {}  # by sender, the last step of which something is awaited
+        self.instruction: Any = None  # that is played now
+        self.describe: Callable[[Any], str] = str  # says which one it is
 
     def next_step(self) -> None:
         """The numbers that follow are those of the next step."""
@@ -96,6 +102,9 @@ class Processes:
         self._meshes: set[Any] = set()
         self._stopping = threading.Lock()
         self._needs_nobody = False  # at the end of the script
+        self._thread = threading.get_ident()  # that runs the script
+        self._coordinator_program: Coordinator | None = None
+        self._lifeline: Lifeline | None = None
         self._watch()
 
     # Texts.
@@ -239,6 +248,37 @@ class Processes:
 
     # Failures.
 
+    def keep_lifeline(self, coordinator: Coordinator | None, host: str) -> None:
+        """Have the others hear when this process is lost, and hear it of them. All processes come here.
+
+        `coordinator`: on process 0, what it has started; `host`: where that runs.
+        """
+        self._coordinator_program = coordinator
+        if coordinator is not None:
+            os.register_at_fork(after_in_child=coordinator.let_go)
+            self._client.key_value_set(_LIFELINES, str(coordinator.port))
+        port = int(self._wait_for(_LIFELINES, "to start the coordinator", "process 0", needs=[0]))
+        self._lifeline = Lifeline(
+            self._client, self.index, self.count, (host, port), self._seen, self._lose,
+            lambda said: _print(f"process {self.index} waits, and {said}"),
+        )  # fmt: skip
+
+    def _seen(self) -> Seen:
+        """Where this process is."""
+        line = last_seen.line_of(self._thread) or "an unknown line"
+        for channel in self._channels:
+            if (instruction := channel.instruction) is not None:
+                return Seen(
+                    f"in call {channel.steps} of {channel.name}, {channel.describe(instruction)}, at {line}", True
+                )
+        activity = last_seen.activity_of(self._thread)
+        return Seen(f"{activity}, at {line}" if activity else f"at {line}", last_seen.is_waiting(self._thread))
+
+    def _lose(self, why: str, is_other: bool) -> None:
+        """End, since a process that all have to do with is lost; one that said why it ends before is not."""
+        failed = self._failed() if is_other else None
+        self._stop(why if failed is None else _of_peer(failed), LOST_CODE if failed is None else 1)
+
     def fail(self, error: BaseException, code: int = 1) -> NoReturn:
         """End this process, and tell the others what ended it; of several that fail the first is heard."""
         failed = self._failed()
@@ -261,7 +301,9 @@ class Processes:
             sys.stderr.flush()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_set(f"{_HEARD}/{self.index}", "")
-            if not self.index:  # which hosts the coordination service: JAX aborts those whose coordinator is gone
+            if (
+                not self.index and self._lifeline is None
+            ):  # which hosts the coordination service: JAX aborts those whose coordinator is gone
                 until = time.monotonic() + _PATIENCE
                 for other in range(1, self.count):
                     left = max(1, int(1000 * (until - time.monotonic())))
@@ -277,6 +319,8 @@ class Processes:
         def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
             if isinstance(error, RuntimeError) and "non-addressable" in str(error):  # JAX's advice would wait for ever
                 error.add_note("autopar.gather(tree), which all processes have to call, gives each the whole arrays.")
+            elif self._lifeline is not None and _is_of_devices(error):
+                time.sleep(_FOLLOWS)  # it may follow from the loss of another process, of which one hears now
             if self._failed() is None and not is_of_peer(error):
                 said(kind, error, trace)
             self.fail(error)
@@ -298,9 +342,13 @@ class Processes:
                     self._meet(_DONE, json.dumps({n: channel.steps for n, channel in enumerate(self._channels)}))
                     self._disconnect()
                     self._meet(_PARTED)
+                    if self._lifeline is not None:
+                        self._lifeline.part()
                 except PeerError as error:
                     self._stop(str(error), 1)
             self._disconnect()  # where there is no coordination service any more, too
+            if self._coordinator_program is not None:
+                self._coordinator_program.let_go()
             ended.set()
             watcher.join()
 
@@ -348,7 +396,7 @@ class Processes:
 
     @functools.cached_property
     def _server(self) -> Any:
-        here = f"[{ip}]:0" if ":" in (ip := _address_towards(self._coordinator)) else f"{ip}:0"
+        here = f"[{ip}]:0" if ":" in (ip := address_towards(self._coordinator)) else f"{ip}:0"
         transport = TRANSPORTS.get(jax.default_backend(), DEFAULT_TRANSPORT)
         server = transfer.start_transfer_server(
             jax.local_devices()[0].client, here, [here] * transport.connections, use_raw_buffers=transport.raw_buffers
@@ -379,59 +427,14 @@ class Processes:
         _ = self._server
 
 
-def compiler_options(devices: Iterable[jax.Device]) -> dict[str, Any]:
-    """What XLA has to be told to compile a program for these devices, where other processes compile others meanwhile.
-
-    For GPUs it shares the choice of kernels out among processes, each of which then waits for what the others say about
-    the same program. That is kept where all processes have a part in the program, so that they choose alike. Where some
-    have none, it has been seen to wait for ever (https://github.com/marin-community/marin/issues/7024); each then
-    chooses by itself, and those that share the program may choose differently.
-    """
-    job = this_job()
-    if job is None:
-        return {}
-    devices = list(devices)
-    is_of_all = len({device.process_index for device in devices}) == job.count
-    return {} if is_of_all or devices[0].platform != "gpu" else {"xla_gpu_shard_autotuning": False}
-
-
 def is_of_peer(error: BaseException) -> bool:
     """Whether another process, where the error arose, says all about it."""
     return isinstance(error, PeerError) or getattr(error, "of_peer", False)
 
 
-def is_key(x: Any) -> bool:
-    """Whether an array is one of random keys."""
-    return bool(jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
-
-
-def plain(array: jax.Array) -> jax.Array:
-    """Of random keys their numbers: only these can be sent."""
-    return jax.random.key_data(array) if is_key(array) else array
-
-
-def plain_struct(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """As `plain`, of what arrays look like."""
-    if not is_key(x):
-        return x
-    numbers = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(x.shape, x.dtype))
-    return jax.ShapeDtypeStruct(numbers.shape, numbers.dtype, sharding=x.sharding)
-
-
-def as_wanted(struct: jax.ShapeDtypeStruct, numbers: jax.Array) -> jax.Array:
-    """Random keys of their numbers, where keys are wanted."""
-    if not is_key(struct):
-        return numbers
-    keys: jax.Array = jax.random.wrap_key_data(numbers, impl=_implementation(struct.dtype))
-    return keys
-
-
-@functools.cache
-def _implementation(dtype: Any) -> Any:
-    """Of random keys of this type: only arrays tell, or what stands for them in a trace."""
-    implementations: list[Any] = []
-    jax.eval_shape(lambda key: implementations.append(jax.random.key_impl(key)), jax.ShapeDtypeStruct((), dtype))
-    return implementations[0]
+def _is_of_devices(error: BaseException | None) -> bool:
+    """Whether it is, or follows from, an error of a program or a transfer."""
+    return error is not None and (isinstance(error, jax.errors.JaxRuntimeError) or _is_of_devices(error.__cause__))
 
 
 def _differences(texts: Sequence[str]) -> str:
@@ -455,32 +458,6 @@ def _of_peer(failed: Mapping[str, Any]) -> str:
 def _print(text: str) -> None:
     sys.stderr.write(f"autopar: {text}\n")
     sys.stderr.flush()
-
-
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-def _address_towards(coordinator: str) -> str:
-    """This machine's address in the network by which it reaches the coordinator, `host:port`."""
-    host, _, port = coordinator.rpartition(":")
-    host = host.strip("[]")
-    address = _own_address(host, int(port))
-    if host not in _LOOPBACK and ipaddress.ip_address(address).is_loopback:
-        # The host's own name, as some systems have it; others cannot reach it by that.
-        with contextlib.suppress(OSError):
-            return _own_address(_ANYWHERE, int(port))
-    return address
-
-
-_ANYWHERE = "192.0.2.1"  # of a network that is for examples alone (RFC 5737): reached as everything outside is
-
-
-def _own_address(host: str, port: int) -> str:
-    """The address from which this machine would send there."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of datagrams: nothing is sent
-        return str(probe.getsockname()[0])
 
 
 @functools.cache

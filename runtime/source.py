@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
 
 from autopar.runtime.placement import Array, weakly_typed
-from autopar.runtime.processes import compiler_options
+from autopar.runtime.processes import this_job
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,3 +82,19 @@ def _widens_products(jaxpr: Any) -> bool:
         or any(map(_widens_products, jaxprs_in_params(eqn.params)))
         for eqn in jaxpr.eqns
     )
+
+
+def compiler_options(devices: Iterable[jax.Device]) -> dict[str, Any]:
+    """What XLA has to be told to compile a program for these devices, where other processes compile others meanwhile.
+
+    For GPUs it shares the choice of kernels out among processes, each of which then waits for what the others say about
+    the same program. That is kept where all processes have a part in the program, so that they choose alike. Where some
+    have none, it has been seen to wait for ever (https://github.com/marin-community/marin/issues/7024); each then
+    chooses by itself, and those that share the program may choose differently.
+    """
+    job = this_job()
+    if job is None:
+        return {}
+    devices = list(devices)
+    is_of_all = len({device.process_index for device in devices}) == job.count
+    return {} if is_of_all or devices[0].platform != "gpu" else {"xla_gpu_shard_autotuning": False}

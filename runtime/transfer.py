@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from autopar.ir.sharding import TileCopies
 from autopar.runtime.mail import Message
-from autopar.runtime.processes import compiler_options
+from autopar.runtime.source import compiler_options
 
 # Bytes; to send a smaller part to another process takes about as long, whatever its size (CPUs, over loopback).
 _SMALL = 32 * 2**10

@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import time
+import types
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -31,7 +32,9 @@ from autopar.runtime.preparing import (
     changed_by,
     compile_all,
     copied,
+    described,
     getter_of,
+    guards_transfers,
     is_deleted,
     spans_of,
     zero_programs,
@@ -44,6 +47,7 @@ from autopar.runtime.wiring import Wiring, slice_of
 _IS_DELETED = operator.methodcaller("is_deleted")
 _DELETE = operator.methodcaller("delete")
 _UNGUARDED = contextlib.nullcontext()
+_ALONE = types.SimpleNamespace()  # whom nobody asks what it plays
 
 
 class Worker:
@@ -120,6 +124,7 @@ class Worker:
             together = frozenset().union(*(there for there in wiring.processes if job.index in there))
             channel = job.channel(wiring.function, together)
             self._mail = Mail(job, channel, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
+            channel.describe = functools.partial(described, [i for i, _, _ in self._list])
         self._expect_at([])
 
     @functools.cached_property
@@ -250,10 +255,12 @@ class Worker:
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
         self._has_run, self._waited = False, 0.0
+        playing: Any = _ALONE if self._mail is None else self._mail.channel
         try:
             passed = self._pass(leaves, registers, self._passes)
             started = time.perf_counter()
             for instruction, arguments_of, spans in self._list:
+                playing.instruction = instruction
                 if isinstance(instruction, Run):
                     outputs = self._launch(instruction.program, arguments_of(registers))
                     for there, positions in spans:
@@ -275,6 +282,8 @@ class Worker:
         except Exception as error:
             self._explain(error, leaves, known)
             raise
+        finally:
+            playing.instruction = None
         self.dispatch_seconds = time.perf_counter() - started - self._waited
         for register, nothing in self._absent.items():
             registers[register] = nothing
@@ -301,7 +310,7 @@ class Worker:
             passed = self._pass(leaves, given, direct.passes)
             started = time.perf_counter()
             # That a step brings its examples to the devices is asked for, as it is of `jax.device_put`.
-            with jax.transfer_guard_host_to_device("allow") if _guards_transfers() else _UNGUARDED:
+            with jax.transfer_guard_host_to_device("allow") if guards_transfers() else _UNGUARDED:
                 outputs: Sequence[jax.Array] = self._calls[direct.program](*direct.arguments(given))
             self._has_run, returned = True, outputs
             if direct.results is not None:
@@ -483,12 +492,6 @@ def _wait_for(outputs: Sequence[jax.Array]) -> None:
     """Wait for a program to end on its devices: all its results are there at once."""
     if outputs:
         outputs[-1].block_until_ready()
-
-
-def _guards_transfers() -> bool:
-    """Asked first, since to enter a context takes longer."""
-    config: Any = jax.config
-    return config.jax_transfer_guard_host_to_device not in (None, "allow")
 
 
 def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import platform
 import subprocess
 import sys
 import zipfile
@@ -208,7 +209,7 @@ def test_options_may_be_given_after_a_first_restore(tmp_path: pathlib.Path) -> N
     for k in (1, 2):
         autopar.save(tmp_path, {"x": jnp.asarray(k)}, step=k, options=options)
     autopar.restore(tmp_path, like={"x": 0})
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["2"]
+    assert [entry.name for entry in tmp_path.iterdir() if entry.name.isdigit()] == ["2"]
 
 
 def test_the_best(tmp_path: pathlib.Path) -> None:
@@ -323,3 +324,47 @@ def test_without_the_packages_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(ModuleNotFoundError, match=r"autopar\.save needs orbax.*: pip install 'autopar\[checkpoint\]'"):
         _ = autopar.save
+
+
+SAVES = """
+import sys, time
+import jax.numpy as jnp, autopar
+from autopar.checkpointing import writers
+if sys.argv[2] == "elsewhere":
+    writers.platform.node = lambda: "another host"
+for step in range(int(sys.argv[3]), 100):
+    autopar.save(sys.argv[1], {"x": jnp.full(3, step)}, step=step)
+    print(step, flush=True)
+    if sys.argv[4] == "once" or not sys.stdin.readline():
+        break
+"""
+
+
+def test_two_runs_in_one_folder_do_not_mix(tmp_path: pathlib.Path) -> None:
+    folder = tmp_path / "run"
+
+    def started(where: str, step: int, much: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", SAVES, os.fspath(folder), where, str(step), much]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        )  # fmt: skip
+
+    with started("here", 1, "on") as first:
+        assert first.stdin is not None and first.stdout is not None
+        assert first.stdout.readline() == "1\n"
+        with started("here", 2, "once") as second:
+            _, said = second.communicate(timeout=120)
+        assert second.returncode == 1
+        assert f"save: process id {first.pid} on {platform.node()} writes its checkpoints into {folder}" in said
+        first.stdin.write("go on\n")
+        first.stdin.flush()
+        assert first.stdout.readline() == "2\n"
+        # Of another host nobody knows whether it runs: it takes over.
+        with started("elsewhere", 3, "once") as third:
+            assert third.communicate(timeout=120)[0] == "3\n"
+        _, said = first.communicate("go on\n", timeout=120)
+        assert first.returncode == 1 and f"process id {third.pid} on another host has begun to" in said
+    with started("here", 4, "once") as fourth:  # nothing has to be cleaned up
+        assert fourth.communicate(timeout=120)[0] == "4\n"
+    assert autopar.latest_step(folder) == 4

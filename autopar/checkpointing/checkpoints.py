@@ -19,7 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from autopar.batches import Batches
-from autopar.checkpointing import checksums
+from autopar.checkpointing import checksums, writers
 from autopar.checkpointing.state_handler import (
     BATCHES,
     SavedArgument,
@@ -70,7 +70,9 @@ def save(
         call for a path that says so does for all that follow.
 
     Raises:
-      CheckpointError: there is a checkpoint of this or a later step, or another `options` was given before.
+      CheckpointError: there is a checkpoint of this or a later step, another `options` was given before, or another
+        program writes into this folder: a second one on the same host is refused while the first one runs; of others
+        the one that began last goes on.
       StateError: a leaf was donated to a step and is gone.
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
       SystemExit: the process was asked to end.
@@ -96,13 +98,15 @@ def write(
     check_present(state)
     manager = _opened(path, options, create=True).manager
     latest = manager.latest_step()
-    if latest is not None and step <= latest:
+    is_later = latest is None or step > latest
+    if is_later and when_due and not manager.should_save(step):
+        return False
+    _of_first(functools.partial(writers.claim, _folder(path)))
+    if not is_later:
         raise CheckpointError(
             f"save(step={step}): {manager.directory} holds a checkpoint of step {latest} already. Save later steps, or "
             "into another folder."
         )
-    if when_due and not manager.should_save(step):
-        return False
     _agree("autopar.save", manager, step)
     stored = jax.tree.map(stored_leaf, state, is_leaf=is_pieces)
     position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)

@@ -21,7 +21,8 @@ from autopar.executable import HasExecutable
 from autopar.ir.pieces import Pieces
 from autopar.runtime.placement import Home
 from autopar.runtime.preparing import is_deleted
-from autopar.runtime.processes import plain_struct, this_job
+from autopar.runtime.processes import this_job
+from autopar.runtime.random_keys import plain_struct
 from autopar.tracing.static_leaf import unflatten_arrays
 
 BATCHES = "batches"  # the files of its positions

@@ -22,7 +22,8 @@ from orbax.checkpoint import type_handlers
 from autopar.ir.pieces import Pieces
 from autopar.runtime.gathering import Box, box_of, holders
 from autopar.runtime.placement import Home, absent, weakly_typed
-from autopar.runtime.processes import as_wanted, plain, plain_struct, this_job
+from autopar.runtime.processes import this_job
+from autopar.runtime.random_keys import as_wanted, plain, plain_struct
 
 _CHUNK_BYTES = 2**26  # most of one chunk: who wants a part of it has to read it whole
 _READ_AT_ONCE = 8  # leaves: the host holds no more of them beside what is on its devices

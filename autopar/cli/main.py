@@ -39,7 +39,8 @@ from autopar.reporting.page import check_page
 from autopar.reporting.progress import ProgramBar
 from autopar.reporting.report import Report
 from autopar.runtime.ahead import absent_gpus
-from autopar.runtime.launcher import initialize, is_launched, launch, run_script
+from autopar.runtime.launcher import initialize, is_launched, run_script
+from autopar.runtime.local_job import Elastic, launch, launch_elastic
 
 __all__ = ["main"]
 
@@ -279,6 +280,18 @@ class _RunsScripts(click.Command):
 _TYPED = "autopar.typed"
 
 
+class _Elastic(click.ParamType):  # type: ignore[type-arg]  # generic in the newest only
+    """MIN:MAX, both whole numbers."""
+
+    name = "range"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        least, _, most = str(value).partition(":")
+        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+            self.fail(f"{value!r} is no MIN:MAX, two numbers of processes such as 1:4.", param, ctx)
+        return int(least), int(most)
+
+
 @main.command(cls=_RunsScripts)
 @click.option(
     "--processes", type=click.IntRange(min=1),
@@ -289,6 +302,23 @@ _TYPED = "autopar.typed"
     "--devices-per-process", type=click.IntRange(min=1),
     help="GPUs of each process, or virtual devices on CPUs. Default: what JAX finds.",
 )  # fmt: skip
+@click.option(
+    "--elastic", type=_Elastic(), metavar="MIN:MAX",
+    help="As many processes on this machine as its GPUs have room for, within these bounds (on CPUs: MAX). When some "
+    "are lost, all are started again; the script goes on from its latest checkpoint.",
+)  # fmt: skip
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=10,
+    show_default=True,
+    help="With --elastic, at most.",
+)
+@click.option(
+    "--heartbeat-timeout", type=click.IntRange(min=2), metavar="SECONDS",
+    help="Of a job: after so many without a sign of life a process is lost, which ends the others with exit code 69. "
+    "Default: AUTOPAR_HEARTBEAT_TIMEOUT, or 60.",
+)  # fmt: skip
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @plan_source
@@ -298,7 +328,8 @@ _TYPED = "autopar.typed"
 @click.pass_context
 def run(
     context: click.Context, /, target: str, arguments: tuple[str, ...], processes: int | None,
-    devices_per_process: int | None, as_json: bool, **options: Any,
+    elastic: tuple[int, int] | None, max_restarts: int, devices_per_process: int | None, heartbeat_timeout: int | None,
+    as_json: bool, **options: Any,
 ) -> int:  # fmt: skip
     """Run a script, or measure steps, on the devices at hand, also as several processes.
 
@@ -308,6 +339,7 @@ def run(
     \b
       autopar run train.py --epochs 3
       autopar run --processes 4 --devices-per-process 2 train.py --epochs 3
+      autopar run --elastic 2:4 --devices-per-process 2 train.py
       srun autopar run train.py
       mpirun -n 4 -x JAX_COORDINATOR_ADDRESS=node1:1234 autopar run train.py
 
@@ -323,10 +355,14 @@ def run(
     is_script = target.endswith(".py")
     if arguments and not is_script:
         raise ArgumentError(f"TARGET {target!r} takes no further arguments ({' '.join(arguments)}): a script does.")
-    if processes is not None and not is_launched():
+    if elastic is not None and (processes is not None or not is_script):
+        raise ArgumentError("--elastic MIN:MAX is for a script, and takes the place of --processes.")
+    if (processes is not None or elastic is not None) and not is_launched():
         command = [sys.executable, "-m", "autopar", "run", *context.meta[_TYPED]]
-        return launch(command, processes, devices_per_process, bare=as_json)
-    joined = initialize(devices_per_process)
+        if elastic is not None:
+            return launch_elastic(command, Elastic(*elastic, max_restarts), devices_per_process)
+        return launch(command, processes or 1, devices_per_process, bare=as_json)
+    joined = initialize(devices_per_process, heartbeat_timeout)
     if is_script:
         run_script(target, arguments)
         return 0

@@ -27,6 +27,11 @@ def schedule_names() -> tuple[ScheduleName, ...]:
     return *_BUILT_IN, *_REGISTERED
 
 
+def registered() -> dict[ScheduleName, Order]:
+    """Those that were registered."""
+    return dict(_REGISTERED)
+
+
 def register_schedule(name: ScheduleName) -> Callable[[Order], Order]:
     """Decorator: give a schedule of one's own a name, for the `schedule` of `recipes.auto` and `recipes.pipeline`.
 

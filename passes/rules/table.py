@@ -154,6 +154,11 @@ def warn_missing(equations: Iterable[Equation]) -> None:
         )
 
 
+def registered_rules() -> dict[str, RuleBuilder]:
+    """Those that users have given, by the primitives' names."""
+    return dict(_REGISTERED)
+
+
 def register_sharding_rule(primitive_name: str) -> Callable[[RuleBuilder], RuleBuilder]:
     """Decorator: give a primitive a rule, or another than the built-in one.
 

@@ -18,7 +18,7 @@ import pytest
 
 import autopar
 from autopar.errors import ArgumentError, CheckpointError
-from autopar.runtime import launcher
+from autopar.runtime import local_job
 from autopar.runtime.launcher import Membership, membership
 from tests.processes.start import free_port, run_job, run_under
 
@@ -266,10 +266,10 @@ def test_a_job_that_a_launcher_started(launcher: Callable[[int, int], dict[str, 
 
 def test_one_that_is_killed_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where those before it still run."""
-    monkeypatch.setattr(launcher, "_GRACE", 0.1)
+    monkeypatch.setattr(local_job, "_GRACE", 0.1)
     script = "import os, signal, time; os.environ['JAX_PROCESS_ID'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
     command = [sys.executable, "-c", f"{script}; time.sleep({LIMIT})"]
-    assert launcher.launch(command, 3, None) == 128 + signal.SIGKILL
+    assert local_job.launch(command, 3, None) == 128 + signal.SIGKILL
 
 
 def test_by_variables() -> None:

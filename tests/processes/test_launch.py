@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
+from autopar.runtime.liveness import LOST_CODE
 from autopar.runtime.preemption import EXIT_CODE
 from tests.processes.start import REPOSITORY, finished, free_port, run_job, run_under
 
@@ -72,13 +73,21 @@ def test_scripts_for_launchers(launcher: str, file: str, tmp_path: pathlib.Path,
     assert (done.stdout + done.stderr).count("batch of") == 1  # by one of the processes
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(75, "17"), (1, ""), (0, "")])
-def test_a_job_of_slurm_that_was_asked_to_end_is_queued_again(code: int, requeued: str, tmp_path: pathlib.Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "restarts", "requeued"),
+    [(75, 0, "17"), (75, 99, "17"), (69, 0, "17"), (137, 9, "17"), (69, 10, ""), (1, 0, ""), (0, 0, "")],
+)
+def test_a_job_of_slurm_that_was_asked_to_end_or_lost_a_process_is_queued_again(
+    code: int, restarts: int, requeued: str, tmp_path: pathlib.Path
+) -> None:
     for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "$2" > {tmp_path}/$1')):
         stand_in = tmp_path / name
         stand_in.write_text(f"#!/bin/bash\n{text}\n")
         stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
-    environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
+    environment = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_JOB_ID": "17",
+        "SLURM_RESTART_COUNT": str(restarts),
+    }  # fmt: skip
     done = subprocess.run(["bash", str(LAUNCH / "slurm.sbatch")], env=environment, check=False, timeout=LIMIT)
     assert done.returncode == code
     said = tmp_path / "requeue"
@@ -120,8 +129,9 @@ def test_the_manifest_for_kubernetes(alone: list[str]) -> None:
     spec = job["spec"]
     assert spec["completionMode"] == "Indexed" and service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
-    (rule,) = spec["podFailurePolicy"]["rules"]
-    assert rule["action"] == "Ignore" and rule["onExitCodes"]["values"] == [EXIT_CODE]
+    rules = spec["podFailurePolicy"]["rules"]
+    codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
+    assert codes == {"Ignore": [EXIT_CODE, LOST_CODE], "FailJob": [1]}
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]

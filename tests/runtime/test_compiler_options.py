@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.cost_model.targets import load_target
-from autopar.runtime import processes
+from autopar.runtime import source as sources
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.placement import Array
 from autopar.runtime.source import Source, compile_options
@@ -24,12 +24,12 @@ def test_kernels_are_not_chosen_together_with_processes_that_compile_something_e
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpus = absent_gpus(load_target("h100"), 2, 2)  # of two processes
-    assert processes.compiler_options(gpus[:2]) == {}  # alone
-    monkeypatch.setattr(processes, "this_job", lambda: types.SimpleNamespace(count=2))
-    options = processes.compiler_options(gpus[:2])
+    assert sources.compiler_options(gpus[:2]) == {}  # alone
+    monkeypatch.setattr(sources, "this_job", lambda: types.SimpleNamespace(count=2))
+    options = sources.compiler_options(gpus[:2])
     assert options == {"xla_gpu_shard_autotuning": False}
-    assert processes.compiler_options(gpus) == {}  # all have a part in the program
-    assert processes.compiler_options(jax.devices()[:1]) == {}  # XLA for CPUs chooses nothing by trying
+    assert sources.compiler_options(gpus) == {}  # all have a part in the program
+    assert sources.compiler_options(jax.devices()[:1]) == {}  # XLA for CPUs chooses nothing by trying
     sharding = NamedSharding(jax.sharding.Mesh(np.array(gpus[:2]), ("x",)), PartitionSpec())
     array = Array((64, 64), jnp.dtype("float32"), sharding)
     source = Source("square", lambda x: (x @ x,), (array,), (array,), ())

@@ -1,0 +1,193 @@
+"""A job of several processes on this machine: started, watched, and started again where processes are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+import jax
+
+from autopar.errors import ArgumentError
+from autopar.runtime.liveness import LOST_CODE
+
+COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+DEVICES, LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
+_PLANS = "AUTOPAR_PLAN_CACHE"  # see `autopar.planning.plan_cache`
+_SIGNALS = 128  # exit codes above are of processes that a signal ended, as shells tell it
+_GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
+
+
+@dataclasses.dataclass(frozen=True)
+class Elastic:
+    """Of how many processes a job may be, and how often it is started again."""
+
+    least: int
+    most: int
+    restarts: int
+
+
+def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process: int | None) -> int:
+    """As `launch`, as many processes as there is room for; once processes are lost, all are started again.
+
+    A job whose script fails is not started again, nor one that was asked to end. Plans are kept, so that a step that
+    was planned for as many devices before is not planned again.
+
+    Raises:
+      ArgumentError: there is no room for so few.
+    """
+    variables = {_PLANS: os.environ.get(_PLANS) or os.fspath(_cache() / "plans")}
+    code = 0
+    for restart in range(elastic.restarts + 1):
+        room = _room(devices_per_process)
+        count = elastic.most if room is None else min(elastic.most, room)
+        if count < elastic.least:
+            raise ArgumentError(
+                f"--elastic {elastic.least}:{elastic.most}: there is room for {count} processes "
+                f"({devices_per_process} GPUs each), and that is too few."
+            )
+        if restart:
+            _say(f"start {count} processes again ({restart} of {elastic.restarts} times at most)")
+        with _forwarding([]) as forwarding:
+            code = _run(command, count, devices_per_process, variables, forwarding)
+        if forwarding.has_asked or not (code == LOST_CODE or code > _SIGNALS):
+            break
+    return code
+
+
+def _cache() -> pathlib.Path:
+    """This user's folder for what can be made again."""
+    return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "autopar"
+
+
+def _room(devices_per_process: int | None) -> int | None:
+    """For so many processes this machine has GPUs that work; None: they train on CPUs, of which each has its own."""
+    platforms = (jax.config.values["jax_platforms"] or "").split(",")
+    if platforms[0] == "cpu" or shutil.which("nvidia-smi") is None:
+        return None
+    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    # One that has failed is said in other words, and the exit code may be another one.
+    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    gpus = sum(line.strip().isdecimal() for line in told.splitlines())
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        gpus = min(gpus, len([name for name in visible.split(",") if name]))
+    if devices_per_process is None:
+        raise ArgumentError("--elastic: say how many GPUs each process has, by --devices-per-process.")
+    return gpus // devices_per_process
+
+
+def launch(command: Sequence[str], processes: int, devices_per_process: int | None, *, bare: bool = False) -> int:
+    """Run a command as so many processes of one job on this machine; its exit code.
+
+    What they print comes line by line, with the number of the process before it (but for `bare` not what the first
+    prints on stdout). Once one has failed, the others have ten seconds to end by themselves.
+    """
+    with _forwarding([]) as forwarding:
+        return _run(command, processes, devices_per_process, {}, forwarding, bare=bare)
+
+
+def _run(
+    command: Sequence[str], processes: int, devices_per_process: int | None, variables: Mapping[str, str],
+    forwarding: _Forwarding, *, bare: bool = False,
+) -> int:  # fmt: skip
+    here = f"127.0.0.1:{free_port('127.0.0.1')}"
+    job = {COORDINATOR: here, COUNT: str(processes), LAUNCHED: "1", "PYTHONUNBUFFERED": "1"}
+    if devices_per_process is not None:
+        job[DEVICES] = str(devices_per_process)
+    lock = threading.Lock()
+    readers: list[threading.Thread] = []
+    for index in range(processes):
+        environment = {**os.environ, **job, **variables, INDEX: str(index)}
+        child = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        forwarding.children.append(child)
+        for source, target in ((child.stdout, sys.stdout), (child.stderr, sys.stderr)):
+            assert source is not None, "they are pipes"
+            if bare and source is child.stdout and index:
+                target = sys.stderr
+            prefix = "" if bare and source is child.stdout and not index else f"[{index}] "
+            readers.append(threading.Thread(target=_copy_lines, args=(source, target, prefix, lock), daemon=True))
+            readers[-1].start()
+    code = _wait(forwarding.children)
+    for reader in readers:
+        reader.join(timeout=_GRACE)
+    return code
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"autopar: {text}\n")
+    sys.stderr.flush()
+
+
+def free_port(address: str) -> int:
+    """One that nobody on this machine uses now, at one of its addresses or, for "", at all of them."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+def _copy_lines(source: IO[bytes], target: Any, prefix: str, lock: threading.Lock) -> None:
+    with source:
+        for line in source:
+            with lock:
+                target.write(f"{prefix}{line.decode(errors='replace').rstrip()}\n")
+                target.flush()
+
+
+def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
+    """The exit code of the first that failed, or 0."""
+    first: int | None = None
+    until = float("inf")
+    while None in (codes := [child.poll() for child in children]):
+        failed = [code for code in codes if code]
+        if failed and first is None:
+            first, until = failed[0], time.monotonic() + _GRACE
+        if time.monotonic() > until:
+            for child in children:
+                child.kill()
+        time.sleep(0.05)
+    code = next((code for code in (first, *codes) if code), 0)
+    return code if code >= 0 else _SIGNALS - code
+
+
+@dataclasses.dataclass(eq=False)
+class _Forwarding:
+    """Whom signals go on to, and whether any has come."""
+
+    children: list[subprocess.Popen[bytes]]
+    has_asked: bool = False
+
+
+@contextlib.contextmanager
+def _forwarding(children: list[subprocess.Popen[bytes]]) -> Iterator[_Forwarding]:
+    """Interrupts and requests to end go on to the children; none is left behind."""
+    forwarding = _Forwarding(children)
+
+    def forward(number: int, _: Any) -> None:
+        forwarding.has_asked = True
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, forward) for number in numbers} if is_main else {}
+    try:
+        yield forwarding
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for child in children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()

@@ -1,0 +1,129 @@
+"""`autopar run --elastic`: when a job is started again, of how many processes, and when not."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import signal
+import stat
+import subprocess
+import sys
+import types
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.errors import ArgumentError
+from autopar.runtime import local_job
+from autopar.runtime.liveness import LOST_CODE
+from autopar.runtime.local_job import Elastic, launch_elastic
+from tests.processes.start import REPOSITORY, environment
+
+# Each start adds its processes to a file; what a process of a start does then is in the arguments.
+SCRIPT = """
+import os, pathlib, signal, sys, time
+folder, index = pathlib.Path(sys.argv[1]), os.environ["JAX_PROCESS_ID"]
+starts = folder / f"starts-{index}"
+number = len(starts.read_text().split()) if starts.exists() else 0
+with starts.open("a") as file:
+    file.write(os.environ["JAX_NUM_PROCESSES"] + "\\n")
+what = (sys.argv[2:] + ["0"] * 9)[number] if index == "0" else "0"
+if what == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "gpu":
+    (folder / "gpus").write_text("0\\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+if what == "back":
+    (folder / "gpus").write_text("0\\n1\\nUnable to determine the device handle for GPU2\\n")
+    sys.exit(69)
+if what == "asked":
+    os.kill(os.getppid(), signal.SIGTERM)
+    time.sleep(60)
+if what == "plans":
+    (folder / "plans").write_text(os.environ["AUTOPAR_PLAN_CACHE"])
+    what = "0"
+sys.exit(int(what))
+"""
+
+
+def _starts(folder: pathlib.Path, *what: str, elastic: Elastic = Elastic(1, 2, 10)) -> tuple[int, list[int]]:  # noqa: B008
+    """The exit code, and of how many processes each start was."""
+    code = launch_elastic([sys.executable, "-c", SCRIPT, os.fspath(folder), *what], elastic, 1)
+    return code, [int(count) for count in (folder / "starts-0").read_text().split()]
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    monkeypatch.setattr(local_job, "_GRACE", 5.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(tmp_path / "cache"))
+    monkeypatch.delenv("AUTOPAR_PLAN_CACHE", raising=False)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "starts"),
+    [
+        (("0",), 0, 1), (("kill",), 0, 2), ((str(LOST_CODE), "kill"), 0, 3), (("1",), 1, 1), (("kill", "3"), 3, 2),
+        (("75",), 75, 1), (("kill",) * 9, 128 + signal.SIGKILL, 4), (("asked",), 128 + signal.SIGTERM, 1),
+    ],
+)  # fmt: skip
+def test_what_is_lost_is_started_again(what: Sequence[str], code: int, starts: int, tmp_path: pathlib.Path) -> None:
+    assert _starts(tmp_path, *what, elastic=Elastic(1, 2, 3)) == (code, [2] * starts)
+
+
+def test_as_many_as_there_are_gpus_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in = tmp_path / "nvidia-smi"
+    stand_in.write_text(f"#!/bin/bash\ncat {tmp_path}/gpus\n")
+    stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "gpus").write_text("0\n1\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    config = types.SimpleNamespace(values={"jax_platforms": ""})  # not for CPUs alone, as tests are
+    monkeypatch.setattr(local_job, "jax", types.SimpleNamespace(config=config))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert _starts(tmp_path, "gpu", "back", elastic=Elastic(1, 2, 5)) == (0, [2, 1, 2])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert _starts(tmp_path, elastic=Elastic(1, 2, 5)) == (0, [2, 1, 2, 1])
+    with pytest.raises(ArgumentError, match=r"--elastic 2:4: there is room for 1 processes \(1 GPUs each\)"):
+        launch_elastic(["true"], Elastic(2, 4, 5), 1)
+
+
+def test_plans_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _starts(tmp_path, "plans") == (0, [2])
+    assert (tmp_path / "plans").read_text() == os.fspath(tmp_path / "cache" / "autopar" / "plans")
+    monkeypatch.setenv("AUTOPAR_PLAN_CACHE", "/elsewhere")
+    assert _starts(tmp_path, "0", "plans") == (0, [2, 2])
+    assert (tmp_path / "plans").read_text() == "/elsewhere"
+
+
+@pytest.mark.parametrize("said", [("--elastic", "4:2"), ("--elastic", "2"), ("--elastic", "1:2", "--processes", "2")])
+def test_what_makes_no_sense_is_refused(said: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "autopar", "run", *said, "script.py"]
+    done = subprocess.run(command, env=environment(1), cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2 and "--elastic" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_from_its_latest_checkpoint(tmp_path: pathlib.Path) -> None:
+    script = """
+import os, signal, sys, jax, pathlib, benchmarks.faults_processes as job
+marker, real = pathlib.Path(sys.argv[1]) / f"killed-{jax.process_index()}", job.batch_of
+def batch_of(step):
+    if step == 10 + 10 * jax.process_index() and not marker.exists():  # each once, process 0 first
+        marker.write_text("")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(step)
+job.batch_of = batch_of
+job.main(pathlib.Path(sys.argv[1]), 30)
+"""
+    (tmp_path / "script.py").write_text(script)
+    command = [
+        sys.executable, "-m", "autopar", "run", "--elastic", "1:2", "--devices-per-process", "1",
+        os.fspath(tmp_path / "script.py"), os.fspath(tmp_path),
+    ]  # fmt: skip
+    done = subprocess.run(command, env=environment(2), cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    starts = [line["start"] for line in log if "start" in line]
+    assert starts[0] == 0 and 0 < starts[1] <= 9 and 9 < starts[2] <= 19
+    assert log[-1]["step"] == 30
+    assert done.stderr.count("start 2 processes again") == 2
