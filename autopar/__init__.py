@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from autopar import recipes, sharding_rules
+from autopar import metrics, recipes, sharding_rules
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate
 from autopar.cost_model.hardware import cluster_from_devices, load_preset, make_cluster, preset_names
@@ -21,6 +21,7 @@ from autopar.ir.pieces import Pieces
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import register_schedule
 from autopar.ir.why import Alternative, Why
+from autopar.metrics import meter
 from autopar.ops.attention import dot_product_attention
 from autopar.passes.rules.table import register_sharding_rule
 from autopar.planned import Planned
@@ -66,6 +67,8 @@ __all__ = [
     "latest_step",
     "load_preset",
     "make_cluster",
+    "meter",
+    "metrics",
     "parallelize",
     "preset_names",
     "recipes",

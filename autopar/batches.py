@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.errors import BatchAxisError, PlanMismatchError, StateError
 from autopar.executable import Executable
+from autopar.runtime.spent import spent_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Batches(Iterator[Any]):
         Raises:
           PlanMismatchError: it has another structure or other shapes than the step was compiled for.
         """
-        read = (self._next or self._pool.submit(self._read)).result()
+        with spent_on("input"):
+            read = (self._next or self._pool.submit(self._read)).result()
         self._next = self._pool.submit(self._read)
         self._count += 1
         self._state = read.state

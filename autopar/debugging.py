@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,28 +11,17 @@ import jax
 
 from autopar.api import Parallelized
 from autopar.compiling.origin import Computed, origin_in
-from autopar.errors import CheckpointError, NotFiniteError, PlanError, TraceError, UserError
-from autopar.executable import Executable, HasExecutable
+from autopar.errors import CheckpointError, NotFiniteError, TraceError, UserError
 from autopar.ir.placed_examples import PlacedExamples
+from autopar.wrapped import WrappedStep, check_step
 
 
-class Debugged(HasExecutable):
-    """A step whose calls are looked at: see `debug`. All else, such as `init` and `batches`, is the step's."""
+class Debugged(WrappedStep):
+    """A step whose calls are looked at: see `debug`."""
 
-    __name__: str
-
-    def __init__(self, step: Parallelized, infs: bool, save_to: Any) -> None:
-        functools.update_wrapper(self, step, updated=())
-        self.step, self._infs, self._save_to = step, infs, save_to
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("step", "__setstate__"):  # which it does not have yet, as in a copy
-            raise AttributeError(name)
-        return getattr(self.step, name)
-
-    def executable_for(self, what: str) -> Executable:
-        """The step's."""
-        return self.step.executable_for(what)
+    def __init__(self, step: Parallelized | WrappedStep, infs: bool, save_to: Any) -> None:
+        super().__init__(step)
+        self._infs, self._save_to = infs, save_to
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with jax.debug_nans(True), jax.debug_infs(self._infs):
@@ -69,7 +57,7 @@ def _checkpoints() -> Any:
     return checkpoints
 
 
-def debug(step: Parallelized, *, infs: bool = True, save_to: Any = None) -> Debugged:
+def debug(step: Parallelized | WrappedStep, *, infs: bool = True, save_to: Any = None) -> Debugged:
     """A step that raises where one of its results has a NaN or an infinity, and names the operator that made it.
 
     With the line of the step's source, the pass, the stage and the microbatch in which it arose. Calls are those of the
@@ -84,8 +72,7 @@ def debug(step: Parallelized, *, infs: bool = True, save_to: Any = None) -> Debu
       PlanError: `step` is a plain function.
       NotFiniteError: when called, see above.
     """
-    if not isinstance(step, Parallelized):
-        raise PlanError(f"debug({step!r}): make it a step by autopar.parallelize first; a plain function has no plan.")
+    check_step("debug", step)
     if save_to is not None:
         _checkpoints()  # sooner than a step fails
     return Debugged(step, infs, save_to)

@@ -37,12 +37,14 @@ from autopar.errors import CheckpointError, warn
 from autopar.executable import HasExecutable
 from autopar.runtime.preemption import EXIT_CODE, Preemption
 from autopar.runtime.processes import this_job
+from autopar.runtime.spent import spent_on
 
 _ITEM = "state"  # the folder of a step in which Orbax finds the state
 _BYTES = "base64"
 _MOST_NAMED = 5  # differences in one message
 
 
+@spent_on("checkpoints")
 def save(
     path: Any, state: Any, *, step: int, metrics: Mapping[str, float] | None = None,
     batches: Batches | None = None, options: ocp.CheckpointManagerOptions | None = None,
@@ -114,6 +116,7 @@ def write(
     return bool(manager.save(step, args=items, metrics=None if metrics is None else dict(metrics), force=True))
 
 
+@spent_on("checkpoints")
 def restore(path: Any, *, like: Any, step: int | None = None, batches: Batches | None = None) -> Any:
     """The state of a checkpoint that `save` has written, each leaf read to where it belongs.
 
@@ -177,6 +180,7 @@ def latest_step(path: Any) -> int | None:
     return step
 
 
+@spent_on("checkpoints")
 def wait_until_saved() -> None:
     """Return once all checkpoints of `save` are complete.
 

@@ -26,7 +26,6 @@ from autopar.cli.group import Answer, answering, give_answer, main, on_target
 from autopar.cli.options import METHOD, OUTPUT, PLAN, PlanSource, chip_option, cluster_option, plan_source
 from autopar.cost_model.hardware import devices_by_host
 from autopar.cost_model.targets import CPU, load_target, target_of
-from autopar.debugging import Debugged
 from autopar.debugging import replay as compute_again
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import Cluster
@@ -41,6 +40,7 @@ from autopar.reporting.report import Report
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.launcher import initialize, is_launched, run_script
 from autopar.runtime.local_job import Elastic, launch, launch_elastic
+from autopar.wrapped import WrappedStep
 
 __all__ = ["main"]
 
@@ -57,9 +57,10 @@ def _load(target: str, cluster: Cluster | None) -> tuple[Parallelized, TargetCal
     """The step and its arguments."""
     _wake_cpus_only(cluster)
     call = load_call(target)
-    if isinstance(call.step, Debugged):
-        return call.step.step, call
-    return call.step if isinstance(call.step, Parallelized) else parallelize(call.step), call
+    step = call.step
+    while isinstance(step, WrappedStep):
+        step = step.step
+    return step if isinstance(step, Parallelized) else parallelize(step), call
 
 
 def _wake_cpus_only(cluster: Cluster | None) -> None:

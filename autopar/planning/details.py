@@ -73,9 +73,9 @@ def gather_details(
         if why := listed[k].why(solved):
             whys[k] = why
     operators = [row.operator(whys.get(k, ())) for k, row in enumerate(listed)]
-    model_flops, ideal_seconds = _model_flops(finisher.graph, plan.cluster)
+    own_flops, ideal_seconds = model_flops(finisher.graph, plan.cluster)
     return Details(
-        model_flops, ideal_seconds,
+        own_flops, ideal_seconds,
         tuple(_split(group, programs, played.timeline, _beside(group, groups, plan.cluster)) for group in groups),
         _spans(groups, programs, played.timeline),
         tuple(
@@ -172,7 +172,7 @@ def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline:
     return tuple(spans)
 
 
-def _model_flops(graph: Graph, cluster: Cluster) -> tuple[float, float]:
+def model_flops(graph: Graph, cluster: Cluster) -> tuple[float, float]:
     """FLOPs of a step's matrix products, without those computed again, and the seconds that all devices at their peak
     would take for them."""
     flops: dict[str, float] = defaultdict(float)

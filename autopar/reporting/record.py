@@ -194,12 +194,10 @@ class ReportRecord:
     @property
     def tokens_per_second(self) -> float | None:
         """Where whole numbers of shape (examples, length) are among the examples, all of one length."""
-        lengths = [
-            leaf.shape[1 - leaf.batch_axis]
-            for leaf in self.plan.leaves
-            if leaf.batch_axis is not None and len(leaf.shape) == 2 and leaf.batch_axis < 2 and _is_whole(leaf)
-        ]
-        return self.examples_per_second * lengths[0] if len(set(lengths)) == 1 else None
+        tokens = tokens_per_step(self.plan)
+        if tokens is None:
+            return None
+        return tokens / self.plan.step_time if self.plan.step_time else math.inf
 
     @property
     def utilisation(self) -> float | None:
@@ -241,6 +239,16 @@ class ReportRecord:
         mean = {name: math.fsum(split.parts[name] for split in splits) / len(splits) for name in PARTS}
         hidden = math.fsum(split.hidden for split in splits) / len(splits)
         return TimeSplit(tuple(range(len(self.plan.stages))), (), **mean, hidden=hidden)
+
+
+def tokens_per_step(plan: PlanRecord) -> int | None:
+    """Where whole numbers of shape (examples, length) are among a step's examples, all of one length."""
+    lengths = {
+        leaf.shape[1 - leaf.batch_axis]
+        for leaf in plan.leaves
+        if leaf.batch_axis is not None and len(leaf.shape) == 2 and leaf.batch_axis < 2 and _is_whole(leaf)
+    }
+    return plan.batch_size * lengths.pop() if len(lengths) == 1 else None
 
 
 def _is_whole(leaf: LeafPlan) -> bool:
