@@ -70,6 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = chosen
 
 
+@pytest.fixture
+def only_new_objects() -> Iterator[None]:
+    """Python looks for garbage among the objects that the test makes: what all tests before have left takes seconds."""
+    gc.collect(0)
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _eight_devices() -> None:
     if jax.device_count() < 8:

@@ -73,16 +73,20 @@ def test_parameters_of_a_loop_with_constants_are_gathered_round_by_round() -> No
 
 
 @needs_cuda_compiler
+def _slow(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("method", "batch_size", "num_layers", "scan", "remat"),
     [
         (recipes.zero(3, 1), 8, 4, True, False),
-        (recipes.zero(3, 1), 8, 12, True, True),
+        _slow(recipes.zero(3, 1), 8, 12, True, True),
         (recipes.zero(1, 1), 8, 4, True, True),  # copies of stacked gradients run beside those that are sent
-        (recipes.megatron(1, 8, 1, 1), 2, 4, True, False),
+        _slow(recipes.megatron(1, 8, 1, 1), 2, 4, True, False),
         (recipes.megatron(1, 8, 1, 1), 2, 12, True, False),
         (recipes.megatron(2, 4, 1, 1), 4, 8, True, False),
-        (recipes.megatron(1, 8, 1, 1), 2, 4, False, False),
+        _slow(recipes.megatron(1, 8, 1, 1), 2, 4, False, False),
         (recipes.zero(3, 1), 8, 4, False, False),
     ],
 )  # fmt: skip

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-import weakref
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -155,26 +156,36 @@ def test_garbage_is_looked_for_again_after_planning() -> None:
         gc.enable()
 
 
-def test_what_planning_leaves_is_old_garbage() -> None:
-    """Else the next search, of what is young, would go through all of it at once."""
-    frozen = gc.get_freeze_count()
-    with uncollected():
-        made: list[Any] = [[number] for number in range(100_000)]
-    young = gc.get_objects(generation=0)
-    assert len(young) < len(made)
-    assert gc.get_freeze_count() == frozen
-    assert gc.is_tracked(made[0])
-    cycle = made[0]
-    cycle.append(cycle)
-    known = weakref.ref(made_of := _Weak())
-    cycle.append(made_of)
-    del made, young, cycle, made_of
-    gc.collect()
-    assert known() is None  # it is collected all the same
+GARBAGE = """
+import gc, weakref
+from autopar.planning.garbage import uncollected
 
-
-class _Weak:
+class Weak:
     pass
+
+frozen = gc.get_freeze_count()
+with uncollected():
+    made = [[number] for number in range(100_000)]
+assert len(gc.get_objects(generation=0)) < len(made)
+assert gc.get_freeze_count() == frozen
+assert gc.is_tracked(made[0])
+cycle = made[0]
+cycle.append(cycle)
+known = weakref.ref(made_of := Weak())
+cycle.append(made_of)
+del made, cycle, made_of
+gc.collect()
+assert known() is None  # it is collected all the same
+"""
+
+
+def test_what_planning_leaves_is_old_garbage() -> None:
+    """Else the next search, of what is young, would go through all of it at once.
+
+    In another process: here each search would go through what all tests before have left.
+    """
+    done = subprocess.run([sys.executable, "-c", GARBAGE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("layers", [2, 6])

@@ -250,6 +250,7 @@ def test_pieces_of_leaves() -> None:
     assert isinstance(ours, autopar.Pieces) and found._steady is not None
 
 
+@pytest.mark.usefixtures("only_new_objects")
 @pytest.mark.parametrize("method", METHODS[:2], ids=lambda method: method.name)
 def test_large_leaves_are_freed_when_the_caller_lets_them_go(method: autopar.Method) -> None:
     """And are known again, as small ones are, while they are there."""

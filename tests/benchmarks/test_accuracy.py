@@ -160,6 +160,7 @@ def test_rows_of_fitted_constants_are_marked() -> None:
     assert {path.name.split("xlarge")[0] for path in folder.glob("*.json") if "fitted" in path.read_text()} == {"p3.16"}
 
 
+@pytest.mark.slow
 def test_what_ran_twice_is_predicted_once() -> None:
     row = next(row for row in published.read(ALPA) if row.case == "intra-op-ablation wresnet 1")
     (_, found), (_, again) = accuracy.predicted([row, row], 1)

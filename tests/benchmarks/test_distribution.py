@@ -11,7 +11,10 @@ from tests.h100 import needs_cuda_compiler
 
 
 @needs_cuda_compiler  # whose devices stand for those of the hosts
-@pytest.mark.parametrize("schedule", distribution.SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [*distribution.SCHEDULES[:1], *(pytest.param(s, marks=pytest.mark.slow) for s in distribution.SCHEDULES[1:])],
+)
 def test_a_case(schedule: ScheduleName) -> None:
     case = Case(2, schedule, scan=True, layers=8, stages=4, microbatches=4)
     [row] = common.each_in_a_process(distribution.measure, [case])

@@ -38,10 +38,10 @@ def _pipeline(*stages: tuple[int, tuple[int, ...]], microbatches: int, schedule:
 # Stages lie inside processes, across them and over several.
 CASES: dict[str, Case] = {
     "zero3-moe": Case("moe", 2, recipes.zero(3, 2), 16),
-    "1f1b-tensor": Case("gpt", 2, recipes.megatron(1, 2, 2, 4), across=True),
     "zero-bubble-scan": Case("gpt_scan", 4, _pipeline(*[(1, (1,))] * 4, microbatches=4, schedule="zero-bubble")),
 }  # fmt: skip
 SLOW: dict[str, Case] = {
+    "1f1b-tensor": Case("gpt", 2, recipes.megatron(1, 2, 2, 4), across=True),
     "data": Case("gpt", 2, recipes.data_parallel()),
     "interleaved": Case("gpt", 4, recipes.megatron(2, 1, 2, 2, 2)),
     "free-wide_resnet": Case("wide_resnet", 2, recipes.intra_op_only()),

@@ -72,7 +72,15 @@ def _slow(*values: object) -> Any:
 
 @pytest.mark.parametrize(
     ("what", "odd"),
-    [("early", 1), ("raise", 0), ("exit", 1), ("late", 0), _slow("early", 0), _slow("raise", 1), _slow("late", 1)],
+    [
+        ("early", 1),
+        ("raise", 0),
+        _slow("exit", 1),
+        _slow("late", 0),
+        _slow("early", 0),
+        _slow("raise", 1),
+        _slow("late", 1),
+    ],
 )
 def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int) -> None:
     said = _failure(what, odd)
@@ -94,7 +102,7 @@ def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int)
             "ended after 0 calls of autopar.gather or a callback, of which process 0 has begun number 1",
         ),
         _slow("other", 0, "has ended, while process 1 waits for it to agree about <lambda>"),
-        ("other", 1, "has ended, while process 0 waits for it to agree about <lambda>"),
+        _slow("other", 1, "has ended, while process 0 waits for it to agree about <lambda>"),
     ],
 )
 def test_a_process_that_ends_before_the_others_do_is_said(what: str, odd: int, missed: str) -> None:
@@ -121,8 +129,10 @@ def test_a_save_that_fails_on_one_process_ends_all(tmp_path: pathlib.Path) -> No
             "shapes",
             r"state\['params'\]\['a'\] is float32\[16, 16\] on process 0, but float32\[32, 32\] on process 1",
         ),
-        ("code", r"the step is of (\d+) equations, fingerprint \w+ on process 0, but of (?!\1 )\d+ .* on process 1"),
-        ("method", r"the method is .*'gpipe'.*num_microbatches=2.* on process 0, but .*num_microbatches=4"),
+        _slow(
+            "code", r"the step is of (\d+) equations, fingerprint \w+ on process 0, but of (?!\1 )\d+ .* on process 1"
+        ),
+        _slow("method", r"the method is .*'gpipe'.*num_microbatches=2.* on process 0, but .*num_microbatches=4"),
     ],
 )
 def test_processes_that_are_told_different_things_say_in_what_they_differ(what: str, differs: str) -> None:
@@ -142,7 +152,7 @@ def test_a_plan_for_other_devices_says_what_there_is() -> None:
     assert any("the plan is for 8 devices, there are 2 (of 2 processes)" in line for line in first)
 
 
-@pytest.mark.parametrize("what", ["alone", "leave"])
+@pytest.mark.parametrize("what", ["leave", _slow("alone")])
 def test_a_process_that_ends_before_the_others_do_and_that_nobody_waits_for_ends_nobody(what: str) -> None:
     done = run_job(SCRIPT, [what, "1"], 2, 1, LIMIT)
     assert done.returncode == 0, done.stderr

@@ -28,7 +28,7 @@ def expected() -> float:
     return float(a)
 
 
-@pytest.mark.parametrize(("processes", "asked"), [(1, 0), (2, 1), (2, 0)])
+@pytest.mark.parametrize(("processes", "asked"), [(1, 0), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
 def test_a_job_that_is_asked_to_end_saves_and_goes_on(tmp_path: pathlib.Path, processes: int, asked: int) -> None:
     folder = tmp_path / "run"
     done = run_job(SCRIPT, [str(folder), str(asked), "7", str(NUMBER)], processes, 1, LIMIT)
