@@ -164,6 +164,11 @@ class Planned(Plan):
         assert self.lowered is not None, "`with_programs` has them"
         return self.lowered
 
+    def played(self) -> tuple[Finisher, Restored]:
+        """What `played_timeline` plays."""
+        finisher = self._finisher()
+        return finisher, self._restored(finisher)
+
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan, tuple(self.fields().values())  # the plan alone
 

@@ -53,6 +53,8 @@ class Put(NamedTuple):
     target: Register
     destination: jax.Device | jax.sharding.NamedSharding
     may_alias: bool  # as in `Sending`
+    stage: int  # the sender
+    receiver: int
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -60,6 +62,8 @@ class Together:
     """Copies that are one message, or cut and join tiles."""
 
     number: int
+    stage: int  # the sender
+    receiver: int
     copies: list[HowToCopy] = dataclasses.field(default_factory=list)
 
 
@@ -164,3 +168,14 @@ def check_devices(wanted: int, devices: Sequence[jax.Device]) -> None:
             f"{f' (of {processes} processes)' if processes > 1 else ''}: plan for those there are, or start more "
             "(jax_num_cpu_devices makes virtual ones)."
         )
+
+
+def wait_for(outputs: Sequence[jax.Array]) -> None:
+    """Wait for a program to end on its devices: all its results are there at once."""
+    if outputs:
+        outputs[-1].block_until_ready()
+
+
+def constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
+    """A result that is the same in every step, whatever its arguments are."""
+    return x

@@ -31,15 +31,18 @@ from autopar.runtime.preparing import (
     Together,
     changed_by,
     compile_all,
+    constant,
     copied,
     described,
     getter_of,
     guards_transfers,
     is_deleted,
     spans_of,
+    wait_for,
     zero_programs,
 )
 from autopar.runtime.processes import Processes
+from autopar.runtime.recorder import Recorder
 from autopar.runtime.source import Source
 from autopar.runtime.transfer import Sending, needs_waits, send
 from autopar.runtime.wiring import Wiring, slice_of
@@ -70,6 +73,7 @@ class Worker:
         self._waits = {i: needs_waits(sources[i].mesh) for i in here}
         self._ever_waits = any(self._waits.values())
         self.dispatch_seconds = 0.0  # host time of the last step's instructions, waits left out
+        self.recorder: Recorder | None = None  # of when instructions begin and end
         self._waited, self._has_run = 0.0, False  # of the last step: seconds in these waits; whether a program has run
         permanent: list[tuple[Register, Any, Array]] = [(r, c, a) for r, (c, a) in wiring.constants.items()]
         permanent += [(r, np.int32(i), a) for r, (i, a) in wiring.microbatch.items()]
@@ -88,7 +92,7 @@ class Worker:
                 del passed[k]
             elif v.shape:  # numbers are known to all processes
                 nothing = absent(dataclasses.replace(wiring.homes[v], weak_type=v.weak_type))
-                passed[k] = functools.partial(_constant, nothing)
+                passed[k] = functools.partial(constant, nothing)
         self._passed = list(passed.items())
         nowhere = instructions.num_registers  # a register more, for results that no program makes
         self._results = getter_of(nowhere if register is None else register for register in instructions.results)
@@ -206,11 +210,11 @@ class Worker:
             tiles, may_alias = self.wiring.transfers[instruction.crossing], instruction.number not in self._apart
             source, target = instruction.source, instruction.target
             if tiles.is_put:
-                played.append(Put(source, target, tiles.destination, may_alias))
+                played.append(Put(source, target, tiles.destination, may_alias, instruction.stage, instruction.to))
                 continue
             first = first_of[instruction.number]
             if first not in groups:
-                groups[first] = Together(first)
+                groups[first] = Together(first, instruction.stage, instruction.to)
                 played.append(groups[first])
             groups[first].copies.append(HowToCopy(source, target, tiles, may_alias, source in state))
         return played
@@ -239,7 +243,7 @@ class Worker:
           StateError: a leaf was donated to an earlier step, or lies on other devices than planned.
           StateLostError: a program failed after the state had been given to an update program.
         """
-        if known and self._direct is not None:
+        if known and self._direct is not None and self.recorder is None:
             return self._call_direct(self._direct, leaves)
         wiring = self.wiring
         if self._mail is not None:
@@ -251,11 +255,11 @@ class Worker:
         for target, zeros in self._sums:
             totals = zeros()
             if self._ever_waits:
-                _wait_for(totals)
+                wait_for(totals)
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
         self._has_run, self._waited = False, 0.0
-        playing: Any = _ALONE if self._mail is None else self._mail.channel
+        playing: Any = self.recorder or (_ALONE if self._mail is None else self._mail.channel)
         try:
             passed = self._pass(leaves, registers, self._passes)
             started = time.perf_counter()
@@ -266,16 +270,21 @@ class Worker:
                     for there, positions in spans:
                         registers[there] = outputs[positions]
                 elif isinstance(instruction, Put):
-                    source, to, destination, may_alias = instruction
+                    source, to, destination, may_alias, _, _ = instruction
                     registers[to] = jax.device_put(registers[source], destination, may_alias=may_alias)
+                    if self.recorder is not None:
+                        self.recorder.brought(instruction.stage, instruction.receiver, [registers[to]])
                 elif isinstance(instruction, Together):
                     message = None if self._mail is None else self._mail.message(instruction.number)
                     sent = [
                         Sending(tiles, registers[source], may_alias, is_fragile)
                         for source, _, tiles, may_alias, is_fragile in instruction.copies
                     ]
-                    for copy, x in zip(instruction.copies, send(sent, message), strict=True):
+                    arrived = send(sent, message)
+                    for copy, x in zip(instruction.copies, arrived, strict=True):
                         registers[copy.target] = x
+                    if self.recorder is not None:
+                        self.recorder.brought(instruction.stage, instruction.receiver, arrived)
                 else:
                     for there, _ in spans:
                         registers[there] = [None] * (there.stop - there.start)
@@ -344,13 +353,15 @@ class Worker:
         outputs: Sequence[jax.Array] = self._calls[program](*arguments)
         self._has_run = True
         self._wait(program, outputs)
+        if self.recorder is not None:
+            self.recorder.ran(outputs, self._waits[program])
         return outputs
 
     def _wait(self, program: int, outputs: Sequence[jax.Array]) -> None:
         """For a program to end, where others must not overlap with it."""
         if self._waits[program]:
             launched = time.perf_counter()
-            _wait_for(outputs)
+            wait_for(outputs)
             self._waited += time.perf_counter() - launched
 
     def _explain(self, error: Exception, leaves: Sequence[Any], known: bool) -> None:
@@ -486,13 +497,3 @@ class Worker:
         placed = place([x for _, x, _ in moves], [s for _, _, s in moves])
         for (register, _, _), x in zip(moves, placed, strict=True):
             registers[register] = x
-
-
-def _wait_for(outputs: Sequence[jax.Array]) -> None:
-    """Wait for a program to end on its devices: all its results are there at once."""
-    if outputs:
-        outputs[-1].block_until_ready()
-
-
-def _constant(x: jax.Array, _: Sequence[Any]) -> jax.Array:
-    return x

@@ -20,8 +20,7 @@ def time_steps(executable: Executable, num_steps: int) -> Timing:
     Floating point numbers among the arguments are ones, all others zeros, and so is the data of random keys. No step
     begins before the last one has ended.
     """
-    graph = executable.graph
-    args, kwargs = unflatten_arrays(graph.in_tree, [_filled(value.shape, value.dtype) for value in graph.inputs])
+    args, kwargs = made_up_arguments(executable)
     seconds = []
     for _ in range(num_steps + 1):
         started = time.perf_counter()
@@ -34,6 +33,15 @@ def time_steps(executable: Executable, num_steps: int) -> Timing:
         plan.function, plan.method, plan.cluster.name, kind, plan.cluster.num_devices, plan.step_time,
         tuple(seconds[1:]),
     )  # fmt: skip
+
+
+def made_up_arguments(executable: Executable) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and named ones of the shapes that it was compiled for: ones, zeros and keys of zero bits."""
+    graph = executable.graph
+    made: tuple[tuple[Any, ...], dict[str, Any]] = unflatten_arrays(
+        graph.in_tree, [_filled(value.shape, value.dtype) for value in graph.inputs]
+    )
+    return made
 
 
 def _filled(shape: tuple[int, ...], dtype: Any) -> Any:

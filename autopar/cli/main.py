@@ -1,4 +1,4 @@
-"""The command line: `autopar plan | report | verify | compare | run | replay TARGET`, and `autopar calibrate`.
+"""The command line: `autopar plan | report | verify | compare | run | profile | replay TARGET`, `autopar calibrate`.
 
 Each command finds out one answer, which goes to stdout; everything else that is said on the way goes to stderr.
 """
@@ -20,7 +20,7 @@ from rich.console import Console
 
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate as measure
-from autopar.calibration.timer import time_steps
+from autopar.calibration.timer import made_up_arguments, time_steps
 from autopar.cli.arguments import TargetCall, load_call
 from autopar.cli.group import Answer, answering, give_answer, main, on_target
 from autopar.cli.options import METHOD, OUTPUT, PLAN, PlanSource, chip_option, cluster_option, plan_source
@@ -28,6 +28,7 @@ from autopar.cost_model.hardware import devices_by_host
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.debugging import replay as compute_again
 from autopar.errors import ArgumentError
+from autopar.executable import Executable
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
@@ -373,14 +374,44 @@ def run(
 def _timed(target: str, source: PlanSource, steps: int, devices: int | None, joined: bool) -> tuple[Answer, bool]:
     if joined and devices is not None:
         raise ArgumentError(f"--devices {devices}: the processes of a job take all; say --devices-per-process.")
+    with _waiting(f"running {target}"):
+        return time_steps(_compiled(target, source, devices), steps), True
+
+
+def _compiled(target: str, source: PlanSource, devices: int | None) -> Executable:
+    """The step for the devices at hand, or so many of them."""
     if devices is not None:
         _virtual_devices(devices)
     step, call = _load(target, None)
     step = step.with_options(
         cluster=source.cluster, method=source.made or source.method, devices=_devices_at_hand(devices)
     )
-    with _waiting(f"running {target}"):
-        return time_steps(step.compile(*call.args, **call.kwargs), steps), True
+    return step.compile(*call.args, **call.kwargs)
+
+
+@on_target
+@plan_source
+@click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="How many to measure.")
+@click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+@click.option("--trace", type=OUTPUT, help="Write measured and predicted timelines to this file, for Perfetto.")
+def profile(
+    target: str, source: PlanSource, steps: int, devices: int | None, trace: pathlib.Path | None
+) -> tuple[Answer, bool]:
+    """Run steps on the devices at hand, and say what programs, transfers and idle time take beside the prediction.
+
+    Arguments are made up as `autopar run TARGET` does. In a script: `executable.profile(state, batch)`.
+
+    \b
+      autopar profile model:train
+      autopar profile model:train --devices 8 --method 'gpipe(2,4)' --trace profile.json
+    """
+    with _waiting(f"profiling {target}"):
+        executable = _compiled(target, source, devices)
+        args, kwargs = made_up_arguments(executable)
+        answer = executable.profile(*args, steps=steps, **kwargs)
+    if trace is not None:
+        answer.save_trace(trace)
+    return answer, True
 
 
 @on_target

@@ -31,6 +31,7 @@ from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.layering import Layered
 from autopar.planning.operators import PricedProgram, links_used, rows_of_operators
 from autopar.planning.pricing import Played, stage_holds
+from autopar.reporting import profile
 from autopar.reporting.record import (
     Copying,
     Details,
@@ -170,6 +171,20 @@ def _spans(groups: Sequence[Group], programs: Sequence[PricedProgram], timeline:
             spans.append(TimelineSpan(group_of[event.stage], event.stage, phase.value, event.microbatch, at, end))
             at = end
     return tuple(spans)
+
+
+def played_timeline(finisher: Finisher, restored: Restored) -> profile.Timeline:
+    """A step by the plan, program by program."""
+    plan, lowered, _ = restored
+    timeline = finisher.stages.prices.play(lowered, plan.schedule).timeline
+    of_stage = {stage: k for k, group in enumerate(ReportRecord(plan, None).groups) for stage in group.stages}
+    programs = (
+        TimelineSpan(of_stage[e.stage], e.stage, e.phase.value, e.microbatch, e.start, e.end)
+        for e in timeline.events
+        if e.end > e.start
+    )
+    copies = (Copying(t.source, t.target, "", t.microbatch, t.start, t.end) for t in timeline.transfers)
+    return profile.Timeline(plan.step_time, timeline.num_groups, tuple(programs), tuple(copies))
 
 
 def model_flops(graph: Graph, cluster: Cluster) -> tuple[float, float]:

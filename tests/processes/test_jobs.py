@@ -319,3 +319,17 @@ def test_a_thousand_steps_hold_no_more_than_two_hundred() -> None:
         early, late = json.loads(line)
         assert late[0] <= 1.02 * early[0]
         assert late[1:] <= early[1:]
+
+
+def test_all_processes_have_the_whole_profile() -> None:
+    done = run_job(SCRIPT.parent / "profiled.py", [], 2, 1, LIMIT)
+    assert done.returncode == 0, done.stderr
+    (first,), (second,) = (_lines(done.stdout, process) for process in range(2))
+    assert first == second
+    rows = {(row["stage"], row["to"], row["what"]): row["count"] for row in json.loads(first)["rows"]}
+    assert {
+        (0, None, "forward"): 4,
+        (1, None, "forward"): 4,
+        (0, 1, "copy"): 4,
+        (1, 0, "copy"): 4,
+    }.items() <= rows.items()
