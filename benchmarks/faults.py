@@ -10,7 +10,8 @@ On this machine's loopback, on CPU devices:
 - storage: a bit of the latest checkpoint flipped, or a file of it cut short: the one before is taken, and that is said;
   no file may become longer than some bytes, as on a full disk, for one process: the job ends, and goes on from the
   latest complete one; a second job that saves into the same folder is refused, and the first goes on; the clock of one
-  process is an hour behind.
+  process is an hour behind;
+- endurance: 10,000 steps with a checkpoint every 500; what each process holds at the end over what it held after 2,000.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ HEARTBEAT = 5  # seconds
 NAMED, SLACK = 2.0, 5.0  # seconds until one that is killed is named; after the heartbeat's, one that is stopped
 FIRST = 30.0  # seconds from a start until the first step
 STEPS = 45
+GROWTH = 0.02  # of what a process holds
+ENDURANCE_LIMIT = 1200.0
 LIMIT = 120.0  # seconds after which a job that should have ended hangs
 LOST = 69
 TOLERANCE = 1e-5  # of losses, relative
@@ -334,6 +337,22 @@ def skewed(trial: int, right: Sequence[float]) -> dict[str, Any]:
         return row if good else {**row, "codes": codes, "said": job.said()[-2000:]}
 
 
+def endurance() -> dict[str, Any]:
+    """How much more two processes hold after five times as many steps."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        command = [
+            sys.executable, "-m", "autopar", "run", "--processes", "2", "--devices-per-process", "1",
+            os.fspath(FOLDER / "faults_endurance.py"), name,
+        ]  # fmt: skip
+        with _job(folder, command, [{}]) as job:
+            if not job.wait([0], ENDURANCE_LIMIT) or job.processes[0].returncode:
+                raise RuntimeError(f"ten thousand steps failed: {job.said()}")
+        held = [json.loads((folder / f"held-{index}").read_text()) for index in range(2)]
+    growth = max(late[what] / early[what] for early, late in held for what in early)
+    return {"what": "endurance", "held": held, "growth": growth - 1.0}
+
+
 def _say(row: Mapping[str, Any]) -> Mapping[str, Any]:
     print(json.dumps(row), flush=True)
     return row
@@ -360,6 +379,8 @@ def bars_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, common.Bar]:
         bars["seconds_until_the_first_step"] = common.Bar(max(firsts, default=float("inf")), FIRST, n=len(firsts))
         errors = [row["error"] for row in starts if "error" in row]
         bars["largest_error_of_losses"] = common.Bar(max(errors, default=float("inf")), TOLERANCE, n=len(errors))
+    if growths := [row["growth"] for row in rows if row["what"] == "endurance"]:
+        bars["growth_over_10000_steps"] = common.Bar(max(growths), GROWTH, n=2, unit="%")
     for name in ("flipped", "cut", "full", "two runs", "clock"):
         missed(f"{name.replace(' ', '_')}_and_not_survived", [row for row in rows if row["what"].startswith(name)])
     return bars
@@ -384,6 +405,8 @@ def main() -> None:
     for trial in range(arguments.damages):
         rows += [_say(damage(kind, trial, right)) for kind in ("flipped", "cut")]
         rows += [_say(check(trial, right)) for check in (full, two_runs, skewed)]
+    if arguments.damages:
+        rows.append(_say(endurance()))
     common.report(bars_of(rows), rows, arguments.json)
 
 
