@@ -48,6 +48,7 @@ class Parallelized(HasExecutable):
         self._executables: dict[Any, Executable] = {}
         self._traced: dict[Any, TracedStep] = {}
         self._buffers = Buffers()
+        self.last_executable: Executable | None = None  # that was called
         self._steady: Steady | None = None  # for a call with the state that the last one left
         self._shown: tuple[Any, Planned] | None = None  # by `plan`, for a call that may follow
 
@@ -156,7 +157,7 @@ class Parallelized(HasExecutable):
             )
         static = dict(call.positional)
         dynamic = [arg for i, arg in enumerate(args) if i not in static]
-        executable = self._executable(call)
+        executable = self.last_executable = self._executable(call)
         following = None if static or call.named else steady_calls(executable, call.leaves, (args, kwargs))
         result = executable._run(call.leaves)
         self._steady = None if following is None else following(result)

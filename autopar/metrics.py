@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import csv as csv_files
 import dataclasses
+import functools
 import pathlib
 import sys
 import time
@@ -15,6 +16,7 @@ import jax
 
 from autopar.api import Parallelized
 from autopar.errors import ArgumentError
+from autopar.executable import Executable
 from autopar.planning.details import model_flops
 from autopar.reporting.record import tokens_per_step
 from autopar.runtime.processes import this_job
@@ -87,30 +89,34 @@ class Metered(WrappedStep):
     ) -> None:
         super().__init__(step)
         self._sinks, self._every, self._tokens, self._number = sinks, every, tokens, start
-        self._since: _Since | None = None  # None: the first call, which plans and compiles, is still to come
+        self._executable: Executable | None = None  # that the steps since then were of
+        self._since, self._ideal_seconds = _Since.now(start), 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.step(*args, **kwargs)
         self._number += 1
-        if self._since is None:
+        executable: Executable | None = self.last_executable
+        if executable is not self._executable:  # this call may have planned and compiled it
             _wait_for(result)
+            self._executable = executable
+            if executable is not None:  # as under `jax.disable_jit`
+                _, self._ideal_seconds = model_flops(executable.graph, executable.plan.cluster)
             self._since = _Since.now(self._number)
-        elif self._number - self._since.number >= self._every:
+        elif executable is not None and self._number - self._since.number >= self._every:
             _wait_for(result)
-            since, self._since = self._since, _Since.now(self._number)
             job = this_job()
             if job is None or job.index == 0:
-                metrics = self._measured(since, self._since)
+                metrics = self._measured(executable, _Since.now(self._number))
                 for sink in self._sinks:
                     sink(metrics)
+            self._since = _Since.now(self._number)
         return result
 
-    def _measured(self, since: _Since, now: _Since) -> StepMetrics:
-        executable = self.executable_for("meter")
+    def _measured(self, executable: Executable, now: _Since) -> StepMetrics:
+        since, ideal = self._since, self._ideal_seconds
         plan, steps = executable.plan, now.number - since.number
         seconds = (now.time - since.time) / steps
         tokens = self._tokens or tokens_per_step(plan)
-        _, ideal = model_flops(executable.graph, plan.cluster)
         spent = {what: (now.spent.get(what, 0.0) - since.spent.get(what, 0.0)) / steps for what in _SECONDS_OF}
         return StepMetrics(
             plan.function, now.number, seconds, plan.step_time, spent["input"], spent["checkpoints"],
@@ -149,8 +155,8 @@ def meter(
 ) -> Metered:  # fmt: skip
     """A step that tells, every so many calls, how long a step takes, what it achieves, and what else takes time.
 
-    The first call, which plans and compiles, is left out. A report waits for the step to end, so `every` should not be
-    1 where steps are short. In a job of several processes, process 0 reports.
+    The first call for arguments of certain shapes, which plans and compiles, is left out. A report waits for the step
+    to end, so `every` should not be 1 where steps are short. In a job of several processes, process 0 reports.
 
     Args:
       to: what is called with `StepMetrics`: one or several of `autopar.metrics.terminal()`, `.csv(path)`,
@@ -179,7 +185,8 @@ def terminal() -> Sink:
 
     if not sys.stderr.isatty():
         return lambda metrics: print(f"autopar: {metrics}", file=sys.stderr, flush=True)  # noqa: T201
-    live = Live(console=Console(stderr=True), auto_refresh=False)
+    # What the program prints comes above the line, unless it goes elsewhere.
+    live = Live(console=Console(stderr=True), auto_refresh=False, redirect_stdout=sys.stdout.isatty())
 
     def show(metrics: StepMetrics) -> None:
         if not live.is_started:
@@ -212,13 +219,16 @@ def tensorboard(folder: Any) -> Sink:
     """Scalars for TensorBoard, as `autopar/step_seconds`; needs autopar[metrics]."""
     from tensorboardX import SummaryWriter
 
-    writer = SummaryWriter(str(folder))
-    atexit.register(writer.close)
+    @functools.cache
+    def writer() -> Any:  # of the process that reports alone
+        made = SummaryWriter(str(folder))
+        atexit.register(made.close)
+        return made
 
     def write(metrics: StepMetrics) -> None:
         for name, number in metrics.numbers().items():
-            writer.add_scalar(f"autopar/{name}", number, metrics.step)
-        writer.flush()
+            writer().add_scalar(f"autopar/{name}", number, metrics.step)
+        writer().flush()
 
     return write
 

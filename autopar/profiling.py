@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import time
@@ -18,8 +17,9 @@ from autopar.planning.details import played_timeline
 from autopar.reporting.profile import Profile, Timeline, mean_of
 from autopar.reporting.record import Copying, ReportRecord, TimelineSpan
 from autopar.runtime.processes import Processes, this_job
-from autopar.runtime.recorder import Recorder, Span
+from autopar.runtime.recorder import Event, Recorder, Span, spans_of
 from autopar.runtime.wiring import Wiring
+from autopar.tracing.in_place import changed_in
 
 if TYPE_CHECKING:
     from autopar.executable import Executable
@@ -32,15 +32,28 @@ def profile_of(executable: Executable, args: tuple[Any, ...], kwargs: Mapping[st
     """As `Executable.profile`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"profile(steps={steps!r}): pass a whole number of 1 or more.")
+    config: Any = jax.config
+    for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit"):
+        if getattr(config, name):
+            raise ArgumentError(f"profile: {name} is on, so that the step runs otherwise than it does: switch it off.")
     worker, job, plan = executable._worker, this_job(), executable.plan
-    recorder = Recorder()
-    recorded: list[tuple[float, list[Span]]] = []
+    wiring = worker.wiring
+    groups = ReportRecord(plan, None).groups
+    group_of = {stage: k for k, group in enumerate(groups) for stage in group.stages}
+    recorder = Recorder(
+        wiring.instructions.instructions, group_of, None if worker.mail is None else worker.mail.channel
+    )
+    recorded: list[tuple[float, list[Event]]] = []
     result: Any = None
+    kept = changed_in(executable.graph.out_tree)  # objects of the caller's, which the step changes
+    own = args, kwargs
     worker.recorder = recorder
     try:
         for number in range(_WARM_UP + steps):
             if number:
                 args, kwargs = executable.next_arguments(args, kwargs, result)
+                args = tuple(own[0][k] if k in kept else x for k, x in enumerate(args))
+                kwargs = {name: own[1][name] if name in kept else x for name, x in kwargs.items()}
             if job is not None:
                 job.combined("", lambda _: "", "to begin a step together")
             recorder.begin()
@@ -49,50 +62,56 @@ def profile_of(executable: Executable, args: tuple[Any, ...], kwargs: Mapping[st
             jax.block_until_ready(
                 [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and x.addressable_shards]
             )
-            seconds, spans = time.perf_counter() - began, recorder.ended()
-            recorded.append((max([seconds, *(span.end for span in spans)]), spans))  # threads see ends a little late
+            seconds, events = time.perf_counter() - began, recorder.ended()
+            recorded.append((max([seconds, *(event.ended for event in events)]), events))  # threads see ends a bit late
     finally:
         worker.recorder = None
         recorder.close()
-    told = [_of_job(job, seconds, spans, worker.wiring) for seconds, spans in recorded[_WARM_UP:]]
-    groups = ReportRecord(plan, None).groups
-    of_stage = {stage: k for k, group in enumerate(groups) for stage in group.stages}
+    told = [_of_job(job, seconds, events, wiring) for seconds, events in recorded[_WARM_UP:]]
     predicted = played_timeline(*plan.played())
-    timelines = [_timeline(seconds, spans, of_stage, plan.num_microbatches) for seconds, spans in told]
-    measured = mean_of([dataclasses.replace(each, num_groups=predicted.num_groups) for each in timelines])
-    return Profile(plan, tuple(seconds for seconds, _ in told), measured, predicted, _payloads(worker.wiring), result)
+    in_turns = all(event.is_waited_for for _, events in told for event in events if event.to is None)
+    num_groups = predicted.num_groups if in_turns else len(groups)
+    measured = mean_of(
+        [_timeline(seconds, spans_of(events, group_of), group_of, num_groups) for seconds, events in told]
+    )
+    return Profile(plan, tuple(seconds for seconds, _ in told), measured, predicted, _payloads(wiring), result)
 
 
-def _of_job(job: Processes | None, seconds: float, spans: Sequence[Span], wiring: Wiring) -> tuple[float, list[Span]]:
+def _of_job(
+    job: Processes | None, seconds: float, events: Sequence[Event], wiring: Wiring
+) -> tuple[float, list[Event]]:
     """Of all processes what each first of a stage has seen; the same on all of them."""
     if job is None:
-        return seconds, [*spans]
-    mine = [dataclasses.astuple(span) for span in spans if _is_first(job, span, wiring)]
+        return seconds, [*events]
+    mine = [event for event in events if _is_first(job, event, wiring)]
 
     def merged(said: Sequence[str]) -> str:
         read = [json.loads(text) for text in said]
-        return json.dumps([max(seconds for seconds, _ in read), [span for _, spans in read for span in spans]])
+        return json.dumps([max(seconds for seconds, _ in read), [event for _, events in read for event in events]])
 
     seconds, told = json.loads(job.combined(json.dumps([seconds, mine]), merged, "to say how long its programs took"))
-    return seconds, [Span(*span) for span in told]
+    return seconds, [Event(*event) for event in told]
 
 
-def _is_first(job: Processes, span: Span, wiring: Wiring) -> bool:
+def _is_first(job: Processes, event: Event, wiring: Wiring) -> bool:
     """Of the processes that have devices of a stage, or that receive a copy."""
-    there = wiring.processes[span.stage if span.to is None else span.to]
+    there = wiring.processes[event.stage if event.to is None else event.to]
     return bool(job.index == min(there))
 
 
-def _timeline(seconds: float, spans: Sequence[Span], of_stage: Mapping[int, int], microbatches: int) -> Timeline:
-    programs, copies = [], []
+def _timeline(seconds: float, spans: Sequence[Span], group_of: Mapping[int, int], num_groups: int) -> Timeline:
+    programs: list[TimelineSpan] = []
+    copies: list[Copying] = []
+    runs: dict[Any, int] = defaultdict(int)
     for span in spans:  # in the same order for every step
-        run = span.run if microbatches > 1 else -1
+        key = span.stage, span.to, span.phase
         if span.to is None:
-            group = of_stage[span.stage]
-            programs.append(TimelineSpan(group, span.stage, span.phase, run, span.start, span.end))
+            where = group_of[span.stage], span.stage
+            programs.append(TimelineSpan(*where, span.phase, runs[key], span.start, span.end))
         else:
-            copies.append(Copying(span.stage, span.to, "", run, span.start, span.end))
-    return Timeline(seconds, len(set(of_stage.values())), tuple(programs), tuple(copies))
+            copies.append(Copying(span.stage, span.to, "", runs[key], span.start, span.end))
+        runs[key] += 1
+    return Timeline(seconds, num_groups, tuple(programs), tuple(copies))
 
 
 def _payloads(wiring: Wiring) -> dict[tuple[int, int], int]:

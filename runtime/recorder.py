@@ -4,40 +4,56 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import dataclasses
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
-from autopar.ir.instructions import Run
+from autopar.ir.instructions import Copy, Instruction, Register, Run
 from autopar.runtime.random_keys import is_key, plain
 
 
-@dataclasses.dataclass(frozen=True)
-class Span:
-    """An instruction of a step, in seconds since the step began."""
+class Event(NamedTuple):
+    """An instruction that was launched and has ended, in seconds since the step began."""
 
+    position: int  # among the instructions of all stages
     stage: int  # whose program it is, or which sends
     to: int | None  # the stage that receives; None: it is a program
     phase: str  # of a program; "" of a copy
-    run: int  # of its program in the step; of copies between these stages
+    launched: float
+    ended: float
+    is_waited_for: bool  # nothing else is launched before it has ended
+    reads: Sequence[Register]
+    writes: Sequence[Register]
+
+
+class Span(NamedTuple):
+    """An instruction while it ran, in seconds since the step began."""
+
+    stage: int
+    to: int | None
+    phase: str
     start: float
     end: float
 
 
 class Recorder:
-    """What a worker plays in one step. It is asked to say what it plays; see `Worker.record`.
+    """What a worker plays in one step. It is asked to say what it plays; see `Worker.recorder`.
 
-    Where programs are not waited for, one thread for each stage waits for what they make. Results may be given away to
-    the next program before, so it waits for one element of each, which is copied out right after the program.
+    Where programs are not waited for, one thread for each group of devices waits for what they make. Results may be
+    given away to the next program before, so it waits for one element of each, which is copied out right after the
+    program.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, instructions: Sequence[Instruction], group_of: Mapping[int, int], channel: Any = None) -> None:
+        """`group_of`: of stages, those that share devices have one; `channel`: is told what is played, too."""
+        self._runs = {id(i): k for k, i in enumerate(instructions) if isinstance(i, Run)}
+        self._copies = {i.target: k for k, i in enumerate(instructions) if isinstance(i, Copy)}
+        self._group_of, self._channel = group_of, channel
         self._began = 0.0
-        self._launched: list[tuple[Any, float, float | concurrent.futures.Future[float]]] = []
-        self._pools: dict[Any, concurrent.futures.ThreadPoolExecutor] = {}
+        self._launched: list[tuple[Event, concurrent.futures.Future[float] | None]] = []
+        self._pools: dict[Hashable, concurrent.futures.ThreadPoolExecutor] = {}
         self._current: tuple[Any, float] = (None, 0.0)
 
     @property
@@ -48,6 +64,8 @@ class Recorder:
     @instruction.setter
     def instruction(self, instruction: Any) -> None:
         self._current = instruction, time.perf_counter()
+        if self._channel is not None:
+            self._channel.instruction = instruction
 
     def begin(self) -> None:
         """A step begins."""
@@ -55,47 +73,64 @@ class Recorder:
 
     def ran(self, outputs: Sequence[jax.Array], is_over: bool) -> None:
         """The program that is played now was launched; `is_over`: it has ended, too."""
-        instruction, launched = self._current
-        end: float | concurrent.futures.Future[float] = time.perf_counter()
+        run, launched = self._current
+        now, later = time.perf_counter(), None
         if not is_over:
-            end = self._pool(instruction.stage).submit(_when_there, _marked(outputs))
-        self._launched.append((instruction, launched, end))
+            later = self._pool(self._group_of[run.stage]).submit(_when_there, _marked(outputs))
+        event = Event(
+            self._runs[id(run)], run.stage, None, run.phase.value, launched, now, is_over, run.inputs, run.outputs
+        )
+        self._launched.append((event, later))
 
-    def brought(self, stage: int, to: int, arrays: Sequence[Any]) -> None:
-        """The copies that are played now were launched; `arrays`: where they go to."""
+    def brought(
+        self, stage: int, to: int, registers: Iterable[tuple[Register, Register]], arrays: Sequence[Any]
+    ) -> None:
+        """The copies that are played now were launched, from registers to registers; `arrays`: what arrives."""
         here = [x for x in arrays if isinstance(x, jax.Array) and x.addressable_shards]
         if here:
-            end = self._pool((stage, to)).submit(_when_there, here)
-            self._launched.append(((stage, to), self._current[1], end))
+            later = self._pool((stage, to)).submit(_when_there, here)
+            reads, writes = zip(*registers, strict=True)
+            position = min(self._copies[register] for register in writes)
+            event = Event(position, stage, to, "", self._current[1], 0.0, False, reads, writes)
+            self._launched.append((event, later))
 
-    def ended(self) -> list[Span]:
-        """When all that the step has launched is over."""
-        spans: list[Span] = []
-        free: dict[int, float] = {}  # by stage: when its devices have ended what they did, and what they need is there
-        runs: dict[Any, int] = {}
-        for what, launched, later in self._launched:
-            end = later if isinstance(later, float) else later.result()
-            key = (what.stage, what.program) if isinstance(what, Run) else what
-            number = runs[key] = runs.get(key, -1) + 1
-            if isinstance(what, Run):
-                start, stage, to, phase = max(launched, free.get(what.stage, 0.0)), what.stage, None, what.phase.value
-                free[stage] = end
-            else:
-                (stage, to), start, phase = what, launched, ""
-                free[to] = max(free.get(to, 0.0), end)
-            begin, end = min(start, end) - self._began, end - self._began
-            spans.append(Span(stage, to, phase, number, begin, end))
-        return spans
+    def ended(self) -> list[Event]:
+        """What the step has launched, when all of it is over."""
+        events = []
+        for event, later in self._launched:
+            ended = event.ended if later is None else later.result()
+            events.append(event._replace(launched=event.launched - self._began, ended=ended - self._began))
+        return events
 
     def close(self) -> None:
         """No step will be recorded any more."""
         for pool in self._pools.values():
             pool.shutdown()
 
-    def _pool(self, key: Any) -> concurrent.futures.ThreadPoolExecutor:
+    def _pool(self, key: Hashable) -> concurrent.futures.ThreadPoolExecutor:
         if key not in self._pools:
             self._pools[key] = concurrent.futures.ThreadPoolExecutor(1, "autopar: profile")
         return self._pools[key]
+
+
+def spans_of(events: Iterable[Event], group_of: Mapping[int, int]) -> list[Span]:
+    """When they ran, in the order of the instructions of all stages.
+
+    A program begins once it is launched, its devices are free and what it reads is there; a copy likewise, of which any
+    number may be under way.
+    """
+    spans: list[Span] = []
+    free: dict[int, float] = {}
+    ready: dict[Register, float] = {}
+    for event in sorted(events, key=lambda event: event.position):
+        start = max([event.launched, *(ready.get(register, 0.0) for register in event.reads)])
+        if event.to is None:
+            group = group_of[event.stage]
+            start = max(start, free.get(group, 0.0))
+            free[group] = max(free.get(group, 0.0), event.ended)
+        ready.update(dict.fromkeys(event.writes, event.ended))
+        spans.append(Span(event.stage, event.to, event.phase, min(start, event.ended), event.ended))
+    return spans
 
 
 @jax.jit

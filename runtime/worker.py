@@ -123,11 +123,11 @@ class Worker:
         getters = [getter_of(i.inputs if isinstance(i, Run) else ()) for i in played]
         self._list = list(zip(played, getters, [spans_of(changed_by(i)) for i in played], strict=True))
         self._absent = {r: absent(a) for r, a in wiring.made.items() if not is_here(a.sharding.mesh)}
-        self._mail = None
+        self.mail = None
         if job is not None:
             together = frozenset().union(*(there for there in wiring.processes if job.index in there))
             channel = job.channel(wiring.function, together)
-            self._mail = Mail(job, channel, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
+            self.mail = Mail(job, channel, instructions, {r: wiring.made[r] for r in wiring.known}, wiring.carried)
             channel.describe = functools.partial(described, [i for i, _, _ in self._list])
         self._expect_at([])
 
@@ -175,7 +175,7 @@ class Worker:
         """Of a step that is one program, where its arguments come from while calls know the state; None: it is not."""
         runs = [i for i in self._instructions if isinstance(i, Run)]
         copies = any(isinstance(i, Copy) for i in self._instructions)
-        if len(runs) != 1 or copies or self._sums or self._absent or self._mail is not None:
+        if len(runs) != 1 or copies or self._sums or self._absent or self.mail is not None:
             return None
         (run,) = runs
         moved = {register: leaf for register, (leaf, _, _, _) in self._feeds.items()}
@@ -246,8 +246,8 @@ class Worker:
         if known and self._direct is not None and self.recorder is None:
             return self._call_direct(self._direct, leaves)
         wiring = self.wiring
-        if self._mail is not None:
-            self._mail.next_step()
+        if self.mail is not None:
+            self.mail.next_step()
         registers: list[Any] = [None] * (wiring.instructions.num_registers + 1)
         for register, value in self._permanent:
             registers[register] = value
@@ -259,7 +259,7 @@ class Worker:
             for register, total in zip(target, totals, strict=True):
                 registers[register] = total
         self._has_run, self._waited = False, 0.0
-        playing: Any = self.recorder or (_ALONE if self._mail is None else self._mail.channel)
+        playing: Any = self.recorder or (_ALONE if self.mail is None else self.mail.channel)
         try:
             passed = self._pass(leaves, registers, self._passes)
             started = time.perf_counter()
@@ -273,9 +273,9 @@ class Worker:
                     source, to, destination, may_alias, _, _ = instruction
                     registers[to] = jax.device_put(registers[source], destination, may_alias=may_alias)
                     if self.recorder is not None:
-                        self.recorder.brought(instruction.stage, instruction.receiver, [registers[to]])
+                        self.recorder.brought(instruction.stage, instruction.receiver, [(source, to)], [registers[to]])
                 elif isinstance(instruction, Together):
-                    message = None if self._mail is None else self._mail.message(instruction.number)
+                    message = None if self.mail is None else self.mail.message(instruction.number)
                     sent = [
                         Sending(tiles, registers[source], may_alias, is_fragile)
                         for source, _, tiles, may_alias, is_fragile in instruction.copies
@@ -284,7 +284,8 @@ class Worker:
                     for copy, x in zip(instruction.copies, arrived, strict=True):
                         registers[copy.target] = x
                     if self.recorder is not None:
-                        self.recorder.brought(instruction.stage, instruction.receiver, arrived)
+                        pairs = [(copy.source, copy.target) for copy in instruction.copies]
+                        self.recorder.brought(instruction.stage, instruction.receiver, pairs, arrived)
                 else:
                     for there, _ in spans:
                         registers[there] = [None] * (there.stop - there.start)
@@ -296,8 +297,8 @@ class Worker:
         self.dispatch_seconds = time.perf_counter() - started - self._waited
         for register, nothing in self._absent.items():
             registers[register] = nothing
-        if self._mail is not None:
-            self._mail.share_results(registers)
+        if self.mail is not None:
+            self.mail.share_results(registers)
         returned = list(self._results(registers))
         for k, argument in passed:
             returned[k] = argument

@@ -75,6 +75,50 @@ def test_numbers_are_of_the_steps_since_the_ones_before(monkeypatch: pytest.Monk
     assert first.peak_bytes is None  # of CPUs
 
 
+def test_what_it_tells_is_of_the_step_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = _Clock(monkeypatch), list[StepMetrics]()
+    metered = autopar.meter(train_step, told.append, every=1)
+    _run(metered, clock, [1.0, 1.0])
+    twice = {"tokens": np.zeros((16, 12), np.int32)}
+    for _ in range(2):  # the first plans and compiles
+        clock.now += 2.0
+        metered(PARAMS, twice)
+    assert [each.examples_per_second for each in told] == [8.0, 8.0]
+    assert [each.step_seconds for each in told] == [1.0, 2.0]
+
+    @autopar.parallelize(follow=train_step)
+    def evaluate(params: Any, batch: Any) -> Any:
+        return (params["table"][batch["tokens"]] @ params["w"]).mean()
+
+    params, _ = train_step(PARAMS, BATCH)
+    following = autopar.meter(evaluate, told.append, every=1)
+    for _ in range(2):
+        clock.now += 4.0
+        following(params, twice)
+    assert (told[-1].function, told[-1].examples_per_second) == ("evaluate", 4.0)
+
+
+def test_what_is_told_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, told = _Clock(monkeypatch), list[StepMetrics]()
+
+    def slow(metrics: StepMetrics) -> None:
+        told.append(metrics)
+        clock.now += 100.0
+
+    _run(autopar.meter(train_step, slow, every=1), clock, [1.0, 1.0, 1.0])
+    assert [each.step_seconds for each in told] == [1.0, 1.0]
+
+
+def test_a_plain_function_that_stands_in_for_the_step_is_not_told_of() -> None:
+    told: list[StepMetrics] = []
+    fresh = autopar.parallelize(train_step._function.fun)
+    metered = autopar.meter(fresh, told.append, every=1)
+    with jax.disable_jit():
+        for _ in range(3):
+            metered(PARAMS, BATCH)
+    assert not told
+
+
 def test_it_is_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     metered = autopar.meter(train_step, lambda metrics: None)
     assert metered.__name__ == "train_step"
@@ -133,6 +177,8 @@ def test_the_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     show(_metrics(20))
     show(_metrics(30))
     assert "train_step 30" in capsys.readouterr().err
+    print("of the program")  # whose stdout is no terminal
+    assert capsys.readouterr().out == "of the program\n"
 
 
 def test_a_csv_file_goes_on(tmp_path: pathlib.Path) -> None:

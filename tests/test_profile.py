@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import pathlib
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -17,12 +18,13 @@ import autopar
 from autopar import recipes
 from autopar.errors import ArgumentError, ReportError
 from autopar.ir.graph import Phase
-from autopar.ir.instructions import Run
+from autopar.ir.instructions import Copy, Run
+from autopar.profiling import profile_of
 from autopar.reporting.profile import Timeline, _seconds
 from autopar.reporting.record import Copying, TimelineSpan
 from autopar.runtime import recorder as recording
 from autopar.runtime import worker
-from autopar.runtime.recorder import Recorder, Span
+from autopar.runtime.recorder import Event, Recorder, spans_of
 
 WIDTH = 32
 
@@ -55,7 +57,10 @@ def _compiled(method: Any, devices: int = 4) -> autopar.Executable:
     return step.compile(PARAMS, BATCH)
 
 
-@pytest.mark.parametrize(("method", "waits"), [*((method, True) for method in METHODS), (recipes.gpipe(2, 4), False)])
+@pytest.mark.parametrize(
+    ("method", "waits"),
+    [*((method, True) for method in METHODS), (recipes.gpipe(2, 4), False), (recipes.megatron(1, 1, 2, 4, 2), False)],
+)
 def test_all_that_runs_is_in_it(method: Any, waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the worker does not wait for programs, as on GPUs."""
     if not waits:
@@ -92,32 +97,90 @@ def test_state_goes_on_from_it() -> None:
     assert executable._worker.recorder is None
 
 
-def test_a_span_is_from_when_its_devices_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def _event(position: int, stage: int, launched: float, ended: float, reads: Any, writes: Any, to: Any = None) -> Event:
+    return Event(position, stage, to, "" if to is not None else "forward", launched, ended, False, reads, writes)
+
+
+def test_a_span_is_from_when_its_devices_are_free_and_what_it_reads_is_there() -> None:
+    events = [
+        _event(0, 0, 0.0, 2.0, [], [1]),
+        _event(1, 0, 0.1, 3.0, [1], [2], to=1),  # launched long before its source is there
+        _event(2, 0, 0.2, 4.0, [], [3]),  # .. and so is the next program of that stage
+        _event(3, 0, 0.3, 9.0, [3], [4], to=1),
+        _event(4, 1, 0.4, 5.0, [2], [5]),  # needs the first copy, not the second
+        _event(5, 2, 0.5, 6.0, [], [6]),  # on the devices of stage 0
+        _event(6, 1, 0.6, 10.0, [4], [5]),
+    ]
+    spans = spans_of(reversed(events), {0: 0, 1: 1, 2: 0})
+    found = [(span.start, span.end) for span in spans]
+    assert found == [(0.0, 2.0), (2.0, 3.0), (2.0, 4.0), (4.0, 9.0), (3.0, 5.0), (4.0, 6.0), (9.0, 10.0)]
+
+
+def test_instructions_are_told_to_whoever_asks_what_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [10.0]
     monkeypatch.setattr(recording.time, "perf_counter", lambda: now[0])  # type: ignore[attr-defined]
-    recorder = Recorder()
+    run, channel = Run(0, 0, Phase.FORWARD, (7,), (8,), ()), types.SimpleNamespace(instruction=None)
+    recorder = Recorder([Copy(1, 0, 3, 0, 5, 7), run], {0: 0, 1: 1}, channel)
     recorder.begin()
-
-    def played(instruction: Any, at: float, until: float) -> None:
-        now[0] = at
-        recorder.instruction = instruction
-        now[0] = until
-        if isinstance(instruction, Run):
-            recorder.ran([], True)
-        else:
-            recorder.brought(0, 1, [jnp.ones(3)])
-            recorder._launched[-1][2].result()  # type: ignore[union-attr]
-
-    forward, first = (Run(stage, stage, Phase.FORWARD, (), (), ()) for stage in (1, 0))
-    played(first, 11.0, 12.0)
-    played("a copy", 12.0, 15.0)
-    played(first, 12.5, 13.0)
-    played(forward, 13.5, 17.0)  # launched before what it needs is there
-    assert recorder.ended() == [
-        Span(0, None, "forward", 0, 1.0, 2.0), Span(0, 1, "", 0, 2.0, 5.0), Span(0, None, "forward", 1, 2.5, 3.0),
-        Span(1, None, "forward", 0, 5.0, 7.0),
-    ]  # fmt: skip
+    now[0] = 11.0
+    recorder.instruction = run
+    assert channel.instruction is run
+    now[0] = 13.0
+    recorder.ran([], True)
+    recorder.brought(1, 0, [(5, 7)], [jnp.ones(3)])
+    first, second = recorder.ended()
     recorder.close()
+    assert first == Event(1, 0, None, "forward", 1.0, 3.0, True, (7,), (8,))
+    assert (second.position, second.stage, second.to, second.reads, second.writes) == (0, 1, 0, (5,), (7,))
+
+
+class Model:
+    """Changed in place, as Flax NNX modules are."""
+
+    def __init__(self, w: Any) -> None:
+        self.w = w
+
+
+jax.tree_util.register_pytree_with_keys(
+    Model, lambda model: (((jax.tree_util.GetAttrKey("w"), model.w),), None), lambda _, leaves: Model(*leaves)
+)
+
+
+def test_objects_that_a_step_changes_are_the_callers_own() -> None:
+    def step(model: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(model.w)
+        model.w = model.w - 0.1 * gradient
+        return loss
+
+    model, x = Model(jnp.eye(WIDTH)), BATCH["x"]
+    compiled = autopar.parallelize(step, method=recipes.zero(3), devices=jax.devices()[:4]).compile(model, x)
+    profile = compiled.profile(model, x, steps=1)
+    expected = jnp.eye(WIDTH)
+    for _ in range(3):
+        expected = expected - 0.1 * jax.grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(expected)
+    np.testing.assert_allclose(autopar.gather(model.w), expected, rtol=1e-5)
+    assert float(compiled(model, x)) < float(profile.result)
+
+
+def test_a_key_static_arguments_and_a_name_of_its_own() -> None:
+    def step(state: Any, rate: float, x: Any, *, steps: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: (jnp.tanh(x @ w) ** 2).mean())(state["w"])
+        key, noise = jax.random.split(state["key"])
+        new = state["w"] - rate * gradient + 0.01 * jax.random.normal(noise, gradient.shape)
+        return {"w": new, "key": key}, loss * steps
+
+    state = {"w": jnp.eye(WIDTH), "key": jax.random.key(0)}
+    parallel = autopar.parallelize(step, method=recipes.gpipe(1), static_argnums=1, devices=jax.devices()[:1])
+    compiled = parallel.compile(state, 0.1, BATCH["x"], steps=np.float32(2))
+    profile = profile_of(compiled, (state, BATCH["x"]), {"steps": np.float32(2)}, 2)
+    assert [row.count for row in profile.rows] == [1]
+
+
+def test_a_step_that_runs_otherwise_is_not_profiled() -> None:
+    compiled = _compiled(recipes.zero(3))
+    for switch in (jax.debug_nans, jax.debug_infs, jax.disable_jit):
+        with switch(True), pytest.raises(ArgumentError, match="is on, so that the step runs otherwise"):
+            compiled.profile(PARAMS, BATCH)
 
 
 def test_copies_that_go_side_by_side_count_once() -> None:
@@ -167,15 +230,16 @@ def test_what_makes_no_sense_is_refused(steps: Any) -> None:
 
 def test_results_that_are_given_away_have_been_seen() -> None:
     """The next program may take over what one has made before anybody has waited for it."""
-    recorder = Recorder()
+    runs = [Run(0, 0, Phase.FORWARD, (0,), (0,), ()) for _ in range(20)]
+    recorder = Recorder(runs, {0: 0})
     add: Callable[..., Any] = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.ones((256, 256))
     recorder.begin()
-    for _ in range(20):
-        recorder.instruction = Run(0, 0, Phase.FORWARD, (), (), ())
+    for run in runs:
+        recorder.instruction = run
         x = add(x)
         recorder.ran([x], False)
-    spans = recorder.ended()
+    events = recorder.ended()
     recorder.close()
-    assert [span.run for span in spans] == list(range(20))
-    assert all(0 <= span.start <= span.end for span in spans)
+    assert [event.position for event in events] == list(range(20))
+    assert all(0 <= event.launched <= event.ended for event in events)

@@ -34,6 +34,7 @@ from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.planned import Planned
 from autopar.planning.baselines import usual_methods
+from autopar.profiling import profile_of
 from autopar.reporting.comparison import Comparison
 from autopar.reporting.page import check_page
 from autopar.reporting.progress import ProgramBar
@@ -408,7 +409,7 @@ def profile(
     with _waiting(f"profiling {target}"):
         executable = _compiled(target, source, devices)
         args, kwargs = made_up_arguments(executable)
-        answer = executable.profile(*args, steps=steps, **kwargs)
+        answer = profile_of(executable, args, kwargs, steps)
     if trace is not None:
         answer.save_trace(trace)
     return answer, True

@@ -17,6 +17,7 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 from autopar.errors import TraceError
 from autopar.ir.pieces import Pieces
+from autopar.tracing.static_leaf import unflatten_arrays
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,12 @@ def returning_changed(fun: Callable[..., Any]) -> Callable[..., Any]:
         return Renewed(result, tuple(arguments[key] for key in changed), tuple(changed)) if changed else result
 
     return returning
+
+
+def changed_in(out_tree: Any) -> frozenset[int | str]:
+    """The positions and names of the arguments in which a step changes objects, by its result's structure."""
+    returned = unflatten_arrays(out_tree, [None] * out_tree.num_leaves)
+    return frozenset(returned.which) if isinstance(returned, Renewed) else frozenset()
 
 
 def renew(result: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
