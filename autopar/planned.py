@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.compiling.program_text import programs_as_text
 from autopar.compiling.verifier import verify
-from autopar.errors import ReportError
+from autopar.errors import PlanError, ReportError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
@@ -215,8 +216,9 @@ def planned_for(step: TracedStep, cluster: Cluster, method: Method | Plan, *, wi
         started = time.perf_counter()
         entry = plan_cache.entry_of(step, cluster, method)
         if entry is not None and (kept := entry.read()) is not None:
-            restored = step.restore(kept, cluster)
-            return Planned.of_restored(restored, step, method, time.perf_counter() - started)
+            with contextlib.suppress(PlanError):  # of a file that was edited, say: it is planned anew
+                restored = step.restore(kept, cluster)
+                return Planned.of_restored(restored, step, method, time.perf_counter() - started)
         plan, lowered = step.search(cluster, method, with_relaxations=with_relaxations)
         if entry is not None:
             entry.write(plan)

@@ -158,7 +158,7 @@ def detection(kind: signal.Signals, trial: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name, _apart(pathlib.Path(name), count, 10**6) as job:
         others = [index for index in range(count) if index != victim]
         if not _until(lambda: len(job.log()) > 5):
-            return {**row, "failed": f"it did not begin: {job.said()}"}
+            return {**row, "holds": False, "failed": f"it did not begin: {job.said()}"}
         time.sleep(lot.uniform(0.0, 1.5))
         began = time.monotonic()
         job.processes[victim].send_signal(kind)
@@ -245,7 +245,7 @@ def restarts(kills: int, right: Sequence[float]) -> Iterator[dict[str, Any]]:
                         row["error"] = _error(job.log(), right)
                     yield row
                     if not row["holds"]:
-                        break
+                        return
 
 
 def _until_done(folder: pathlib.Path, count: int) -> tuple[int | None, str, list[dict[str, Any]]]:
@@ -372,9 +372,11 @@ def bars_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, common.Bar]:
         if seconds := [row["seconds"] for row in chosen if "seconds" in row]:
             bars[f"{name}_seconds_until_named"] = common.Bar(max(seconds), allowed, n=len(seconds))
     starts = [row for row in rows if row["what"] == "start"]
-    missed("starts_not_from_the_latest_checkpoint", starts)
+    missed("starts_that_hang_or_fail", [{"holds": not row["hangs"] and "failed" not in row} for row in starts])
+    begun = [{"holds": row["start"] == row["latest"]} for row in starts if row["start"] is not None]
+    missed("starts_not_from_the_latest_checkpoint", begun)
     if starts:
-        bars["kills_missing"] = common.Bar(KILLS - sum("killed" in row for row in starts), 0, n=len(starts))
+        bars["kills"] = common.Bar(sum("killed" in row for row in starts), None)
         firsts = [row["first"] for row in starts if "first" in row]
         bars["seconds_until_the_first_step"] = common.Bar(max(firsts, default=float("inf")), FIRST, n=len(firsts))
         errors = [row["error"] for row in starts if "error" in row]

@@ -26,6 +26,7 @@ from typing import Any
 _LOOK = 1.0  # seconds between looks at whether anything moves
 _LONGER = 3.0  # a wait is told of if it is so many times as long as those before that ended
 _HANGS = 10.0  # times that, after which a job of which every process waits is ended
+_LEAVING = 15.0  # seconds that the others have to end once process 0 has
 _MOST = 8  # places that are named
 
 
@@ -37,12 +38,9 @@ class _Member:
     where: str  # its host and process id
     writer: asyncio.StreamWriter
     seen: str = "before its first report"
-    waits: bool = False  # for its devices or for other processes, by what it said last
+    waits: bool = False  # by what it said last
+    plays: bool = False  # it is in an instruction of a step
     since: float = dataclasses.field(default_factory=time.monotonic)
-
-    @property
-    def name(self) -> str:
-        return f"process {self.number} of this job ({self.where})"
 
 
 class Hub:
@@ -66,9 +64,10 @@ class Hub:
         ):  # a connection that is reset, or somebody else's
             hello = json.loads(await reader.readline())
             member = _Member(int(hello["process"]), str(hello["where"]), writer)
-        if member is None:
+        if member is None or not 0 <= member.number < self._count or member.number in self._members:
             writer.close()
             return
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._members[member.number] = member
         self.is_empty.clear()
         if self._verdict is not None:
@@ -78,7 +77,7 @@ class Hub:
                 self._hear(member, json.loads(line))
         del self._members[member.number]
         if member.number not in self._parted:
-            self._lose(member, "is gone: it crashed or was killed, or its host is lost")
+            self._lose(member.number, member, "is gone: it crashed or was killed, or its host is lost")
         writer.close()
         if not self._members:
             self.is_empty.set()
@@ -89,21 +88,23 @@ class Hub:
             if any(each.waits for each in self._members.values()):
                 self._longest = max(self._longest, now - self._last_moved())
             self._told = False
-            member.seen, member.waits, member.since = str(said["seen"]), bool(said["waits"]), now
+            member.seen, member.waits, member.plays = str(said["seen"]), bool(said["waits"]), bool(said["plays"])
+            member.since = now
         for other in said.get("silent", ()):
-            if other in self._members and other not in self._parted:
+            if other not in self._parted:
                 silent = f"does not answer (heartbeat timeout {self._timeout:g} s): it is stopped, or cannot be reached"
-                self._lose(self._members[other], silent)
+                self._lose(int(other), self._members.get(other), silent)
         if said.get("parts"):
             self._parted.add(member.number)
 
-    def _lose(self, member: _Member, how: str) -> None:
-        self._end(member.number, f"{member.name} {how}. It was last seen {member.seen}")
+    def _lose(self, number: int, member: _Member | None, how: str) -> None:
+        where, seen = ("", "before it connected") if member is None else (f" ({member.where})", member.seen)
+        self._end(number, f"process {number} of this job{where} {how}. It was last seen {seen}")
 
     def _end(self, process: int | None, why: str) -> None:
         """The first verdict holds: what follows from it is not told."""
         if self._verdict is None:
-            self._verdict = {"lost": process, "why": why}
+            self._verdict = {"lost": process, "why": why}  # None: nobody is lost, and nothing moves
             for each in self._members.values():
                 self._send(each, self._verdict)
 
@@ -118,10 +119,11 @@ class Hub:
         while True:
             await asyncio.sleep(_LOOK)
             waiting = [member for member in self._members.values() if member.waits]
-            if not waiting or len(self._members) < self._count:
+            if not waiting or self._parted:
                 continue
+            playing = [member for member in waiting if member.plays]
             still = time.monotonic() - self._last_moved()
-            if still > _HANGS * max(self._timeout, self._longest) and len(waiting) == self._count:
+            if still > _HANGS * max(self._timeout, self._longest) and len(playing) == self._count:
                 self._end(None, f"no process of this job has moved for {still:.0f} s. {self._places()}")
             elif still > max(self._timeout, _LONGER * self._longest) and not self._told:
                 self._told = True
@@ -129,14 +131,15 @@ class Hub:
                     self._send(member, {"waits": f"nothing has moved for {still:.0f} s. {self._places()}"})
 
     def _places(self) -> str:
-        """Who was last seen where; those that still run something of their own first."""
+        """Who was last seen where; those that are in no step first."""
         at: dict[tuple[bool, str], list[int]] = {}
-        for member in self._members.values():
-            at.setdefault((member.waits, member.seen), []).append(member.number)
+        for number in range(self._count):
+            member = self._members.get(number)
+            where = (False, "not connected yet") if member is None else (member.plays, member.seen)
+            at.setdefault(where, []).append(number)
         said = []
-        for (waits, seen), numbers in sorted(at.items())[:_MOST]:
-            are = ("waits", "is") if len(numbers) == 1 else ("wait", "are")
-            said.append(f"{_named(numbers)} {are[0] if waits else are[1]} {seen}")
+        for (_, seen), numbers in sorted(at.items())[:_MOST]:
+            said.append(f"{_named(numbers)} {'is' if len(numbers) == 1 else 'are'} {seen}")
         return "; ".join(said) + (f"; and {len(at) - _MOST} more places." if len(at) > _MOST else ".")
 
 
@@ -155,6 +158,7 @@ async def _host(address: str, count: int, heartbeat: int) -> None:
     from jaxlib import _jax  # JAX has no public name for its coordination service
 
     # Recoverable: one that is lost is told of by the hub; JAX would abort the others.
+    _check_free(address)
     service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=heartbeat, recoverable=True)
     hub = Hub(count, heartbeat)
     both = socket.has_dualstack_ipv6()
@@ -167,10 +171,23 @@ async def _host(address: str, count: int, heartbeat: int) -> None:
     parent = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(parent), sys.stdin)
     await parent.read()  # until process 0 has ended
-    await hub.is_empty.wait()
+    with contextlib.suppress(TimeoutError):  # one may be stopped, and never end
+        await asyncio.wait_for(hub.is_empty.wait(), _LEAVING)
     watching.cancel()
     server.close()
     service.shutdown()
+
+
+def _check_free(address: str) -> None:
+    """Raise OSError where something listens there: gRPC would share the port with it, and clients get to either."""
+    host, _, port = address.rpartition(":")
+    family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        probe.bind(where)
+        probe.listen()
 
 
 def _answer(said: Mapping[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
+import time
 import types
 from collections.abc import Iterator
 
@@ -14,11 +15,8 @@ _ROOMS = {
     "autopar.compiling": "compiling", "autopar.runtime.preparing": "compiling",
     "autopar.checkpointing": "saving or restoring",
 }  # fmt: skip
-# Functions that wait for what devices or other processes do.
-_WAITS = {
-    ("jax._src.array", "_value"), ("jax._src.array", "block_until_ready"), ("jax._src.array", "__array__"),
-    ("jax._src.api", "block_until_ready"), ("autopar.runtime.processes", "_wait_for"),
-}  # fmt: skip
+_WAITS = ("autopar.runtime.processes", "_wait_for")  # which looks for other processes' texts again and again
+_IDLE = 1e-3  # seconds of CPU time below which a thread has done nothing between two looks, a second apart
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _LIBRARIES = tuple(
     {os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -52,6 +50,23 @@ def activity_of(thread: int) -> str:
     return ""
 
 
-def is_waiting(thread: int) -> bool:
-    """Whether it waits for devices or other processes."""
-    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITS for frame in _frames(thread))
+def waits_for_others(thread: int) -> bool:
+    """Whether it waits for a text of another process."""
+    return any((frame.f_globals.get("__name__"), frame.f_code.co_name) == _WAITS for frame in _frames(thread))
+
+
+class Busyness:
+    """Whether a thread does anything between two looks."""
+
+    def __init__(self, thread: int) -> None:
+        self._clock = time.pthread_getcpuclockid(thread)
+        self._last = 0.0
+
+    def is_idle(self) -> bool:
+        """Whether it has used no time of a CPU since the last call, as while it waits for devices."""
+        try:
+            now = time.clock_gettime(self._clock)
+        except OSError:  # it has ended
+            return True
+        used, self._last = now - self._last, now
+        return used < _IDLE

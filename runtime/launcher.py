@@ -187,7 +187,8 @@ def initialize(devices_per_process: int | None = None, heartbeat_timeout: int | 
     workers of a trainer of Ray Train, and what JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID name. From
     then on a process that fails ends all. One that is lost is named on all others, with where it was last seen, and
     these end with exit code 69: at once where it is killed or crashes, else once it has not answered for
-    `heartbeat_timeout` seconds. Where nothing moves for that long, those that wait say who was last seen where.
+    `heartbeat_timeout` seconds. Where nothing moves for that long, those that wait say who was last seen where; where
+    all are in a step and nothing moves for ten times that long, they end with exit code 70.
 
     Args:
       devices_per_process: so many virtual devices on CPUs; of the GPUs of a host its process number i takes the i-th
@@ -222,15 +223,20 @@ def initialize(devices_per_process: int | None = None, heartbeat_timeout: int | 
         place = _found_place(member, local)
         bind = os.environ.get(_BIND, f"[::]:{place.port}")
     coordinator = start_coordinator(bind, place.count, heartbeat) if place.index == 0 else None
-    # JAX starts a service on process 0 in any case: one that nobody asks.
-    jax.distributed.initialize(
-        coordinator_address=place.coordinator, num_processes=place.count, process_id=place.index,
-        local_device_ids=place.local, cluster_detection_method="deactivate", heartbeat_timeout_seconds=heartbeat,
-        coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",
-    )  # fmt: skip
-    job = this_job()
-    if job is not None:
-        job.keep_lifeline(coordinator, place.coordinator.rpartition(":")[0].strip("[]"))
+    try:
+        # JAX starts a service on process 0 in any case: one that nobody asks.
+        jax.distributed.initialize(
+            coordinator_address=place.coordinator, num_processes=place.count, process_id=place.index,
+            local_device_ids=place.local, cluster_detection_method="deactivate", heartbeat_timeout_seconds=heartbeat,
+            coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",
+        )  # fmt: skip
+        job = this_job()
+        if job is not None:
+            job.keep_lifeline(coordinator, place.coordinator.rpartition(":")[0].strip("[]"))
+    except BaseException:
+        if coordinator is not None:
+            coordinator.let_go()
+        raise
     return True
 
 

@@ -20,6 +20,7 @@ import jax
 from autopar.errors import ArgumentError
 
 LOST_CODE = os.EX_UNAVAILABLE  # 69: what a process ends with since another is lost
+HANGS_CODE = os.EX_SOFTWARE  # 70: .. since nothing has moved for long, though nobody is lost
 HEARTBEAT_TIMEOUT = 60  # seconds
 _REPORT = 1.0  # seconds between reports of where this process is, and looks at who answers
 _PROGRAM = pathlib.Path(__file__).with_name("coordinator.py")
@@ -30,7 +31,9 @@ class Seen(NamedTuple):
     """Where a process is."""
 
     seen: str
-    waits: bool  # for its devices, or for other processes
+    waits: bool  # for its devices, other processes or anything else: its Python does nothing
+    plays: bool  # it is in an instruction of a step
+    progress: int  # whatever has changed since the last look
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +80,7 @@ class Lifeline:
 
     def __init__(
         self, client: Any, index: int, count: int, address: tuple[str, int], seen: Callable[[], Seen],
-        lose: Callable[[str, bool], None], tell: Callable[[str], None],
+        lose: Callable[[str, int | None], None], tell: Callable[[str], None],
     ) -> None:  # fmt: skip
         """Connect.
 
@@ -86,7 +89,8 @@ class Lifeline:
           index: the number of this process among `count`.
           address: where the coordinator listens for lifelines.
           seen: says where this process is.
-          lose: called once, when another process is lost, or with False the coordinator itself; ends this process.
+          lose: called once, with why and an exit code, when another process is lost or nothing moves; with None when
+            the coordinator itself is gone. Ends this process.
           tell: called when nothing has moved for long.
         """
         self._client, self._index, self._count = client, index, count
@@ -113,12 +117,14 @@ class Lifeline:
         with contextlib.suppress(OSError, ValueError), self._socket.makefile("rb") as lines:
             for line in lines:
                 said = json.loads(line)
+                if self._ended.is_set():
+                    return
                 if "why" in said:
-                    self._lose(said["why"], True)
+                    self._lose(said["why"], HANGS_CODE if said["lost"] is None else LOST_CODE)
                 else:
                     self._tell(said["waits"])
         if not self._ended.is_set():
-            self._lose(_HOST_LOST, False)
+            self._lose(_HOST_LOST, None)
 
     def _report(self) -> None:
         last = None

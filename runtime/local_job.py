@@ -19,7 +19,7 @@ from typing import IO, Any
 import jax
 
 from autopar.errors import ArgumentError
-from autopar.runtime.liveness import LOST_CODE
+from autopar.runtime.liveness import HANGS_CODE, LOST_CODE
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES, LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
@@ -60,7 +60,7 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
             _say(f"start {count} processes again ({restart} of {elastic.restarts} times at most)")
         with _forwarding([]) as forwarding:
             code = _run(command, count, devices_per_process, variables, forwarding)
-        if forwarding.has_asked or not (code == LOST_CODE or code > _SIGNALS):
+        if forwarding.has_asked or not (code in (LOST_CODE, HANGS_CODE) or code > _SIGNALS):
             break
     return code
 
@@ -75,16 +75,18 @@ def _room(devices_per_process: int | None) -> int | None:
     platforms = (jax.config.values["jax_platforms"] or "").split(",")
     if platforms[0] == "cpu" or shutil.which("nvidia-smi") is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=index", "--format=csv,noheader"]
+    query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     # One that has failed is said in other words, and the exit code may be another one.
     told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-    gpus = sum(line.strip().isdecimal() for line in told.splitlines())
+    rows = [line.split(",") for line in told.splitlines()]
+    gpus = [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2 and row[0].strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        gpus = min(gpus, len([name for name in visible.split(",") if name]))
+    if visible is not None:  # by number, or by the beginning of what identifies them
+        names = [name.strip() for name in visible.split(",") if name.strip()]
+        gpus = [(index, uuid) for index, uuid in gpus if any(name == index or uuid.startswith(name) for name in names)]
     if devices_per_process is None:
         raise ArgumentError("--elastic: say how many GPUs each process has, by --devices-per-process.")
-    return gpus // devices_per_process
+    return len(gpus) // devices_per_process
 
 
 def launch(command: Sequence[str], processes: int, devices_per_process: int | None, *, bare: bool = False) -> int:

@@ -103,6 +103,7 @@ class Processes:
         self._stopping = threading.Lock()
         self._needs_nobody = False  # at the end of the script
         self._thread = threading.get_ident()  # that runs the script
+        self._busyness, self._busy = last_seen.Busyness(self._thread), 0
         self._coordinator_program: Coordinator | None = None
         self._lifeline: Lifeline | None = None
         self._watch()
@@ -266,18 +267,23 @@ class Processes:
     def _seen(self) -> Seen:
         """Where this process is."""
         line = last_seen.line_of(self._thread) or "an unknown line"
+        waits = self._busyness.is_idle() or last_seen.waits_for_others(self._thread)
+        self._busy += not waits
+        progress = self._busy + sum(channel.steps for channel in self._channels)
         for channel in self._channels:
             if (instruction := channel.instruction) is not None:
-                return Seen(
-                    f"in call {channel.steps} of {channel.name}, {channel.describe(instruction)}, at {line}", True
-                )
+                text = f"in call {channel.steps} of {channel.name}, {channel.describe(instruction)}, at {line}"
+                return Seen(text, waits, True, progress)
         activity = last_seen.activity_of(self._thread)
-        return Seen(f"{activity}, at {line}" if activity else f"at {line}", last_seen.is_waiting(self._thread))
+        return Seen(f"{activity}, at {line}" if activity else f"at {line}", waits, False, progress)
 
-    def _lose(self, why: str, is_other: bool) -> None:
-        """End, since a process that all have to do with is lost; one that said why it ends before is not."""
-        failed = self._failed() if is_other else None
-        self._stop(why if failed is None else _of_peer(failed), LOST_CODE if failed is None else 1)
+    def _lose(self, why: str, code: int | None) -> None:
+        """End, since a process is lost or nothing moves; a process that has said why it ends is not lost.
+
+        `code`: None where the coordination service is gone, which need not be asked then.
+        """
+        failed = None if code is None else self._failed()
+        self._stop(why if failed is None else _of_peer(failed), (code or LOST_CODE) if failed is None else 1)
 
     def fail(self, error: BaseException, code: int = 1) -> NoReturn:
         """End this process, and tell the others what ended it; of several that fail the first is heard."""

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar import recipes
+from autopar import recipes, sharding_rules
+from autopar.passes.rules import table
 from autopar.planning import plan_cache
 from autopar.planning.traced import TracedStep
 
@@ -73,8 +74,21 @@ def test_what_was_planned_before_is_not_planned_again(
         _planned(method=method, params=np.ones((3, 16, 16), np.float32))
 
 
+def _rule(is_cut: bool) -> Any:
+    def rule(equation: Any) -> Any:
+        shape, factors = equation.inputs[0].shape, sharding_rules.Factors()
+        dims = factors.dims(shape, () if is_cut else range(len(shape)))
+        return factors.rule([dims], [dims])
+
+    return rule
+
+
+FIRST: Any = (np.int64(0),)
+SECOND: Any = (np.int64(1),)
+
+
+@pytest.mark.filterwarnings("ignore::autopar.errors.MissingRuleWarning", "ignore::autopar.errors.UnsplitWarning")
 def test_of_what_differs_each_has_its_own(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = "plan_cache_test"
     others: list[Callable[[], object]] = [
         lambda: _planned(),
         lambda: _planned(hosts=2),
@@ -87,6 +101,8 @@ def test_of_what_differs_each_has_its_own(folder: pathlib.Path, monkeypatch: pyt
         lambda: _planned(donate_argnums=()),
         lambda: _planned(batch_axes=(None, 1), x=X.T.copy(), step=lambda p, x: _step_with()(p, x.T)),
         lambda: _planned(step=_step_with(jnp.sin)),  # only within the scan
+        lambda: _planned(step=_step_with(lambda h: jax.lax.rev(h, FIRST))),
+        lambda: _planned(step=_step_with(lambda h: jax.lax.rev(h, SECOND))),
         lambda: _planned(step=_step_with(lambda h: 2 * h)),
         lambda: _planned(step=_step_with(lambda h: 3 * h)),
     ]
@@ -96,11 +112,13 @@ def test_of_what_differs_each_has_its_own(folder: pathlib.Path, monkeypatch: pyt
     for plan in others:
         plan()
     assert len(list(folder.iterdir())) == len(others)
-    autopar.register_sharding_rule(rule)(lambda equation: None)  # type: ignore[arg-type, return-value]
-    monkeypatch.setattr(plan_cache, "registered_rules", lambda: {rule: lambda equation: None})
-    _planned()
-    monkeypatch.setattr(plan_cache, "registered_rules", lambda: {rule: lambda equation: 1})
-    _planned()
+    monkeypatch.setattr(table, "_REGISTERED", {})
+    for is_cut in (True, False):  # a rule of the user's, of one code
+        autopar.register_sharding_rule("tanh")(_rule(is_cut))
+        _planned()
+    monkeypatch.setattr(table, "_REGISTERED", {})
+    table._rule_of.cache_clear()
+    table._LOOPS.forget()
     monkeypatch.setattr(plan_cache, "_sources", lambda: "another version")
     _planned()
     assert len(list(folder.iterdir())) == len(others) + 3
@@ -123,6 +141,14 @@ def test_a_folder_that_cannot_be_written_stops_nobody(tmp_path: pathlib.Path, mo
         planned = _planned()
     monkeypatch.delenv(plan_cache.FOLDER)
     assert _planned() == planned
+
+
+def test_a_plan_that_does_not_go_with_the_step_is_made_anew(folder: pathlib.Path) -> None:
+    planned = _planned()
+    (kept,) = folder.iterdir()
+    kept.write_text(kept.read_text().replace(planned.fingerprint, "0" * len(planned.fingerprint)))
+    assert _planned() == planned
+    assert autopar.Plan.load(kept) == planned
 
 
 def test_nothing_is_kept_of_a_search_that_time_ends_or_with_hints(folder: pathlib.Path) -> None:

@@ -30,7 +30,7 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import registered
-from autopar.passes.rules.table import registered_rules
+from autopar.passes.rules.table import registered_rules, rule_of
 from autopar.planning.traced import TracedStep
 
 FOLDER = "AUTOPAR_PLAN_CACHE"  # the variable that names the folder; without it no plan is kept
@@ -48,8 +48,7 @@ class Entry:
     def read(self) -> Plan | None:
         """The plan, if there is one that can be read."""
         with contextlib.suppress(PlanError):
-            if self.path.exists():
-                return Plan.load(self.path)
+            return Plan.load(self.path)
         return None
 
     def write(self, plan: Plan) -> None:
@@ -88,9 +87,11 @@ def _said(step: TracedStep, cluster: Cluster, method: Method) -> Iterator[str]:
     yield repr((graph.input_paths, graph.output_paths, sorted(graph.carried.items()), graph.fingerprint))
     yield repr([(i, graph.input_cuts[i]) for i in sorted(graph.input_cuts)])
     yield repr((analysis.batch_size, analysis.max_microbatches, [v.id for v in graph.inputs if v in graph.examples]))
-    yield from (f"{name} {_code(given)}" for name, given in sorted({**registered_rules(), **registered()}.items()))
-    for equation in graph.equations:
-        yield f"{equation.primitive.name} {equation.phase} {equation.rematerialized} {_text(equation.params)}"
+    yield from (f"{name} {_code(order)}" for name, order in sorted(registered().items()))
+    texts = [f"{e.primitive.name} {e.phase} {e.rematerialized} {_text(e.params)}" for e in graph.equations]
+    yield from texts
+    if registered_rules() or any("custom_partitioning" in text for text in texts):  # also in bodies of loops
+        yield from (_ADDRESS.sub("", repr(rule_of(e))) for e in graph.equations)  # which code of the user's gives
 
 
 def _code(function: Any) -> str:
@@ -109,6 +110,8 @@ def _text(value: Any) -> str:
         return f"{{{', '.join(f'{k}: {_text(value[k])}' for k in sorted(value, key=str))}}}"
     if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
         return f"({', '.join(map(_text, value))})"
+    if isinstance(value, np.generic):
+        return f"{value.dtype}({value.item()!r})"
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{value.dtype}{np.shape(value)}"
     if callable(value):

@@ -57,11 +57,14 @@ def main(what: str, victim: int) -> None:
     step = autopar.parallelize(train_step, method=method)
     weights: Any = [np.eye(16, dtype=np.float32)] * 2
     x = np.ones((12, 16), np.float32)
-    for number in range(1, 8 if what == "slow" else 10_000):
+    work = jax.jit(lambda x: jax.lax.fori_loop(0, 400_000, lambda _, y: jax.numpy.sin(y) + x, x))
+    for number in range(1, {"slow": 8, "devices": 60}.get(what, 10_000)):
         if number == AT and jax.process_index() == victim:
             time.sleep(2.5)  # so that all have told where they are
             happen(what)
         weights, loss = step(weights, x)
+        if what == "devices":
+            work(loss).block_until_ready()
         float(loss)
         if number == AT - 1:
             print(f"process id {os.getpid()}", flush=True)

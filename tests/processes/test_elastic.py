@@ -32,10 +32,10 @@ what = (sys.argv[2:] + ["0"] * 9)[number] if index == "0" else "0"
 if what == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "gpu":
-    (folder / "gpus").write_text("0\\n")
+    (folder / "gpus").write_text("0, GPU-a\\n")
     os.kill(os.getpid(), signal.SIGKILL)
 if what == "back":
-    (folder / "gpus").write_text("0\\n1\\nUnable to determine the device handle for GPU2\\n")
+    (folder / "gpus").write_text("0, GPU-a\\n1, GPU-b\\nUnable to determine the device handle for GPU2\\n")
     sys.exit(69)
 if what == "asked":
     os.kill(os.getppid(), signal.SIGTERM)
@@ -75,7 +75,7 @@ def test_as_many_as_there_are_gpus_for(tmp_path: pathlib.Path, monkeypatch: pyte
     stand_in = tmp_path / "nvidia-smi"
     stand_in.write_text(f"#!/bin/bash\ncat {tmp_path}/gpus\n")
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "gpus").write_text("0\n1\n")
+    (tmp_path / "gpus").write_text("0, GPU-a\n1, GPU-b\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     config = types.SimpleNamespace(values={"jax_platforms": ""})  # not for CPUs alone, as tests are
     monkeypatch.setattr(local_job, "jax", types.SimpleNamespace(config=config))
@@ -83,6 +83,9 @@ def test_as_many_as_there_are_gpus_for(tmp_path: pathlib.Path, monkeypatch: pyte
     assert _starts(tmp_path, "gpu", "back", elastic=Elastic(1, 2, 5)) == (0, [2, 1, 2])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert _starts(tmp_path, elastic=Elastic(1, 2, 5)) == (0, [2, 1, 2, 1])
+    (tmp_path / "gpus").write_text("0, GPU-a\n2, GPU-c\n")  # the second that is visible has failed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,1")
+    assert _starts(tmp_path, elastic=Elastic(1, 2, 5))[1][-1] == 1
     with pytest.raises(ArgumentError, match=r"--elastic 2:4: there is room for 1 processes \(1 GPUs each\)"):
         launch_elastic(["true"], Elastic(2, 4, 5), 1)
 

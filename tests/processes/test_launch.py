@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -75,7 +76,19 @@ def test_scripts_for_launchers(launcher: str, file: str, tmp_path: pathlib.Path,
 
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"),
-    [(75, 0, "17"), (75, 99, "17"), (69, 0, "17"), (137, 9, "17"), (69, 10, ""), (1, 0, ""), (0, 0, "")],
+    [
+        (75, 0, "17"),
+        (75, 99, "17"),
+        (69, 0, "17"),
+        (70, 9, "17"),
+        (137, 9, "17"),
+        (139, 0, "17"),
+        (69, 10, ""),
+        (1, 0, ""),
+        (0, 0, ""),
+        (143, 0, ""),
+        (130, 0, ""),
+    ],
 )
 def test_a_job_of_slurm_that_was_asked_to_end_or_lost_a_process_is_queued_again(
     code: int, restarts: int, requeued: str, tmp_path: pathlib.Path
@@ -131,7 +144,7 @@ def test_the_manifest_for_kubernetes(alone: list[str]) -> None:
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     rules = spec["podFailurePolicy"]["rules"]
     codes = {rule["action"]: rule["onExitCodes"]["values"] for rule in rules if "onExitCodes" in rule}
-    assert codes == {"Ignore": [EXIT_CODE, LOST_CODE], "FailJob": [1]}
+    assert codes == {"Ignore": [EXIT_CODE, LOST_CODE, 128 + signal.SIGABRT], "FailJob": [1]}
     pod = spec["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"]
     (container,) = pod["containers"]
