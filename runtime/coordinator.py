@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ _LOOK = 1.0  # seconds between looks at whether anything moves
 _LONGER = 3.0  # a wait is told of if it is so many times as long as those before that ended
 _HANGS = 10.0  # times that, after which a job of which every process waits is ended
 _LEAVING = 15.0  # seconds that the others have to end once process 0 has
+_BROKEN = (OSError, ValueError, LookupError, TypeError)  # connections that are reset, or somebody else's
 _MOST = 8  # places that are named
 
 
@@ -59,9 +61,7 @@ class Hub:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One process, from when it joins to when it ends."""
         member = None
-        with contextlib.suppress(
-            OSError, ValueError, LookupError, TypeError
-        ):  # a connection that is reset, or somebody else's
+        with contextlib.suppress(*_BROKEN):
             hello = json.loads(await reader.readline())
             member = _Member(int(hello["process"]), str(hello["where"]), writer)
         if member is None or not 0 <= member.number < self._count or member.number in self._members:
@@ -72,7 +72,7 @@ class Hub:
         self.is_empty.clear()
         if self._verdict is not None:
             self._send(member, self._verdict)
-        with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        with contextlib.suppress(*_BROKEN):
             async for line in reader:
                 self._hear(member, json.loads(line))
         del self._members[member.number]
@@ -161,10 +161,7 @@ async def _host(address: str, count: int, heartbeat: int) -> None:
     _check_free(address)
     service = _jax.get_distributed_runtime_service(address, count, heartbeat_timeout=heartbeat, recoverable=True)
     hub = Hub(count, heartbeat)
-    both = socket.has_dualstack_ipv6()
-    listening = socket.create_server(
-        ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, dualstack_ipv6=both, backlog=count
-    )
+    listening = _listening(count)
     server = await asyncio.start_server(hub.serve, sock=listening)
     _answer({"port": listening.getsockname()[1]})
     watching = asyncio.create_task(hub.watch())
@@ -178,16 +175,29 @@ async def _host(address: str, count: int, heartbeat: int) -> None:
     service.shutdown()
 
 
+def _listening(count: int) -> socket.socket:
+    """On a port that the system chooses, by IPv6 and IPv4, or by IPv4 where there is no other."""
+    try:
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=count)
+    except (OSError, ValueError):
+        return socket.create_server(("", 0), backlog=count)
+
+
 def _check_free(address: str) -> None:
-    """Raise OSError where something listens there: gRPC would share the port with it, and clients get to either."""
+    """Raise OSError where something listens there: gRPC would share the port with it, and clients get to either.
+
+    What else is wrong with an address gRPC says itself; on a host without IPv6 it makes do with IPv4.
+    """
     host, _, port = address.rpartition(":")
-    family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        probe.bind(where)
-        probe.listen()
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(where)
+            probe.listen()
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise
 
 
 def _answer(said: Mapping[str, Any]) -> None:

@@ -93,7 +93,7 @@ class Lifeline:
             the coordinator itself is gone. Ends this process.
           tell: called when nothing has moved for long.
         """
-        self._client, self._index, self._count = client, index, count
+        self._client, self._count = client, count
         self._seen, self._lose, self._tell = seen, lose, tell
         self._socket = socket.create_connection(address)
         self._sending, self._ended = threading.Lock(), threading.Event()
