@@ -92,7 +92,7 @@ def test_zero_is_one_of_four() -> None:
         recipes.megatron(2, 2, 1, zero=4)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("num_stages", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_gradients_are_summed_over_three_axes_once_for_all_microbatches(num_stages: int) -> None:
     """Of more layouts than are tried, that in which they are made is one. The report knows the plan's, too."""
     config = gpt.GPTConfig(

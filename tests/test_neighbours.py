@@ -137,7 +137,9 @@ def test_one_stage_on_one_host_has_the_fewest_microbatches_that_fit() -> None:
     assert firsts[0] < firsts[1] < firsts[2]
 
 
-@pytest.mark.parametrize(("share", "fixed"), [(0.6, None), (0.45, None), (0.45, (2, 2))])
+@pytest.mark.parametrize(
+    ("share", "fixed"), [pytest.param(0.6, None, marks=pytest.mark.slow), (0.45, None), (0.45, (2, 2))]
+)
 def test_meshes_of_more_shapes_are_not_forgotten_where_memory_is_short(share: float, fixed: Any) -> None:
     """Dimensions that some shapes do not divide: where one stage fits is not the same on all."""
     widths = (256, 256, 254, 254, 256)

@@ -62,6 +62,7 @@ def test_pairs_are_of_all_kinds() -> None:
     assert {pair.sent == Sharding.replicated(len(pair.shape)) for pair in found} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_few_pairs() -> None:
     with transfer.finished_job("transfer_processes.py", 2, 1, 43, limit=300) as folder:
         rows = [transfer.row_of(a, b) for a, b in transfer.both(folder)]

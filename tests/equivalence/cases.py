@@ -157,7 +157,6 @@ def _times_used(case: Case, chosen: Iterable[Case]) -> int:
 # The cases of the other models that always run; GPT has its covering set. The U-Net takes minutes to compile.
 BY_DEFAULT = (
     Case("zero", "stage3", 1, 1, "gpt_scan"),
-    Case("megatron", "dp1", 1, 1, "gpt_scan"),
     Case("megatron", "dp2", 2, 2, "gpt_scan"),
     Case("data_parallel", "", 1, 2, "moe"),
     Case("zero", "stage3", 1, 2, "decoder"),

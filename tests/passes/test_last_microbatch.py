@@ -118,6 +118,7 @@ def test_where_it_does_not_pay() -> None:
     assert plan_step(step, args, hiding(cluster), recipes.zero(2), 4).lowered.loop_microbatches == 4
 
 
+@pytest.mark.slow
 @needs_cuda_compiler
 def test_xla_sends_them_then() -> None:
     """What is hidden, what is sent and what is held, by XLA's compiled program for H100s."""

@@ -111,6 +111,7 @@ def test_a_process_that_ends_before_the_others_do_is_said(what: str, odd: int, m
         assert any(re.search(f"process {odd} of this job {missed}", line) for line in said), said
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_on_one_process_ends_all(tmp_path: pathlib.Path) -> None:
     """The other would wait for it as long as Orbax does."""
     done = run_job(SCRIPT, ["save", "1", str(tmp_path / "saved")], 2, 1, LIMIT)
@@ -159,6 +160,7 @@ def test_a_process_that_ends_before_the_others_do_and_that_nobody_waits_for_ends
     assert "step 3" in "\n".join(_lines(done.stdout, 0))
 
 
+@pytest.mark.slow
 def test_who_reads_what_lies_elsewhere_is_told_how() -> None:
     first, second = _failure("read", 0)
     for said in (first, second):
@@ -176,6 +178,7 @@ def test_a_process_that_a_plan_leaves_out_is_named_and_runs_along() -> None:
     assert first == second and len(first) == 5
 
 
+@pytest.mark.slow
 def test_what_is_not_a_number_is_found_wherever_it_is() -> None:
     """Also by the process that has nothing of the array."""
     first, second = _failure("nan", 0)

@@ -28,7 +28,10 @@ def expected() -> float:
     return float(a)
 
 
-@pytest.mark.parametrize(("processes", "asked"), [(1, 0), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("processes", "asked"),
+    [pytest.param(1, 0, marks=pytest.mark.slow), (2, 0), pytest.param(2, 1, marks=pytest.mark.slow)],
+)
 def test_a_job_that_is_asked_to_end_saves_and_goes_on(tmp_path: pathlib.Path, processes: int, asked: int) -> None:
     folder = tmp_path / "run"
     done = run_job(SCRIPT, [str(folder), str(asked), "7", str(NUMBER)], processes, 1, LIMIT)
@@ -69,6 +72,7 @@ def ended(job: subprocess.Popen[str]) -> str:
     return told
 
 
+@pytest.mark.slow
 def test_a_request_to_the_whole_group_is_one(tmp_path: pathlib.Path) -> None:
     """Though the launcher hands on what its processes get, too."""
     job = begun(tmp_path / "run", 2)
