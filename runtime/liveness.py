@@ -22,6 +22,7 @@ from autopar.errors import ArgumentError
 LOST_CODE = os.EX_UNAVAILABLE  # 69: what a process ends with since another is lost
 HANGS_CODE = os.EX_SOFTWARE  # 70: .. since nothing has moved for long, though nobody is lost
 HEARTBEAT_TIMEOUT = 60  # seconds
+_PARTING = 30.0  # seconds that the last question may take at the end
 _REPORT = 1.0  # seconds between reports of where this process is, and looks at who answers
 _PROGRAM = pathlib.Path(__file__).with_name("coordinator.py")
 _HOST_LOST = "the program that hosts the coordination service, on the host of process 0, is gone"
@@ -100,7 +101,9 @@ class Lifeline:
         # Else children would keep it open when this one ends.
         os.register_at_fork(after_in_child=lambda: os.close(self._socket.detach()))
         self._send({"process": index, "where": f"process id {os.getpid()} on {platform.node()}"})
-        for work, name in ((self._listen, "lifeline"), (self._report, "reports"), (self._ask, "who answers")):
+        self._asking = threading.Thread(target=self._ask, name="autopar: who answers", daemon=True)
+        self._asking.start()
+        for work, name in ((self._listen, "lifeline"), (self._report, "reports")):
             threading.Thread(target=work, name=f"autopar: {name}", daemon=True).start()
 
     def part(self) -> None:
@@ -108,6 +111,9 @@ class Lifeline:
         self._ended.set()
         with contextlib.suppress(OSError):
             self._send({"parts": True})
+        # A thread that is in JAX's client when Python ends would abort the process. It waits for those to answer that
+        # have not parted yet, which ends when they have.
+        self._asking.join(_PARTING)
 
     def _send(self, said: Mapping[str, Any]) -> None:
         with self._sending:

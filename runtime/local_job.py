@@ -151,7 +151,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     first: int | None = None
     until = float("inf")
     while None in (codes := [child.poll() for child in children]):
-        failed = [code for code in codes if code]
+        failed = sorted((code for code in codes if code), key=lambda code: code > 0)  # those that are lost first
         if failed and first is None:
             first, until = failed[0], time.monotonic() + _GRACE
         if time.monotonic() > until:
