@@ -151,7 +151,7 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
     first: int | None = None
     until = float("inf")
     while None in (codes := [child.poll() for child in children]):
-        failed = sorted((code for code in codes if code), key=lambda code: code > 0)  # those that are lost first
+        failed = [code for code in codes if code]
         if failed and first is None:
             first, until = failed[0], time.monotonic() + _GRACE
         if time.monotonic() > until:
@@ -159,6 +159,8 @@ def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
                 child.kill()
         time.sleep(0.05)
     code = next((code for code in (first, *codes) if code), 0)
+    if code == LOST_CODE and time.monotonic() <= until:  # one that is killed may end after those that have heard of it
+        code = min(each for each in codes if each)
     return code if code >= 0 else _SIGNALS - code
 
 
