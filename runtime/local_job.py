@@ -58,7 +58,7 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
             )
         if restart:
             _say(f"start {count} processes again ({restart} of {elastic.restarts} times at most)")
-        with _forwarding([]) as forwarding:
+        with _forwarding() as forwarding:
             code = _run(command, count, devices_per_process, variables, forwarding)
         if forwarding.has_asked or not (code in (LOST_CODE, HANGS_CODE) or code > _SIGNALS):
             break
@@ -95,7 +95,7 @@ def launch(command: Sequence[str], processes: int, devices_per_process: int | No
     What they print comes line by line, with the number of the process before it (but for `bare` not what the first
     prints on stdout). Once one has failed, the others have ten seconds to end by themselves.
     """
-    with _forwarding([]) as forwarding:
+    with _forwarding() as forwarding:
         return _run(command, processes, devices_per_process, {}, forwarding, bare=bare)
 
 
@@ -173,9 +173,10 @@ class _Forwarding:
 
 
 @contextlib.contextmanager
-def _forwarding(children: list[subprocess.Popen[bytes]]) -> Iterator[_Forwarding]:
+def _forwarding() -> Iterator[_Forwarding]:
     """Interrupts and requests to end go on to the children; none is left behind."""
-    forwarding = _Forwarding(children)
+    forwarding = _Forwarding([])
+    children = forwarding.children
 
     def forward(number: int, _: Any) -> None:
         forwarding.has_asked = True

@@ -97,7 +97,11 @@ def _said(step: TracedStep, cluster: Cluster, method: Method) -> Iterator[str]:
 def _code(function: Any) -> str:
     """What a function of the user's does, as far as its own code says it."""
     code = getattr(function, "__code__", None)
-    return _ADDRESS.sub("", f"{code.co_code!r} {code.co_consts!r} {code.co_names!r}" if code else repr(function))
+    if code is None:
+        return _ADDRESS.sub("", repr(function))
+    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    said = (code.co_code, code.co_consts, code.co_names, function.__defaults__, closed)
+    return _ADDRESS.sub("", repr(said))
 
 
 def _text(value: Any) -> str:

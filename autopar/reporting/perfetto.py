@@ -36,7 +36,7 @@ def trace_json(report: ReportRecord) -> str:
     events: list[dict[str, Any]] = []
 
     def name(what: str, process: int, thread: int, text: str) -> None:
-        events.append({"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}})
+        events.append(name_of(what, process, thread, text))
 
     for k, group in enumerate(groups):
         stages, devices = ranges_text(group.stages), ranges_text(group.devices)
@@ -46,13 +46,13 @@ def trace_json(report: ReportRecord) -> str:
     for (source, target), thread in links.items():
         name("thread_name", group_of[source], thread, f"stage {source} sends to {target}")
     events += [
-        _slice(span.phase, "program", span.group, 0, span.start, span.end, span.microbatch, stage=span.stage)
+        slice_of(span.phase, "program", span.group, 0, span.start, span.end, span.microbatch, stage=span.stage)
         for span in details.spans
     ]
     for copy in details.copies:
         title = f"{copy.phase} {copy.source} → {copy.target}"
         process, thread = group_of[copy.source], links[copy.source, copy.target]
-        events.append(_slice(title, "transfer", process, thread, copy.start, copy.end, copy.microbatch))
+        events.append(slice_of(title, "transfer", process, thread, copy.start, copy.end, copy.microbatch))
     for k, curve in enumerate(details.memory):
         for seconds, activations, temporaries in zip(curve.seconds, curve.activations, curve.temporaries, strict=True):
             held = {**curve.state, "gradients": curve.gradients, "activations": activations, "temporaries": temporaries}
@@ -61,9 +61,15 @@ def trace_json(report: ReportRecord) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
 
 
-def _slice(
+def name_of(what: str, process: int, thread: int, text: str) -> dict[str, Any]:
+    """The event that names a process ("process_name") or a thread ("thread_name")."""
+    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}
+
+
+def slice_of(
     title: str, kind: str, process: int, thread: int, start: float, end: float, microbatch: int, **more: Any
 ) -> dict[str, Any]:
+    """The event of something that runs for a while."""
     arguments = {**more, "microbatch": microbatch} if microbatch >= 0 else more
     return {
         "ph": "X", "name": title, "cat": kind, "pid": process, "tid": thread, "ts": start * _MICROSECONDS,

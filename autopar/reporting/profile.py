@@ -20,6 +20,7 @@ from autopar.ir.plan_record import PlanRecord
 from autopar.ir.plan_text import render
 from autopar.ir.rendering import as_html
 from autopar.ir.units import count_text, metric_text, ranges_text, seconds_text
+from autopar.reporting.perfetto import name_of, slice_of
 from autopar.reporting.record import Copying, ReportRecord, TimelineSpan
 
 if TYPE_CHECKING:
@@ -119,19 +120,20 @@ class Profile:
         for at, (name, line) in enumerate((("measured", self.measured), ("predicted", self.predicted))):
             for k, group in enumerate(groups):
                 title = f"{name}: stage {ranges_text(group.stages)} on devices {ranges_text(group.devices)}"
-                events.append(_named("process_name", len(groups) * at + k, 0, title))
-                events.append(_named("thread_name", len(groups) * at + k, 0, "programs"))
+                events.append(name_of("process_name", len(groups) * at + k, 0, title))
+                events.append(name_of("thread_name", len(groups) * at + k, 0, "programs"))
             of_stage = {stage: len(groups) * at + k for k, group in enumerate(groups) for stage in group.stages}
             links = {pair: 1 + k for k, pair in enumerate(sorted({(c.source, c.target) for c in line.copies}))}
             for (source, target), thread in links.items():
-                events.append(_named("thread_name", of_stage[source], thread, f"stage {source} sends to {target}"))
+                events.append(name_of("thread_name", of_stage[source], thread, f"stage {source} sends to {target}"))
             events += [
-                _slice(span.phase, "program", of_stage[span.stage], 0, span, stage=span.stage) for span in line.programs
+                slice_of(x.phase, "program", of_stage[x.stage], 0, x.start, x.end, x.microbatch, stage=x.stage)
+                for x in line.programs
             ]
             for copy in line.copies:
                 title = f"{copy.source} → {copy.target}"
                 process, thread = of_stage[copy.source], links[copy.source, copy.target]
-                events.append(_slice(title, "transfer", process, thread, copy))
+                events.append(slice_of(title, "transfer", process, thread, copy.start, copy.end, copy.microbatch))
         about = {"function": self.plan.function, "method": self.plan.method, "cluster": self.plan.cluster.name}
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
 
@@ -180,16 +182,7 @@ class Profile:
         rows = [row for row in self.rows if row.to is not None]
         if not rows:
             return []
-        table = _table(
-            "Transfers",
-            "from",
-            "to",
-            "messages",
-            "measured",
-            "predicted",
-            "ratio",
-            "bandwidth",
-        )
+        table = _table("Transfers", "from", "to", "messages", "measured", "predicted", "ratio", "bandwidth")
         for row in rows:
             assert row.to is not None, "those of programs are left out"
             sent = self.payloads.get((row.stage, row.to))
@@ -241,18 +234,6 @@ def _seconds(spans: Spans, to: int | None) -> float:
         covered += max(0.0, end - max(start, until))
         until = max(until, end)
     return covered
-
-
-def _named(what: str, process: int, thread: int, text: str) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": {"name": text}}
-
-
-def _slice(title: str, kind: str, process: int, thread: int, span: TimelineSpan | Copying, **more: Any) -> Any:
-    arguments = {**more, "run": span.microbatch} if span.microbatch >= 0 else more
-    return {
-        "ph": "X", "name": title, "cat": kind, "pid": process, "tid": thread, "ts": 1e6 * span.start,
-        "dur": 1e6 * (span.end - span.start), "args": arguments,
-    }  # fmt: skip
 
 
 def mean_of(steps: Sequence[Timeline]) -> Timeline:
