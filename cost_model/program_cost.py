@@ -30,6 +30,7 @@ from autopar.ir.local import (
     LocalKernel,
     LocalOp,
     LocalProgram,
+    LocalRound,
     Port,
     Reread,
     Reshard,
@@ -88,7 +89,11 @@ def program_cost(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> Pro
     Compute by the roofline with fused elementwise chains, collectives one by one.
     """
     costs = op_costs(local, kind, price)
-    in_rounds = [_hidden_in_rounds(op, local.mesh, kind, price) for op in local.ops]
+    in_rounds = [
+        hidden_in_rounds(op.round, op.kernels, local.mesh, kind, price)
+        if isinstance(op, Compute) and op.round is not None else 0.0
+        for op in local.ops
+    ]  # fmt: skip
     schedule = _Scheduled(local, kind, price, costs, in_rounds)
     needed = math.ceil(_calibrated_temporaries(local, kind) * schedule.temporaries)
     hidden = sum(in_rounds) + hidden_seconds(schedule.live.order, kind.xla.overlap_slowdown)
@@ -225,15 +230,20 @@ def _moved_bytes(op: Compute, mesh: Mesh, sent: Collection[Held]) -> float:
     return moved + sum(written)
 
 
-def _hidden_in_rounds(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> float:
-    """Seconds by which a loop is shorter, since collectives in each of its rounds run beside kernels."""
-    if not (isinstance(op, Compute) and op.round is not None and kind.xla.hides_latency):
+def hidden_in_rounds(
+    round_: LocalRound, kernels: Sequence[LocalKernel], mesh: Mesh, kind: DeviceKind, price: StepPrice
+) -> float:
+    """Seconds by which a loop is shorter, since collectives in each of its rounds run beside kernels.
+
+    `kernels`: those of the loop, in all rounds; a step of the round says which of them are its own.
+    """
+    if not kind.xla.hides_latency:
         return 0.0
-    told, times = ProgramKernels(), op.round.times
-    for number, step in enumerate(op.round.steps):
+    told, times = ProgramKernels(), round_.times
+    for number, step in enumerate(round_.steps):
         before: list[Hashable] = [*step.before]
         if step.kernels:
-            each = [op.kernels[k] for k in step.kernels]
+            each = [kernels[k] for k in step.kernels]
             told.run(
                 before, [(number, step.nbytes)], seconds=sum(_expected_seconds(k, kind) for k in each) / times,
                 cost=sum(kernel_seconds(k, kind) for k in each) / times,
@@ -249,7 +259,7 @@ def _hidden_in_rounds(op: LocalOp, mesh: Mesh, kind: DeviceKind, price: StepPric
             made = c.payload // count if c.kind == "reduce_scatter" else c.payload
             told.run(before, [(number, made)], collective=collective, seconds=seconds, cost=seconds)
             before = [number]
-    for number in range(len(op.round.steps)):
+    for number in range(len(round_.steps)):
         told.leave(number)
     order = live(
         told, combined=kind.xla.collective_combine_threshold, contiguous=kind.xla.combines_contiguously,
@@ -286,7 +296,7 @@ def _kernels(
     """What runs, as XLA fuses it: equations whose results go to memory, collectives, additions to running sums.
 
     What an operation costs that is fused into others is of the kernel that is the first to need it.
-    `in_rounds`: by operation, seconds by which a loop is shorter, see `_hidden_in_rounds`.
+    `in_rounds`: by operation, seconds by which a loop is shorter, see `hidden_in_rounds`.
     """
     mesh, sent, told = local.mesh, _sent(local), ProgramKernels()
     copied: set[Held] = set()  # as results, which lie in rows

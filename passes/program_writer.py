@@ -15,7 +15,6 @@ from autopar.ir.local import (
     LocalKernel,
     LocalOp,
     LocalProgram,
-    LocalRound,
     Port,
     Reread,
     Reshard,
@@ -33,6 +32,7 @@ from autopar.passes.intra_op.strategies import (
     cut_and_gathered,
     exchanges,
     inner_collectives,
+    local_kernels,
     local_round,
     operand_shardings,
     packing,
@@ -154,22 +154,7 @@ class ProgramWriter:
                 product_sizes(rule.sides, cut),
                 self.traffic[eqn.id],
                 rule.separable,
-                tuple(
-                    LocalKernel(
-                        k.flops / math.prod(cut.get(f, 1) for f in k.held),
-                        k.moved(cut),
-                        product_sizes(k.sides, cut),
-                        k.dtype,
-                        k.times,
-                        k.pooling,
-                        k.rounds,
-                        k.plain_attention,
-                        k.sides is not None and k.is_widening(cut),
-                    )
-                    for k in rule.kernels
-                )
-                + self._packing(eqn, rule, strategy)
-                + _handing_on(round_),
+                local_kernels(rule, cut, round_) + self._packing(eqn, rule, strategy),
                 inside,
                 combined,
                 rule.pooling,
@@ -256,14 +241,6 @@ class ProgramWriter:
         ops = _with_exchanges(ops, self.rules, self.sharding.mesh)
         outputs = in_order_of(self.inputs, self.outputs, replaced)
         return LocalProgram(self.program, self.sharding.mesh, ops, tuple(self.inputs), outputs)
-
-
-def _handing_on(round_: LocalRound | None) -> tuple[LocalKernel, ...]:
-    """What a round hands on to the next is copied there, since the next makes the same in its place."""
-    if round_ is None or not round_.handed_on:
-        return ()
-    times, arrays = round_.times, round_.handed_on
-    return (LocalKernel(0.0, 2.0 * times * sum(arrays), None, "float32", times * len(arrays), rounds=times),)
 
 
 def in_order_of(inputs: Iterable[Port], outputs: Iterable[Port], replaced: Mapping[Port, Port]) -> tuple[Port, ...]:

@@ -14,7 +14,7 @@ import optax
 from autopar.compiling.compiler import build
 from autopar.cost_model.program_cost import program_cost, temporaries
 from autopar.ir.local import LocalProgram, Reread, Reshard
-from autopar.ir.mesh import Cluster, DeviceKind, Host, Link
+from autopar.ir.mesh import Cluster, DeviceKind, Host, Link, XlaBackend
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.ir.sharding import Collective
@@ -44,6 +44,12 @@ def cluster_of(
     kind = DeviceKind("device", memory, memory_bandwidth, {"float32": flops}, 1.0, 1.0, launch, launch, xla=IN_TURN)
     host = Host(kind, devices, Link("link", latency, link))
     return Cluster("test", (host,) * hosts, Link("network", latency, network))
+
+
+def compiled_by(cluster: Cluster, xla: XlaBackend) -> Cluster:
+    """A cluster whose programs this compiler compiles."""
+    hosts = (dataclasses.replace(h, kind=dataclasses.replace(h.kind, xla=xla)) for h in cluster.hosts)
+    return dataclasses.replace(cluster, hosts=tuple(hosts))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +21,7 @@ from tests.h100 import h100_devices, needs_cuda_compiler
 from tests.planned import (
     as_xla_for_cpus_merges,
     cluster_of,
+    compiled_by,
     compiled_collectives,
     lowered_collectives,
     plan_step,
@@ -144,9 +144,7 @@ def test_what_a_gather_waits_for_may_be_what_another_equation_made() -> None:
 
 
 def combining(cluster: Cluster, nbytes: int, *, hides_latency: bool = False) -> Cluster:
-    xla = XlaBackend(collective_combine_threshold=nbytes, hides_latency=hides_latency)
-    kind = dataclasses.replace(cluster.hosts[0].kind, xla=xla)
-    return dataclasses.replace(cluster, hosts=tuple(dataclasses.replace(h, kind=kind) for h in cluster.hosts))
+    return compiled_by(cluster, XlaBackend(collective_combine_threshold=nbytes, hides_latency=hides_latency))
 
 
 def test_sums_that_the_compiler_makes_one_are_all_there_at_once() -> None:

@@ -43,3 +43,6 @@ class Part(enum.StrEnum):
 
     TIED_START = "tied_start"
     """A stage is solved from where alike equations choose alike."""
+
+    HIDDEN_COLLECTIVES = "hidden_collectives"
+    """For the solver, collectives in rounds of loops cost less where kernels run beside them."""

@@ -421,6 +421,7 @@ class StageCosts:
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
             self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
             rows.shares(stage) if rows is not None and rows.weights_apart else {}, self.method.objective,
+            self.method.has(Part.HIDDEN_COLLECTIVES),
         )  # fmt: skip
         return StageProblem(setting)
 

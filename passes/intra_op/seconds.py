@@ -15,6 +15,7 @@ from autopar.cost_model.compute import (
     product_share,
     strided_read_seconds,
 )
+from autopar.cost_model.program_cost import hidden_in_rounds, kernel_seconds
 from autopar.cost_model.reshard import StepPrice
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import Traffic
@@ -27,17 +28,24 @@ from autopar.passes.intra_op.strategies import (
     cut_and_gathered,
     exchanges,
     inner_collectives,
+    local_kernels,
+    local_round,
     packing,
     part_operands,
     pieces,
 )
 
+# Times the seconds of the quickest strategy of a loop: what would take longer than this if all that it sends were
+# hidden, counts as if nothing were.
+_MUCH_DEARER = 2.0
+
 
 class StrategySeconds:
     """What strategies cost on one mesh; arrays are by strategy."""
 
-    def __init__(self, mesh: Mesh, kind: DeviceKind, price: StepPrice) -> None:
-        self.mesh, self.kind, self.price = mesh, kind, price
+    def __init__(self, mesh: Mesh, kind: DeviceKind, price: StepPrice, hides_collectives: bool) -> None:
+        """`hides_collectives`: whether those in rounds of loops count for less where kernels run beside them."""
+        self.mesh, self.kind, self.price, self._hides = mesh, kind, price, hides_collectives
         self._peaks: dict[tuple[str, bool, Pooling | None], float] = {}
 
     def of(self, eqn: Equation, rule: Rule, part_index: int, options: PartOptions, traffic: Traffic) -> Any:
@@ -73,7 +81,23 @@ class StrategySeconds:
                 if part.contexts:
                     nbytes, launches = packing(part, assignment, self.mesh)
                     seconds[i] += memory_seconds(self.kind, nbytes) + self.kind.launch_overhead * launches
+        if rule.round is not None and self.kind.xla.hides_latency:
+            seconds += self._in_rounds(rule, options, seconds)
         return seconds
+
+    def _in_rounds(self, rule: Rule, options: PartOptions, seconds: Any) -> Any:
+        """What rounds hand on to the next takes, less what of their collectives runs beside kernels."""
+        beyond, quickest = np.zeros(len(seconds)), np.min(seconds)
+        for i, assignment in enumerate(options.assignments):
+            round_ = local_round(rule, assignment, self.mesh)
+            if round_ is None:
+                continue
+            kernels = local_kernels(rule, cut_and_gathered(rule, assignment, self.mesh), round_)
+            beyond[i] = sum(kernel_seconds(each, self.kind) for each in kernels[len(rule.kernels) :])
+            sent = sum(self.price(c.kind, c.axes, c.payload) for step in round_.steps for c in step.collectives)
+            if self._hides and seconds[i] - round_.times * sent <= _MUCH_DEARER * quickest:
+                beyond[i] -= hidden_in_rounds(round_, kernels, self.mesh, self.kind, self.price)
+        return beyond
 
     def _moved(self, eqn: Equation, rule: Rule, part_index: int, options: PartOptions, traffic: Traffic) -> Any:
         """Bytes through one device's memory."""

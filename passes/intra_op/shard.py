@@ -86,6 +86,7 @@ class StageSetting:
     # The share of the microbatches in flight whose values are held, by when these are made and last read.
     held: Mapping[tuple[Phase, Phase], float] = dataclasses.field(default_factory=dict)
     objective: Literal["step", "microbatch"] = "step"  # see `Method.objective`
+    hides_collectives: bool = True  # whether those in rounds of loops count for less where kernels run beside them
 
     def often(self, in_loop: bool) -> int:
         """How often something counts that happens for each microbatch, or once a step."""
@@ -116,7 +117,7 @@ class StageProblem:
         self._copies: dict[Any, End] = {}  # tied ones
         # The nodes of layouts in which a phase reads a leaf or a sum.
         self.copies: dict[tuple[Slot, ProgramPhase], int] = {}
-        self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price)
+        self._seconds = StrategySeconds(setting.mesh, setting.kind, setting.price, setting.hides_collectives)
         self._own_matrices: dict[Any, Any] = {}  # those that memory has a part in
         alike = stage.alike if setting.tied else {}
         for program in self.programs:

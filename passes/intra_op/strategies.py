@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from autopar.ir.graph import Equation, Value
-from autopar.ir.local import LocalRound, LocalStep
+from autopar.ir.local import LocalKernel, LocalRound, LocalStep
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import DimMap, Halo, InnerSum, Rule, halo_hops
+from autopar.ir.rule import DimMap, Halo, InnerSum, Rule, halo_hops, product_sizes
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import REPLICATED, AxisAssignment, AxisChoice, Gathered, Partial, Split
 from autopar.passes.collectives import moved_axes, shift, sum_kinds
@@ -280,6 +280,28 @@ def local_round(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> LocalRoun
         nbytes = sum(int(n) // math.prod(cut.get(f, 1) for f in held) for n, held in step.makes)
         steps.append(LocalStep(step.before, nbytes, step.kernels, tuple(sent), step.dtype, step.result is not None))
     return LocalRound(tuple(steps), rule.round.times) if any(step.collectives for step in steps) else None
+
+
+def local_kernels(rule: Rule, cut: Mapping[Any, int], round_: LocalRound | None) -> tuple[LocalKernel, ...]:
+    """The kernels of a body on one device, in all rounds.
+
+    Args:
+      rule: of an equation with a body.
+      cut: see `cut_and_gathered`.
+      round_: one round of it, if it sends something. What it hands on to the next is copied there, since the next makes
+        the same in its place: the last of the kernels.
+    """
+    kernels = tuple(
+        LocalKernel(
+            k.flops / math.prod(cut.get(f, 1) for f in k.held), k.moved(cut), product_sizes(k.sides, cut), k.dtype,
+            k.times, k.pooling, k.rounds, k.plain_attention, k.sides is not None and k.is_widening(cut),
+        )
+        for k in rule.kernels
+    )  # fmt: skip
+    if round_ is None or not round_.handed_on:
+        return kernels
+    times, arrays = round_.times, round_.handed_on
+    return (*kernels, LocalKernel(0.0, 2.0 * times * sum(arrays), None, "float32", times * len(arrays), rounds=times))
 
 
 def packing(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -21,7 +20,7 @@ from autopar.planning.pricing import Prices
 from benchmarks.models import gpt
 from tests import models
 from tests.h100 import needs_cuda_compiler
-from tests.planned import Planned, analyse, cluster_of, plan_analysis, plan_step
+from tests.planned import Planned, analyse, cluster_of, compiled_by, plan_analysis, plan_step
 from tests.test_collectives_end_to_end import agree
 
 WIDTHS = (32, 64, 64, 16)
@@ -30,9 +29,7 @@ METHODS = [recipes.data_parallel(), recipes.zero(1), recipes.zero(2), recipes.ze
 
 def hiding(cluster: Cluster, threshold: int = 0) -> Cluster:
     """With a compiler that runs collectives beside kernels."""
-    xla = XlaBackend(collective_combine_threshold=threshold, hides_latency=True)
-    hosts = tuple(dataclasses.replace(h, kind=dataclasses.replace(h.kind, xla=xla)) for h in cluster.hosts)
-    return dataclasses.replace(cluster, hosts=hosts)
+    return compiled_by(cluster, XlaBackend(collective_combine_threshold=threshold, hides_latency=True))
 
 
 def plan(method: Method, m: int, cluster: Cluster, loss: Any = models.mlp_loss) -> Planned:
