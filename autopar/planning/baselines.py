@@ -61,6 +61,8 @@ def plan_beside_recipes(
             # The recipes are special cases of this one, and more is known of it by now.
             best = planner.better_on(mesh, fixed or 1) or best
     if least >= (1 - _CLOSE) * min(planner.best_estimate, best[0].step_time):
+        # By what the price of the best plan is less than its estimate, theirs may be, too, as collectives are hidden.
+        least *= min(1.0, best[0].step_time / planner.best_estimate)
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
