@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Callable
@@ -15,9 +16,13 @@ import pytest
 import autopar
 from autopar import recipes
 from autopar.errors import UserError
+from autopar.planning import baselines
+from autopar.planning.evaluator import Evaluator
+from autopar.planning.planner import Planner
 from benchmarks.models import gpt, moe
+from tests.clusters import IN_TURN
 from tests.models import adam, adam_state, mlp_batch, mlp_loss, mlp_params, sgd
-from tests.planned import cluster_of
+from tests.planned import cluster_of, compiled_by
 
 _MB = 1 << 20
 Made = tuple[Callable[..., Any], Any, Any]  # a train step, and the shapes of its state and batch
@@ -184,3 +189,50 @@ def test_no_recipe_would_take_less_than_the_plan() -> None:
     for part in note.removesuffix(".").split(", "):
         number, unit = part.split()[-2:]
         assert float(number) * {"s": 1, "ms": 1e-3, "us": 1e-6}[unit] >= plan.step_time * (1 - 1e-3), part
+
+
+@pytest.mark.parametrize(("number", "times"), [(1, 1), (2, 4)])
+def test_recipes_that_are_alike_are_planned_once_if_they_have_the_microbatches_that_were_meant(
+    number: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ZeRO-1 and ZeRO-2 are the same in one microbatch, and not in more, of which they may turn out to need some."""
+    heard: list[str] = []
+    found: list[Any] = []
+    searched = Planner.plan
+
+    def remembered(self: Planner, num_microbatches: int | None = None) -> Any:
+        found.append(searched(self, num_microbatches))
+        return found[-1]
+
+    def heard_of(_: Planner, rival: Planner, *__: Any) -> Any:
+        heard.append(rival.method.name)
+        return dataclasses.replace(found[0][0], num_microbatches=number), found[0][1]
+
+    monkeypatch.setattr(Planner, "plan", remembered)
+    monkeypatch.setattr(Planner, "better_by", heard_of)
+    monkeypatch.setattr(baselines, "_least_within_one_stage", lambda *_: 0.0)
+    monkeypatch.setattr(baselines, "_quickest", lambda *_: baselines._Estimate(1e-9, 1, 1.0))
+    (function, state, batch), cluster = _case("mlp, much memory")
+    autopar.parallelize(function, cluster=cluster).plan(state, batch)
+    assert len(heard) == times
+
+
+@pytest.mark.parametrize("hides", [False, True])
+def test_a_bound_that_counts_hidden_collectives_is_none_of_the_price(
+    hides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (function, state, batch), cluster = _case("mlp, wide layers")
+    asked: list[float] = []
+
+    def least(evaluator: Evaluator, *_: Any) -> float:
+        best = evaluator.best
+        best.estimate = 1.5 * best.step_time  # as where a third of it is hidden
+        asked.append(1.25 * best.step_time)
+        return asked[0]
+
+    monkeypatch.setattr(baselines, "_least_within_one_stage", least)
+    xla = dataclasses.replace(IN_TURN, hides_latency=hides)
+    step = autopar.parallelize(function, cluster=compiled_by(cluster, xla))
+    plan = step.plan(state, batch)
+    assert asked
+    assert any("recipes would take" in note for note in plan.notes) == hides

@@ -60,27 +60,31 @@ def plan_beside_recipes(
         if method.allows(of_all_devices) and [stage.mesh for stage in best[0].stages] != [mesh]:
             # The recipes are special cases of this one, and more is known of it by now.
             best = planner.better_on(mesh, fixed or 1) or best
-    if least >= (1 - _CLOSE) * min(planner.best_estimate, best[0].step_time):
-        # By what the price of the best plan is less than its estimate, theirs may be, too, as collectives are hidden.
-        least *= min(1.0, best[0].step_time / planner.best_estimate)
+    # Where collectives are hidden, a price may be less than the bound, which counts those outside of loops in full.
+    hidden = cluster.xla.hides_latency and best[0].step_time < planner.best_estimate
+    if least >= (1 - _CLOSE) * (planner.best_estimate if hidden else min(planner.best_estimate, best[0].step_time)):
+        least *= best[0].step_time / planner.best_estimate if hidden else 1.0
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
         return best
     beside = {recipe.name: planner.beside(recipe.within(method)) for recipe in heeding}
     estimates = {name: _quickest(rival.evaluator, fixed, planner.most_estimate) for name, rival in beside.items()}
-    made: dict[_Estimate, _Estimate] = {}  # what was planned: recipes that come to the same once
+    made: dict[str, _Estimate] = {}  # what was planned
+    alike: dict[_Estimate, _Estimate] = {}  # .. of recipes that come to the same, once
     for estimate, name in sorted((estimate, name) for name, estimate in estimates.items() if estimate is not None):
-        if estimate.fits and estimate not in made and estimate.seconds < planner.most_estimate:
+        if estimate in alike:
+            made[name] = alike[estimate]
+        elif estimate.fits and estimate.seconds < planner.most_estimate:
             better = planner.better_by(beside[name], fixed, None if fixed else estimate.num_microbatches)
             best = better or best
             if better is not None:
-                made[estimate] = _Estimate(best[0].step_time, best[0].num_microbatches, best[0].peak_memory)
+                made[name] = _Estimate(best[0].step_time, best[0].num_microbatches, best[0].peak_memory)
             elif planner.evaluator.has_time:
-                made[estimate] = estimate._replace(seconds=best[0].step_time, fits=False)
-    notes = [
-        f"{name} in {made.get(estimate, estimate)}" for name, estimate in estimates.items() if estimate is not None
-    ]
+                made[name] = estimate._replace(seconds=best[0].step_time, fits=False)
+            if name in made and made[name].num_microbatches == estimate.num_microbatches:
+                alike[estimate] = made[name]  # with more microbatches they may differ
+    notes = [f"{name} in {made.get(name, estimate)}" for name, estimate in estimates.items() if estimate is not None]
     if notes:
         text = f"recipes would take about: {', '.join(notes)}"
     elif method.excluding_options:
