@@ -27,8 +27,10 @@ from autopar.passes.rules.table import register_sharding_rule
 from autopar.planned import Planned
 from autopar.reporting.report import Report
 from autopar.runtime.launcher import initialize
+from autopar.runtime.pace import Slowdown
 from autopar.stages import Traced
 from autopar.state import gather
+from autopar.watching import watch
 
 if TYPE_CHECKING:
     from autopar.checkpointing.checkpoints import latest_step, restore, save, wait_until_saved
@@ -51,6 +53,7 @@ __all__ = [
     "Plan",
     "Planned",
     "Report",
+    "Slowdown",
     "Traced",
     "UserError",
     "Why",
@@ -78,6 +81,7 @@ __all__ = [
     "save",
     "sharding_rules",
     "wait_until_saved",
+    "watch",
 ]
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,19 @@ if TYPE_CHECKING:
     from autopar.planned import Planned
 from autopar.profiling import profile_of
 from autopar.reporting.profile import Profile
+
+_called: list[weakref.ref[Executable]] = []  # the last one
+
+
+def note_called(executable: Executable) -> None:
+    """For `last_called`: a step that renews a state is called, not as the one before it was."""
+    if executable.graph.carried:
+        _called[:] = [weakref.ref(executable)]
+
+
+def last_called() -> Executable | None:
+    """The executable of the step that has renewed a state last."""
+    return _called[0]() if _called else None
 
 
 class HasExecutable(abc.ABC):

@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import pathlib
 import sys
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,10 +19,8 @@ from autopar.executable import Executable
 from autopar.planning.details import model_flops
 from autopar.reporting.record import tokens_per_step
 from autopar.runtime.processes import this_job
-from autopar.runtime.spent import seconds_spent
+from autopar.runtime.spent import Since, wait_for
 from autopar.wrapped import WrappedStep, check_step
-
-_SECONDS_OF = ("input", "checkpoints")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,58 +87,39 @@ class Metered(WrappedStep):
         super().__init__(step)
         self._sinks, self._every, self._tokens, self._number = sinks, every, tokens, start
         self._executable: Executable | None = None  # that the steps since then were of
-        self._since, self._ideal_seconds = _Since.now(start), 0.0
+        self._since, self._ideal_seconds = Since.now(start), 0.0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         result = self.step(*args, **kwargs)
         self._number += 1
         executable: Executable | None = self.last_executable
         if executable is not self._executable:  # this call may have planned and compiled it
-            _wait_for(result)
+            wait_for(result)
             self._executable = executable
             if executable is not None:  # as under `jax.disable_jit`
                 _, self._ideal_seconds = model_flops(executable.graph, executable.plan.cluster)
-            self._since = _Since.now(self._number)
+            self._since = Since.now(self._number)
         elif executable is not None and self._number - self._since.number >= self._every:
-            _wait_for(result)
+            wait_for(result)
             job = this_job()
             if job is None or job.index == 0:
-                metrics = self._measured(executable, _Since.now(self._number))
+                metrics = self._measured(executable, Since.now(self._number))
                 for sink in self._sinks:
                     sink(metrics)
-            self._since = _Since.now(self._number)
+            self._since = Since.now(self._number)
         return result
 
-    def _measured(self, executable: Executable, now: _Since) -> StepMetrics:
+    def _measured(self, executable: Executable, now: Since) -> StepMetrics:
         since, ideal = self._since, self._ideal_seconds
         plan, steps = executable.plan, now.number - since.number
         seconds = (now.time - since.time) / steps
         tokens = self._tokens or tokens_per_step(plan)
-        spent = {what: (now.spent.get(what, 0.0) - since.spent.get(what, 0.0)) / steps for what in _SECONDS_OF}
+        spent = since.spent_per_step(now)
         return StepMetrics(
             plan.function, now.number, seconds, plan.step_time, spent["input"], spent["checkpoints"],
             plan.batch_size / seconds, None if tokens is None else tokens / seconds, ideal / seconds, plan.bubble,
             _peak_bytes(),
         )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class _Since:
-    """When a span of steps began."""
-
-    number: int  # of the step before
-    time: float
-    spent: Any
-
-    @staticmethod
-    def now(number: int) -> _Since:
-        return _Since(number, time.perf_counter(), seconds_spent())
-
-
-def _wait_for(result: Any) -> None:
-    """Until the step has ended, as far as this process has a part in its results."""
-    here = [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and x.addressable_shards]
-    jax.block_until_ready(here)
 
 
 def _peak_bytes() -> int | None:

@@ -50,6 +50,7 @@ class Planned(Plan):
     lowered: tuple[Plan, LoweredStep] | None = dataclasses.field(default=None, kw_only=True, repr=False)
     restored: Restored | None = dataclasses.field(default=None, kw_only=True, repr=False)
     compiler: Callable[[Planned], Executable] | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    planner: Callable[[Cluster], Planned] | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     @staticmethod
     def of(
@@ -75,6 +76,15 @@ class Planned(Plan):
         """
         assert self.compiler is not None, "`Traced.plan` gives a compiler"
         return self.compiler(self)
+
+    def on(self, cluster: Cluster) -> Planned:
+        """The plan that the step's own method finds on another cluster.
+
+        Raises:
+          InfeasiblePlanError, MicrobatchError, PlanMismatchError, PlanError: as `Traced.plan`.
+        """
+        assert self.planner is not None, "`Traced.plan` gives a planner"
+        return self.planner(cluster)
 
     def as_text(self) -> dict[str, str]:
         """The plan's programs, by name, as they are before XLA compiles them, with every collective and transfer.

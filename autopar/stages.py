@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.verification import Verification
 from autopar.planned import Planned, inputs_of, planned_for
 from autopar.planning.finisher import Finisher, LeafHome
+from autopar.planning.slow_hosts import as_remembered, when_slower
 from autopar.planning.traced import TracedStep, TraceOptions, trace_step
 from autopar.runtime.buffers import Buffers
 from autopar.runtime.launcher import check_joined
@@ -46,7 +48,14 @@ class Options(TraceOptions):
         """What is planned for: the plan's cluster where it has one, the one given, or the devices that there are."""
         if isinstance(self.method, Plan):
             return self.method.cluster
-        return self.cluster or cluster_from_devices(self.devices)
+        cluster = self.cluster or cluster_from_devices(self.devices)
+        return cluster if when_slower() is None else self._as_remembered(cluster)
+
+    def _as_remembered(self, cluster: Cluster) -> Cluster:
+        """With what was found to be slow before the job was started again."""
+        job = this_job()
+        names = (platform.node(),) if job is None else job.hosts
+        return as_remembered(cluster, self.devices or devices_by_host(), names)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,7 +110,10 @@ class Traced:
             planned = planned_for(self.step, cluster, chosen)
         if verify and (led or isinstance(chosen, Plan)):
             planned = verified(planned, verify)
-        return dataclasses.replace(planned, compiler=self.compile)
+        return self._at_hand(planned)
+
+    def _at_hand(self, planned: Planned) -> Planned:
+        return dataclasses.replace(planned, compiler=self.compile, planner=lambda cluster: self.plan(cluster=cluster))
 
     def fewest_devices(
         self, *, step_time: float, clusters: Sequence[Cluster], method: str | Method | None = None
@@ -131,7 +143,7 @@ class Traced:
                 reason = str(error)
                 continue
             if planned.step_time <= step_time:
-                return dataclasses.replace(planned, compiler=self.compile)
+                return self._at_hand(planned)
             if best is None or planned.step_time < best.step_time:
                 best = planned
         if best is None:
@@ -172,7 +184,7 @@ class Traced:
         with jax.disable_jit(False):
             worker = build(lowered, planned.schedule, devices, inputs_of(self.step.donated, step.graph), job)
         worker.buffers = self.buffers
-        kept = dataclasses.replace(planned, compiler=self.compile)
+        kept = self._at_hand(planned)
         if led is None:  # they can be made again, but for those that lie where a leader's state does
             kept = dataclasses.replace(kept, lowered=None, restored=None)
         return Executable(kept, worker, self.graph, step.graph, devices, self.is_static)

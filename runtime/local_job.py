@@ -20,6 +20,7 @@ import jax
 
 from autopar.errors import ArgumentError
 from autopar.runtime.liveness import HANGS_CODE, LOST_CODE
+from autopar.runtime.preemption import EXIT_CODE
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES, LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
@@ -35,6 +36,7 @@ class Elastic:
     least: int
     most: int
     restarts: int
+    replans: bool = False  # whether exit code 75 asks for a start under another plan
 
 
 def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process: int | None) -> int:
@@ -46,7 +48,7 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
     Raises:
       ArgumentError: there is no room for so few.
     """
-    variables = {_PLANS: os.environ.get(_PLANS) or os.fspath(_cache() / "plans")}
+    variables = {_PLANS: os.environ.get(_PLANS) or os.fspath(cache_folder() / "plans")}
     code = 0
     for restart in range(elastic.restarts + 1):
         room = _room(devices_per_process)
@@ -60,12 +62,13 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
             _say(f"start {count} processes again ({restart} of {elastic.restarts} times at most)")
         with _forwarding() as forwarding:
             code = _run(command, count, devices_per_process, variables, forwarding)
-        if forwarding.has_asked or not (code in (LOST_CODE, HANGS_CODE) or code > _SIGNALS):
+        codes = {LOST_CODE, HANGS_CODE} | ({EXIT_CODE} if elastic.replans else set())
+        if forwarding.has_asked or not (code in codes or code > _SIGNALS):
             break
     return code
 
 
-def _cache() -> pathlib.Path:
+def cache_folder() -> pathlib.Path:
     """This user's folder for what can be made again."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "autopar"
 

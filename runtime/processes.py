@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import os
+import platform
 import sys
 import threading
 import time
@@ -106,7 +107,13 @@ class Processes:
         self._busyness, self._busy = last_seen.Busyness(self._thread), 0
         self._coordinator_program: Coordinator | None = None
         self._lifeline: Lifeline | None = None
+        self._client.key_value_set(f"{_PREFIX}/host/{self.index}", platform.node())
         self._watch()
+
+    @functools.cached_property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts of all processes, in their order."""
+        return tuple(self._wait_for(f"{_PREFIX}/host/{process}") for process in range(self.count))
 
     # Texts.
 

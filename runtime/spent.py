@@ -1,12 +1,17 @@
-"""Host time that a program spends on other things than its steps."""
+"""Host time that a program spends on its steps, and on other things."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import time
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+import jax
+
+_OTHERS = ("input", "checkpoints")
 _SECONDS: dict[str, float] = collections.defaultdict(float)
 
 
@@ -23,3 +28,33 @@ def spent_on(what: str) -> Iterator[None]:
 def seconds_spent() -> Mapping[str, float]:
     """Since the program began, by what they were spent on."""
     return dict(_SECONDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Since:
+    """When a span of steps began."""
+
+    number: int  # of the step before
+    time: float
+    spent: Mapping[str, float]
+
+    @staticmethod
+    def now(number: int) -> Since:
+        """From now on."""
+        return Since(number, time.perf_counter(), seconds_spent())
+
+    def spent_per_step(self, now: Since) -> dict[str, float]:
+        """Seconds of a step until now that were spent on other things, by what on."""
+        steps = now.number - self.number
+        return {what: (now.spent.get(what, 0.0) - self.spent.get(what, 0.0)) / steps for what in _OTHERS}
+
+    def step_seconds(self, now: Since) -> float:
+        """Seconds of a step until now, without those."""
+        whole = (now.time - self.time) / (now.number - self.number)
+        return max(0.0, whole - sum(self.spent_per_step(now).values()))
+
+
+def wait_for(results: Any) -> None:
+    """Until a step has ended, as far as this process has a part in its results."""
+    here = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array) and x.addressable_shards]
+    jax.block_until_ready(here)

@@ -18,6 +18,7 @@ import autopar
 from autopar.errors import ArgumentError, PlanError
 from autopar.metrics import StepMetrics
 from autopar.runtime import spent
+from tests.clock import Clock
 
 
 @autopar.parallelize
@@ -34,15 +35,7 @@ BATCH = {"tokens": np.zeros((8, 12), np.int32)}
 PRODUCTS = 3 * 2 * 8 * 12 * 16 * 16  # FLOPs of the step's matrix products: forward, and for both operands
 
 
-class _Clock:
-    """Time that goes on when it is told to."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(autopar.metrics.time, "perf_counter", lambda: self.now)  # type: ignore[attr-defined]
-
-
-def _run(step: Any, clock: _Clock, seconds: list[float]) -> Any:
+def _run(step: Any, clock: Clock, seconds: list[float]) -> Any:
     """Steps, and as many seconds before each."""
     params: Any = PARAMS
     for pause in seconds:
@@ -52,7 +45,7 @@ def _run(step: Any, clock: _Clock, seconds: list[float]) -> Any:
 
 
 def test_numbers_are_of_the_steps_since_the_ones_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock(monkeypatch)
+    clock = Clock(monkeypatch)
     told: list[StepMetrics] = []
     metered = autopar.meter(train_step, told.append, every=2)
     monkeypatch.setattr(spent, "_SECONDS", {"input": 7.0})
@@ -76,7 +69,7 @@ def test_numbers_are_of_the_steps_since_the_ones_before(monkeypatch: pytest.Monk
 
 
 def test_what_it_tells_is_of_the_step_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = _Clock(monkeypatch), list[StepMetrics]()
+    clock, told = Clock(monkeypatch), list[StepMetrics]()
     metered = autopar.meter(train_step, told.append, every=1)
     _run(metered, clock, [1.0, 1.0])
     twice = {"tokens": np.zeros((16, 12), np.int32)}
@@ -99,7 +92,7 @@ def test_what_it_tells_is_of_the_step_that_ran(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_is_told_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, told = _Clock(monkeypatch), list[StepMetrics]()
+    clock, told = Clock(monkeypatch), list[StepMetrics]()
 
     def slow(metrics: StepMetrics) -> None:
         told.append(metrics)

@@ -12,11 +12,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.calibration.probes import Probe, Timed
-from autopar.calibration.step_factors import slower_link
 from autopar.cost_model.collective import collective_time
 from autopar.cost_model.compute import memory_seconds, peak_flops, product_family, product_share, strided_read_seconds
 from autopar.cost_model.fusion import memory_traffic, moved_values
 from autopar.cost_model.hardware import make_cluster
+from autopar.cost_model.slowed import slower_link
 from autopar.ir.calibration import Measurement
 from autopar.ir.graph import Graph, Value
 from autopar.ir.mesh import DeviceKind, Host, Link, Pooling, ProductSizes, ProductSpeed

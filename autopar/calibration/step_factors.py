@@ -11,7 +11,7 @@ import dataclasses
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 
@@ -19,9 +19,10 @@ from autopar import recipes
 from autopar.calibration.probe_steps import ProbeStep, probe_steps
 from autopar.calibration.probes import Clock
 from autopar.calibration.timer import time_steps
+from autopar.cost_model.slowed import changed, slower_kind, slower_link
 from autopar.errors import InfeasiblePlanError
 from autopar.ir.calibration import Measurement
-from autopar.ir.mesh import Busy, Cluster, DeviceKind, Host, Link
+from autopar.ir.mesh import Cluster, DeviceKind
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.passes.rules.table import rule_of
@@ -95,7 +96,9 @@ def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Mea
         name = f"{run.probe.name}, {run.plan.method}"
         measurements.append(Measurement("steps", name, cluster.num_devices, run.seconds, predicted))
     factor = statistics.geometric_mean(ratios)
-    slower = _changed(cluster, lambda kind: _slower_kind(kind, factor), lambda link: slower_link(link, factor, factor))
+    slower = changed(
+        cluster, lambda kind: slower_kind(kind, factor, factor, factor), lambda link: slower_link(link, factor, factor)
+    )
     return slower, measurements
 
 
@@ -109,41 +112,7 @@ def _with_temporaries(cluster: Cluster, runs: Sequence[StepRun]) -> Cluster:
     def kind(of: DeviceKind) -> DeviceKind:
         return of if of.xla.hides_latency else of.with_measured(temporaries=factors)
 
-    return _changed(cluster, kind, lambda link: link)
-
-
-def _changed(cluster: Cluster, kind: Callable[[DeviceKind], DeviceKind], link: Callable[[Link], Link]) -> Cluster:
-    """All of a cluster but its network, whatever of it is busy."""
-
-    def host(of: Host) -> Host:
-        busy = (Busy(each.num_devices, kind(each.kind), link(each.link)) for each in of.busy)
-        return Host(kind(of.kind), of.num_devices, link(of.link), tuple(busy))
-
-    return dataclasses.replace(cluster, hosts=tuple(map(host, cluster.hosts)))
-
-
-def _slower_kind(kind: DeviceKind, factor: float) -> DeviceKind:
-    return dataclasses.replace(
-        kind,
-        launch_overhead=kind.launch_overhead * factor,
-        dispatch_overhead=kind.dispatch_overhead * factor,
-        matmul_efficiency=min(1.0, kind.matmul_efficiency / factor),
-        memory_efficiency=min(1.0, kind.memory_efficiency / factor),
-    ).with_measured(
-        products=tuple(dataclasses.replace(each, flops=each.flops / factor) for each in kind.measured.products),
-        bandwidths=tuple((nbytes, speed / factor) for nbytes, speed in kind.measured.bandwidths),
-        strided_reads=tuple((nbytes, speed / factor) for nbytes, speed in kind.measured.strided_reads),
-        pooling={of: speed / factor for of, speed in kind.measured.pooling.items()},
-        allocations=tuple((nbytes, speed / factor) for nbytes, speed in kind.measured.allocations),
-    )
-
-
-def slower_link(link: Link, latency: float, bandwidth: float) -> Link:
-    """A link with so many times the latency, on which a byte takes so many times as long."""
-    pair = None if link.pair_bandwidth is None else link.pair_bandwidth / bandwidth
-    return dataclasses.replace(
-        link, latency=link.latency * latency, bandwidth=link.bandwidth / bandwidth, pair_bandwidth=pair
-    )
+    return changed(cluster, kind, lambda link: link)
 
 
 def _methods(num_devices: int, couples: bool) -> Iterator[Method]:

@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from etils import epath
 
 from autopar.batches import Batches
 from autopar.checkpointing import checksums, writers
+from autopar.checkpointing.replanning import Replanning
 from autopar.checkpointing.state_handler import (
     BATCHES,
     SavedArgument,
@@ -35,6 +36,7 @@ from autopar.checkpointing.state_handler import (
 from autopar.checkpointing.stored_leaves import ReadLeaf
 from autopar.errors import CheckpointError, warn
 from autopar.executable import HasExecutable
+from autopar.planning.slow_hosts import when_slower
 from autopar.runtime.preemption import EXIT_CODE, Preemption
 from autopar.runtime.processes import this_job
 from autopar.runtime.spent import spent_on
@@ -44,7 +46,6 @@ _BYTES = "base64"
 _MOST_NAMED = 5  # differences in one message
 
 
-@spent_on("checkpoints")
 def save(
     path: Any, state: Any, *, step: int, metrics: Mapping[str, float] | None = None,
     batches: Batches | None = None, options: ocp.CheckpointManagerOptions | None = None,
@@ -58,7 +59,8 @@ def save(
 
     If the process was asked to end since the last call (SIGTERM, as a scheduler sends it to jobs that it takes the
     machine from), a checkpoint is written whether one is due or not, and once it is complete the program ends with exit
-    code 75, in a job on all processes. From the first call on, in the main thread, no SIGTERM ends the program
+    code 75, in a job on all processes. The same happens under `autopar run --replan-when-slower` where another plan is
+    quicker by then. From the first call on, in the main thread, no SIGTERM ends the program
     otherwise, but a second one. What is saved into another folder than that of the first call ends nothing.
 
     The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
@@ -77,19 +79,36 @@ def save(
         the one that began last goes on.
       StateError: a leaf was donated to a step and is gone.
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
-      SystemExit: the process was asked to end.
+      SystemExit: the process was asked to end, or the job is to be started again under another plan.
     """
-    preemption = _preemption()
+    preemption, replanning = _preemption(), _replanning()
+    if replanning is not None and _opened(path, options, create=True).manager.should_save(step):
+        replanning.steps_end(state, step)
+    with spent_on("checkpoints"):
+        is_saved = _save(preemption, path, state, step, metrics=metrics, batches=batches, options=options)
+        if is_saved and replanning is not None and not preemption.has_come and replanning.pays():
+            _end(preemption, path, step)
+    if is_saved and replanning is not None:
+        replanning.goes_on(step)
+    return is_saved
+
+
+def _save(preemption: Preemption, path: Any, state: Any, step: int, **options: Any) -> bool:
     if preemption.has_come:
         return False  # as of a script that saves at its end, however it ends
     ends = preemption.comes_now(str(_folder(path)))
-    is_saved = write(path, state, step, metrics=metrics, batches=batches, options=options, when_due=not ends)
+    is_saved = write(path, state, step, **options, when_due=not ends)
     if ends:
-        wait_until_saved()
-        preemption.has_come = True
-        sys.stderr.write(f"autopar: the checkpoint of step {step} in {_folder(path)} is complete\n")
-        sys.exit(EXIT_CODE)
+        _end(preemption, path, step)
     return is_saved
+
+
+def _end(preemption: Preemption, path: Any, step: int) -> NoReturn:
+    """End the program once its checkpoint is complete."""
+    wait_until_saved()
+    preemption.has_come = True
+    sys.stderr.write(f"autopar: the checkpoint of step {step} in {_folder(path)} is complete\n")
+    sys.exit(EXIT_CODE)
 
 
 def write(
@@ -200,6 +219,13 @@ def wait_until_saved() -> None:
 
 
 _preemption = functools.cache(Preemption)  # of the program, from the first `save` on
+
+
+@functools.cache
+def _replanning() -> Replanning | None:
+    """Of the program, where it was asked for."""
+    slower = when_slower()
+    return None if slower is None else Replanning(slower)
 
 
 # The folder and its manager.

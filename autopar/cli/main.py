@@ -34,6 +34,7 @@ from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.planned import Planned
 from autopar.planning.baselines import usual_methods
+from autopar.planning.slow_hosts import WHEN_SLOWER
 from autopar.profiling import profile_of
 from autopar.reporting.comparison import Comparison
 from autopar.reporting.page import check_page
@@ -322,6 +323,12 @@ class _Elastic(click.ParamType):  # type: ignore[type-arg]  # generic in the new
     help="Of a job: after so many without a sign of life a process is lost, which ends the others with exit code 69. "
     "Default: AUTOPAR_HEARTBEAT_TIMEOUT, or 60.",
 )  # fmt: skip
+@click.option(
+    "--replan-when-slower", type=click.FloatRange(min=1, min_open=True), metavar="FACTOR",
+    help="When steps take so many times as long as before, say which device or link has become slower. If another plan "
+    "is quicker on what there is now, end after a checkpoint with exit code 75, at which schedulers and --elastic "
+    "start it again.",
+)  # fmt: skip
 @click.argument("target")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @plan_source
@@ -332,7 +339,7 @@ class _Elastic(click.ParamType):  # type: ignore[type-arg]  # generic in the new
 def run(
     context: click.Context, /, target: str, arguments: tuple[str, ...], processes: int | None,
     elastic: tuple[int, int] | None, max_restarts: int, devices_per_process: int | None, heartbeat_timeout: int | None,
-    as_json: bool, **options: Any,
+    replan_when_slower: float | None, as_json: bool, **options: Any,
 ) -> int:  # fmt: skip
     """Run a script, or measure steps, on the devices at hand, also as several processes.
 
@@ -360,10 +367,15 @@ def run(
         raise ArgumentError(f"TARGET {target!r} takes no further arguments ({' '.join(arguments)}): a script does.")
     if elastic is not None and (processes is not None or not is_script):
         raise ArgumentError("--elastic MIN:MAX is for a script, and takes the place of --processes.")
+    if replan_when_slower is not None:
+        if not is_script:
+            raise ArgumentError("--replan-when-slower is for a script, which saves checkpoints.")
+        os.environ[WHEN_SLOWER] = str(replan_when_slower)
     if (processes is not None or elastic is not None) and not is_launched():
         command = [sys.executable, "-m", "autopar", "run", *context.meta[_TYPED]]
         if elastic is not None:
-            return launch_elastic(command, Elastic(*elastic, max_restarts), devices_per_process)
+            replans = replan_when_slower is not None
+            return launch_elastic(command, Elastic(*elastic, max_restarts, replans), devices_per_process)
         return launch(command, processes or 1, devices_per_process, bare=as_json)
     joined = initialize(devices_per_process, heartbeat_timeout)
     if is_script:

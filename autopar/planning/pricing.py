@@ -11,6 +11,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
 from autopar.cost_model.program_cost import ProgramCost, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice
+from autopar.cost_model.slowed import worst_of
 from autopar.cost_model.timeline import StageHolds, StageTimes, Timeline, simulate
 from autopar.ir.graph import Phase, Value
 from autopar.ir.local import LocalProgram, Port, port_bytes
@@ -78,9 +79,8 @@ class Prices:
         return self._resharders[mesh]
 
     def kind(self, mesh: Mesh) -> DeviceKind:
-        """The slowest, smallest kind in the mesh decides."""
-        kinds = self.cluster.kinds_of(mesh.devices)
-        return min(kinds, key=lambda k: (k.memory - k.memory_reserve, k.peak_flops.get("float32", 0.0)))
+        """Of the kinds in the mesh what is slowest and smallest."""
+        return worst_of(self.cluster.kinds_of(mesh.devices))
 
     def memory(self, mesh: Mesh) -> int:
         """Bytes per device that a plan may use."""

@@ -71,6 +71,11 @@ def test_what_is_lost_is_started_again(what: Sequence[str], code: int, starts: i
     assert _starts(tmp_path, *what, elastic=Elastic(1, 2, 3)) == (code, [2] * starts)
 
 
+def test_a_job_that_is_to_be_planned_anew_is_started_again(tmp_path: pathlib.Path) -> None:
+    assert _starts(tmp_path, "75", "0", elastic=Elastic(1, 2, 3, replans=True)) == (0, [2, 2])
+    assert _starts(tmp_path, *"00", "asked", elastic=Elastic(1, 2, 3, replans=True))[1] == [2] * 3
+
+
 def test_as_many_as_there_are_gpus_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stand_in = tmp_path / "nvidia-smi"
     stand_in.write_text(f"#!/bin/bash\ncat {tmp_path}/gpus\n")
