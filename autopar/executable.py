@@ -187,7 +187,7 @@ class Executable(HasExecutable):
             ],
         )
 
-    def profile(self, *args: Any, steps: int = 5, **kwargs: Any) -> Profile:
+    def profile(self, *args: Any, steps: int = 5, kernels: bool = False, **kwargs: Any) -> Profile:
         """Run so many steps, after two that warm up, with their instructions timed; what they took beside the plan.
 
         Each step is of the state that the one before returned, and waited for. State is given away as in calls:
@@ -196,11 +196,14 @@ class Executable(HasExecutable):
         of microseconds late; with several processes a step is measured from when all have come to it. In a job of
         several processes all of them have to call this.
 
+        With `kernels` as many steps run once more under JAX's profiler, for what kernels take by kind of operator.
+
         Raises:
           ArgumentError: `steps` is no number above 0.
+          RuntimeError: with `kernels`, JAX's profiler is in use.
           PlanMismatchError, StateError, StateLostError: as a call.
         """
-        return profile_of(self, args, kwargs, steps)
+        return profile_of(self, args, kwargs, steps, kernels=kernels)
 
     def next_arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from autopar.compiling.program_text import programs_as_text
 from autopar.compiling.verifier import verify
+from autopar.cost_model.program_cost import KindWork
 from autopar.errors import PlanError, ReportError
 from autopar.ir.graph import Graph
+from autopar.ir.local import OperatorKind
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import AUTO, Method
 from autopar.ir.plan import Plan
@@ -22,7 +24,7 @@ from autopar.passes.lower import LoweredStep
 from autopar.planning import plan_cache
 from autopar.planning.alternatives import explain
 from autopar.planning.baselines import plan_beside_recipes, usual_methods
-from autopar.planning.details import gather_details
+from autopar.planning.details import gather_details, work_of
 from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.garbage import uncollected
 from autopar.planning.traced import TracedStep
@@ -76,6 +78,14 @@ class Planned(Plan):
         """
         assert self.compiler is not None, "`Traced.plan` gives a compiler"
         return self.compiler(self)
+
+    def work(self) -> dict[OperatorKind, KindWork]:
+        """What a step's operators do, by their kinds, on all devices together, as predicted.
+
+        Raises:
+          PlanMismatchError: the plan was edited inconsistently.
+        """
+        return work_of(self._finisher(), self.with_programs().made[1])
 
     def on(self, cluster: Cluster) -> Planned:
         """The plan that the step's own method finds on another cluster.

@@ -11,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from autopar.cost_model.program_cost import KindWork
 from autopar.errors import ArgumentError
 from autopar.ir.instructions import Copy
+from autopar.ir.local import OperatorKind
 from autopar.planning.details import played_timeline
-from autopar.reporting.profile import Profile, Timeline, mean_of
+from autopar.reporting.profile import KernelRow, Profile, Timeline, mean_of
 from autopar.reporting.record import Copying, ReportRecord, TimelineSpan
+from autopar.runtime.kernel_times import KernelTimes, traced_kernels
 from autopar.runtime.processes import Processes, this_job
 from autopar.runtime.recorder import Event, Recorder, Span, spans_of
+from autopar.runtime.spent import wait_for
 from autopar.runtime.wiring import Wiring
 from autopar.tracing.in_place import changed_in
 
@@ -28,7 +32,9 @@ if TYPE_CHECKING:
 _WARM_UP = 2  # steps: the second is the first of the state that a step has returned
 
 
-def profile_of(executable: Executable, args: tuple[Any, ...], kwargs: Mapping[str, Any], steps: int) -> Profile:
+def profile_of(
+    executable: Executable, args: tuple[Any, ...], kwargs: Mapping[str, Any], steps: int, *, kernels: bool = False
+) -> Profile:
     """As `Executable.profile`."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ArgumentError(f"profile(steps={steps!r}): pass a whole number of 1 or more.")
@@ -44,29 +50,21 @@ def profile_of(executable: Executable, args: tuple[Any, ...], kwargs: Mapping[st
         wiring.instructions.instructions, group_of, None if worker.mail is None else worker.mail.channel
     )
     recorded: list[tuple[float, list[Event]]] = []
-    result: Any = None
-    kept = changed_in(executable.graph.out_tree)  # objects of the caller's, which the step changes
-    own = args, kwargs
+    calls = _Calls(executable, args, kwargs)
     worker.recorder = recorder
     try:
-        for number in range(_WARM_UP + steps):
-            if number:
-                args, kwargs = executable.next_arguments(args, kwargs, result)
-                args = tuple(own[0][k] if k in kept else x for k, x in enumerate(args))
-                kwargs = {name: own[1][name] if name in kept else x for name, x in kwargs.items()}
+        for _ in range(_WARM_UP + steps):
             if job is not None:
                 job.combined("", lambda _: "", "to begin a step together")
             recorder.begin()
             began = time.perf_counter()
-            result = executable(*args, **kwargs)
-            jax.block_until_ready(
-                [x for x in jax.tree.leaves(result) if isinstance(x, jax.Array) and x.addressable_shards]
-            )
+            calls.next()
             seconds, events = time.perf_counter() - began, recorder.ended()
             recorded.append((max([seconds, *(event.ended for event in events)]), events))  # threads see ends a bit late
     finally:
         worker.recorder = None
         recorder.close()
+    rows = _kernel_rows(executable, calls, steps, job) if kernels else ()
     told = [_of_job(job, seconds, events, wiring) for seconds, events in recorded[_WARM_UP:]]
     predicted = played_timeline(*plan.played())
     in_turns = all(event.is_waited_for for _, events in told for event in events if event.to is None)
@@ -74,7 +72,71 @@ def profile_of(executable: Executable, args: tuple[Any, ...], kwargs: Mapping[st
     measured = mean_of(
         [_timeline(seconds, spans_of(events, group_of), group_of, num_groups) for seconds, events in told]
     )
-    return Profile(plan, tuple(seconds for seconds, _ in told), measured, predicted, _payloads(wiring), result)
+    return Profile(
+        plan, tuple(seconds for seconds, _ in told), measured, predicted, _payloads(wiring), rows, calls.result
+    )
+
+
+class _Calls:
+    """Steps one after the other, each of the state that the one before returned, and waited for."""
+
+    def __init__(self, executable: Executable, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._executable, self._own = executable, (args, kwargs)
+        self._next = self._own
+        self._kept = changed_in(executable.graph.out_tree)  # objects of the caller's, which the step changes
+        self.result: Any = None
+
+    def next(self) -> None:
+        """One step."""
+        args, kwargs = self._next
+        self.result = result = self._executable(*args, **kwargs)
+        wait_for(result)
+        args, kwargs = self._executable.next_arguments(args, kwargs, result)
+        own, named = self._own
+        self._next = (
+            tuple(own[k] if k in self._kept else x for k, x in enumerate(args)),
+            {name: named[name] if name in self._kept else x for name, x in kwargs.items()},
+        )
+
+
+def _kernel_rows(
+    executable: Executable, calls: _Calls, steps: int, job: Processes | None
+) -> tuple[KernelRow, ...]:  # fmt: skip
+    """What kernels take by kind of operator, of a device and a step in the mean."""
+
+    def run() -> None:
+        for _ in range(steps):
+            calls.next()
+
+    found = traced_kernels(run, executable.as_text().values())
+    if job is not None:
+        found = _summed(job, found)
+    work = executable.plan.work()
+    share = 1 / (steps * executable.plan.cluster.num_devices)
+    rows = []
+    for kind in sorted(found, key=lambda kind: -found[kind].seconds):
+        done, per_device = work.get(kind, KindWork()), 1 / executable.plan.cluster.num_devices
+        rows.append(
+            KernelRow(
+                kind, share * found[kind].kernels, share * found[kind].seconds, per_device * done.seconds,
+                per_device * done.flops, per_device * done.nbytes,
+            )
+        )  # fmt: skip
+    return tuple(rows)
+
+
+def _summed(job: Processes, mine: Mapping[OperatorKind, KernelTimes]) -> dict[OperatorKind, KernelTimes]:
+    """Of all processes together, on all of them."""
+
+    def merged(said: Sequence[str]) -> str:
+        total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for each in map(json.loads, said):
+            for kind, numbers in each.items():
+                total[kind] = [a + b for a, b in zip(total[kind], numbers, strict=True)]
+        return json.dumps(total)
+
+    told = json.loads(job.combined(json.dumps(mine), merged, "to say what its kernels took"))
+    return {kind: KernelTimes(*numbers) for kind, numbers in told.items()}
 
 
 def _of_job(

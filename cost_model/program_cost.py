@@ -31,13 +31,14 @@ from autopar.ir.local import (
     LocalOp,
     LocalProgram,
     LocalRound,
+    OperatorKind,
     Port,
     Reread,
     Reshard,
     local_bytes,
     port_bytes,
 )
-from autopar.ir.mesh import DeviceKind, Mesh
+from autopar.ir.mesh import DeviceKind, Mesh, ProductSizes
 from autopar.ir.sharding import Collective, StepKind
 
 # What XLA's latency-hiding scheduler takes for granted; see `_expected_seconds`.
@@ -169,11 +170,7 @@ def _op_cost(
     moved = sum(2.0 * local_bytes(*held, mesh) for held in strided.copies)
     collectives: list[Collective] = []
     if isinstance(op, Compute):
-        dtype = "" if op.kernels else op.equation.kernel_dtype(op.product is not None)
-        kernels = op.kernels or (
-            LocalKernel(op.flops, _moved_bytes(op, mesh, sent), op.product, dtype, op.traffic.launches, op.pooling),
-        )
-        for k in kernels:
+        for k in _kernels_of(op, mesh, sent):
             compute += kernel_seconds(k, kind)
             launches += k.times
             moved += k.nbytes + 2 * k.rounds * partial_sum_bytes(kind, k.product, k.dtype)
@@ -190,6 +187,50 @@ def _op_cost(
                 if payload and step.kind not in LOCAL_KINDS:
                     collectives.append(Collective(step.kind, axes, payload))
     return OpCost(compute + strided.seconds, communication, flops, tuple(collectives), launches, moved, strided.copies)
+
+
+def _kernels_of(op: Compute, mesh: Mesh, sent: Collection[Held]) -> tuple[LocalKernel, ...]:
+    if op.kernels:
+        return op.kernels
+    dtype = op.equation.kernel_dtype(op.product is not None)
+    moved = _moved_bytes(op, mesh, sent)
+    return (LocalKernel(op.flops, moved, op.product, dtype, op.traffic.launches, op.pooling),)
+
+
+@dataclasses.dataclass(frozen=True)
+class KindWork:
+    """What operators of one kind do in one run of a program on one device."""
+
+    seconds: float = 0.0
+    flops: float = 0.0
+    nbytes: float = 0.0  # that kernels move; of collectives what is sent, as they count it
+
+    def plus(self, seconds: float, flops: float, nbytes: float) -> KindWork:
+        """With more of it."""
+        return KindWork(self.seconds + seconds, self.flops + flops, self.nbytes + nbytes)
+
+
+def work_by_kind(local: LocalProgram, kind: DeviceKind, price: StepPrice) -> dict[OperatorKind, KindWork]:
+    """By kind of operator. Collectives take all of their seconds, whether they are hidden or not."""
+    found: dict[OperatorKind, KindWork] = defaultdict(KindWork)
+    sent = _sent(local)
+    for op, cost in zip(local.ops, op_costs(local, kind, price), strict=True):
+        rest = cost.compute, cost.moved
+        for k in _kernels_of(op, local.mesh, sent) if isinstance(op, Compute) else ():
+            if k.product is not None:
+                seconds, nbytes = kernel_seconds(k, kind), k.nbytes
+                found[_kind_of(k.product)] = found[_kind_of(k.product)].plus(seconds, k.flops, nbytes)
+                rest = rest[0] - seconds, rest[1] - nbytes
+        if any(rest):
+            found["memory"] = found["memory"].plus(max(0.0, rest[0]), 0.0, max(0.0, rest[1]))
+        if cost.collectives:
+            payload = float(sum(c.payload for c in cost.collectives))
+            found["collectives"] = found["collectives"].plus(cost.communication, 0.0, payload)
+    return dict(found)
+
+
+def _kind_of(sizes: ProductSizes) -> OperatorKind:
+    return "attention" if sizes.attention else "convolutions" if sizes.patches else "products"
 
 
 def _applied(op: Reshard, mesh: Mesh) -> Iterator[AppliedStep]:

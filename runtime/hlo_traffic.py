@@ -51,6 +51,16 @@ class HloKernel:
         return self.times * (self.read + self.written)
 
 
+def is_free(opcode: str) -> bool:
+    """Whether an instruction is a view, or the end of an asynchronous pair."""
+    return opcode in _FREE or opcode.endswith(("-done", "-update"))
+
+
+def is_collective(opcode: str) -> bool:
+    """Whether an instruction, or the pair that it begins, is a collective."""
+    return opcode.startswith(_COLLECTIVES)
+
+
 def kernels_in_hlo(text: str) -> tuple[HloKernel, ...]:
     """In the order of the text, those of a loop in its place.
 
@@ -77,7 +87,7 @@ class HloKernels:
     def of(self, i: HloInstruction, body: Mapping[str, HloInstruction]) -> list[HloKernel]:
         """Of one instruction of a computation; raises as `kernels_in_hlo`."""
         opcode = i.opcode.removesuffix("-start")
-        if opcode in _FREE or opcode.endswith(("-done", "-update")) or opcode.startswith(_COLLECTIVES):
+        if is_free(opcode) or is_collective(opcode):
             return []
         if opcode == "while":
             rounds = [k for called in i.computations("body") for k in self.of_computation(called)]

@@ -243,3 +243,25 @@ def test_results_that_are_given_away_have_been_seen() -> None:
     recorder.close()
     assert [event.position for event in events] == list(range(20))
     assert all(0 <= event.launched <= event.ended for event in events)
+
+
+@pytest.mark.parametrize("method", [recipes.gpipe(2, 4), recipes.megatron(1, 2, 2, 4, 2)])
+def test_kernels_by_kind_of_operator(method: Any) -> None:
+    executable = _compiled(method)
+    profile = executable.profile(PARAMS, BATCH, steps=2, kernels=True)
+    kinds = {row.kind: row for row in profile.kernels}
+    assert kinds.keys() == {"products", "memory", "collectives"}
+    products = 3 * 4 - 1  # forward, and for both operands, but not for those of the first, of 4 layers
+    assert 4 * kinds["products"].flops == 2 * products * 8 * WIDTH * WIDTH
+    assert all(row.kernels > 0 and row.measured > 0 and row.predicted > 0 for row in profile.kernels)
+    assert [row.measured for row in profile.kernels] == sorted((r.measured for r in profile.kernels), reverse=True)
+    assert "Kernels of a device" in str(profile) and "FLOP/s" in str(profile)
+    assert [row["kind"] for row in json.loads(profile.to_json())["kernels"]] == [row.kind for row in profile.kernels]
+    state, loss = profile.result
+    assert state["count"] == 2 + 2 + 2  # which warm up, are timed, and are traced
+    assert np.isfinite(loss)
+
+
+def test_kernels_are_not_looked_at_unless_asked() -> None:
+    profile = _compiled(recipes.gpipe(2, 4)).profile(PARAMS, BATCH, steps=1)
+    assert profile.kernels == () and "Kernels" not in str(profile) and profile.result[0]["count"] == 3

@@ -406,22 +406,23 @@ def _compiled(target: str, source: PlanSource, devices: int | None) -> Executabl
 @plan_source
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="How many to measure.")
 @click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
+@click.option("--kernels/--no-kernels", default=False, help="What kernels take by kind of operator, by JAX's profiler.")
 @click.option("--trace", type=OUTPUT, help="Write measured and predicted timelines to this file, for Perfetto.")
 def profile(
-    target: str, source: PlanSource, steps: int, devices: int | None, trace: pathlib.Path | None
+    target: str, source: PlanSource, steps: int, devices: int | None, kernels: bool, trace: pathlib.Path | None
 ) -> tuple[Answer, bool]:
     """Run steps on the devices at hand, and say what programs, transfers and idle time take beside the prediction.
 
     Arguments are made up as `autopar run TARGET` does. In a script: `executable.profile(state, batch)`.
 
     \b
-      autopar profile model:train
+      autopar profile model:train --kernels
       autopar profile model:train --devices 8 --method 'gpipe(2,4)' --trace profile.json
     """
     with _waiting(f"profiling {target}"):
         executable = _compiled(target, source, devices)
         args, kwargs = made_up_arguments(executable)
-        answer = profile_of(executable, args, kwargs, steps)
+        answer = profile_of(executable, args, kwargs, steps, kernels=kernels)
     if trace is not None:
         answer.save_trace(trace)
     return answer, True

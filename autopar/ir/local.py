@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -47,6 +47,9 @@ class LocalKernel:
     rounds: float = 1.0
     plain_attention: bool = False  # see `BodyKernel`
     widens: bool = False  # a product whose result has more bytes an element than its operands
+
+
+OperatorKind = Literal["products", "convolutions", "attention", "memory", "collectives"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,11 +15,11 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, 
 from typing import Any
 
 from autopar.cost_model.compute import peak_flops
-from autopar.cost_model.program_cost import op_costs
+from autopar.cost_model.program_cost import KindWork, op_costs, work_by_kind
 from autopar.cost_model.reshard import SUM_KINDS
 from autopar.cost_model.timeline import Timeline, memory_over_time, reading_phase
 from autopar.ir.graph import Equation, Graph, Phase, Value
-from autopar.ir.local import Reshard
+from autopar.ir.local import OperatorKind, Reshard
 from autopar.ir.mesh import Cluster
 from autopar.ir.plan import Plan
 from autopar.ir.why import Why
@@ -90,6 +90,18 @@ def gather_details(
         math.fsum(row.operator(()).seconds for row in rows[_MOST_OPERATORS:]),
         links_used(plan, lowered, programs, finisher), parameters, planning_seconds,
     )  # fmt: skip
+
+
+def work_of(finisher: Finisher, lowered: LoweredStep) -> dict[OperatorKind, KindWork]:
+    """What a step's operators do, by their kinds, on all devices together."""
+    prices = finisher.stages.prices
+    total: dict[OperatorKind, KindWork] = defaultdict(KindWork)
+    for local in lowered.programs:
+        alone = prices.while_busy(local.mesh)
+        runs = local.mesh.size * (lowered.loop_microbatches if local.program.in_loop else 1)
+        for kind, work in work_by_kind(local, alone.kind(local.mesh), alone.resharder(local.mesh)[1]).items():
+            total[kind] = total[kind].plus(runs * work.seconds, runs * work.flops, runs * work.nbytes)
+    return dict(total)
 
 
 _ROUNDING = 1e-9  # relative: sums of seconds in another order may differ by this

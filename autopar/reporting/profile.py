@@ -16,6 +16,7 @@ from rich.text import Text
 
 from autopar.errors import ReportError
 from autopar.ir.json_file import write_path
+from autopar.ir.local import OperatorKind
 from autopar.ir.plan_record import PlanRecord
 from autopar.ir.plan_text import render
 from autopar.ir.rendering import as_html
@@ -67,6 +68,31 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class KernelRow:
+    """What operators of one kind take of a device in a step, in the mean over devices and steps.
+
+    Attributes:
+      kind: "products" of matrices, "convolutions", fused "attention", what waits for "memory", or "collectives", which
+        wait for one another, too.
+      kernels: how many there are.
+      measured, predicted: seconds.
+      flops, nbytes: what they compute and go through, by the plan.
+    """
+
+    kind: OperatorKind
+    kernels: float
+    measured: float
+    predicted: float
+    flops: float
+    nbytes: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted."""
+        return self.measured / self.predicted if self.predicted else None
+
+
+@dataclasses.dataclass(frozen=True)
 class Profile:
     """Steps as they ran, beside the plan's prediction: `print` it, or look at its trace.
 
@@ -76,6 +102,7 @@ class Profile:
       measured: means over the steps, in seconds since a step began.
       predicted: the same by the plan.
       payloads: bytes that go from stage to stage in a step, by sender and receiver.
+      kernels: by kind of operator, what takes longest first; empty unless asked for.
       result: what the last step returned, to go on with.
     """
 
@@ -84,6 +111,7 @@ class Profile:
     measured: Timeline
     predicted: Timeline
     payloads: Mapping[tuple[int, int], int]
+    kernels: tuple[KernelRow, ...] = ()
     result: Any = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
@@ -105,6 +133,7 @@ class Profile:
             "format": "autopar-profile", "version": 1, "function": self.plan.function, "method": self.plan.method,
             "cluster": self.plan.cluster.name, "seconds": self.seconds, "bubble": self.measured.bubble,
             "predicted_bubble": self.plan.bubble, "rows": [dataclasses.asdict(row) for row in self.rows],
+            "kernels": [dataclasses.asdict(row) for row in self.kernels],
             **{
                 name: {"seconds": line.seconds, **{part: [dataclasses.asdict(x) for x in getattr(line, part)]
                                                    for part in ("programs", "copies")}}
@@ -169,7 +198,8 @@ class Profile:
             f"predicted  {seconds_text(plan.step_time)} per step: {plan.step_time / mean:.2f} times the measured, idle "
             f"{plan.bubble:.1%}",
         ]
-        return [Text("\n".join(lines)), Text(), self._programs(), Text(), *self._copies(), self._devices()]
+        tables = [self._programs(), Text(), *self._copies(), *self._kernels(), self._devices()]
+        return [Text("\n".join(lines)), Text(), *tables]
 
     def _programs(self) -> Table:
         table = _table("Programs", "stage", "phase", "programs", "measured", "predicted", "ratio")
@@ -177,6 +207,16 @@ class Profile:
             if row.to is None:
                 table.add_row(str(row.stage), row.what, str(row.count), *_compared(row))
         return table
+
+    def _kernels(self) -> list[RenderableType]:
+        if not self.kernels:
+            return []
+        table = _table("Kernels of a device", "kind", "kernels", "measured", "predicted", "ratio", "speed")
+        for row in self.kernels:
+            speed = metric_text(row.flops / row.measured, "FLOP/s") if row.flops else ""
+            speed = speed or (metric_text(row.nbytes / row.measured, "B/s") if row.nbytes else "")
+            table.add_row(row.kind, f"{row.kernels:,.0f}", *_compared(row), speed)
+        return [table, Text()]
 
     def _copies(self) -> list[RenderableType]:
         rows = [row for row in self.rows if row.to is not None]
@@ -206,7 +246,7 @@ def _table(title: str, *columns: str) -> Table:
     return table
 
 
-def _compared(row: Row) -> tuple[str, str, str]:
+def _compared(row: Row | KernelRow) -> tuple[str, str, str]:
     if row.predicted is None or row.ratio is None:
         return seconds_text(row.measured), "", ""
     return seconds_text(row.measured), seconds_text(row.predicted), f"{row.ratio:.2f}"

@@ -7,4 +7,5 @@ from tests.test_profile import BATCH, PARAMS, train_step
 
 if __name__ == "__main__":
     step = autopar.parallelize(train_step, method=autopar.recipes.gpipe(2, 4))
-    print(step.compile(PARAMS, BATCH).profile(PARAMS, BATCH, steps=2).to_json().replace("\n", ""), flush=True)
+    profile = step.compile(PARAMS, BATCH).profile(PARAMS, BATCH, steps=2, kernels=True)
+    print(profile.to_json().replace("\n", ""), flush=True)

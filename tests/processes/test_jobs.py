@@ -329,6 +329,8 @@ def test_all_processes_have_the_whole_profile() -> None:
     assert done.returncode == 0, done.stderr
     (first,), (second,) = (_lines(done.stdout, process) for process in range(2))
     assert first == second
+    kernels = {row["kind"]: row for row in json.loads(first)["kernels"]}
+    assert kernels.keys() == {"products", "memory"} and all(row["measured"] > 0 for row in kernels.values())
     rows = {(row["stage"], row["to"], row["what"]): row["count"] for row in json.loads(first)["rows"]}
     assert {
         (0, None, "forward"): 4,
