@@ -20,6 +20,7 @@ from rich.console import Console
 
 from autopar.api import Parallelized, parallelize
 from autopar.calibration.calibrator import calibrate as measure
+from autopar.calibration.from_profile import cluster_from_profile
 from autopar.calibration.timer import made_up_arguments, time_steps
 from autopar.cli.arguments import TargetCall, load_call
 from autopar.cli.group import Answer, answering, give_answer, main, on_target
@@ -27,8 +28,10 @@ from autopar.cli.options import METHOD, OUTPUT, PLAN, PlanSource, chip_option, c
 from autopar.cost_model.hardware import devices_by_host
 from autopar.cost_model.targets import CPU, load_target, target_of
 from autopar.debugging import replay as compute_again
-from autopar.errors import ArgumentError
+from autopar.errors import ArgumentError, ClusterError
 from autopar.executable import Executable
+from autopar.ir.cluster_json import cluster_to_json
+from autopar.ir.json_file import write_path
 from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.ir.plan import Plan
@@ -453,7 +456,13 @@ def replay(target: str, folder: pathlib.Path) -> tuple[Answer, bool]:
     help="How long it may take; the most telling probes come first.",
 )  # fmt: skip
 @click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
-def calibrate(output: pathlib.Path, seconds: float, devices: int | None) -> tuple[Answer, bool]:
+@click.option(
+    "--from-profile", "profiled", type=click.Path(exists=True, dir_okay=False, path_type=pathlib.Path),
+    help="Measure nothing; take the speeds of a step that was profiled.",
+)  # fmt: skip
+def calibrate(
+    output: pathlib.Path, seconds: float, devices: int | None, profiled: pathlib.Path | None
+) -> tuple[Answer, bool]:
     """Measure this machine, for plans whose times can be trusted on it.
 
     Products and convolutions over sizes and types, memory, launches, collectives over groups of devices, and a few
@@ -464,7 +473,16 @@ def calibrate(output: pathlib.Path, seconds: float, devices: int | None) -> tupl
       autopar calibrate -o mine.json
       autopar calibrate --devices 8 --seconds 120 -o mine.json
       autopar plan model:train --cluster mine.json
+
+    \b
+      autopar profile model:train --kernels --json > profile.json
+      autopar calibrate --from-profile profile.json -o mine.json
     """
+    if profiled is not None:
+        found = cluster_from_profile(profiled)
+        write_path(output, cluster_to_json(found.cluster), "cluster file", ClusterError)
+        click.echo(f"autopar: the cluster is in {output}", err=True)
+        return found, True
     there = _devices_at_hand(devices)
     calibration = measure(there, seconds=seconds, show_progress=sys.stderr.isatty())
     calibration.save(output)

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.errors import ReportError
+from autopar.ir.cluster_json import cluster_data
 from autopar.ir.json_file import write_path
 from autopar.ir.local import OperatorKind
 from autopar.ir.plan_record import PlanRecord
@@ -131,7 +132,8 @@ class Profile:
         """All of it but what the last step returned."""
         content = {
             "format": "autopar-profile", "version": 1, "function": self.plan.function, "method": self.plan.method,
-            "cluster": self.plan.cluster.name, "seconds": self.seconds, "bubble": self.measured.bubble,
+            "cluster": self.plan.cluster.name, "described": cluster_data(self.plan.cluster),
+            "seconds": self.seconds, "bubble": self.measured.bubble,
             "predicted_bubble": self.plan.bubble, "rows": [dataclasses.asdict(row) for row in self.rows],
             "kernels": [dataclasses.asdict(row) for row in self.kernels],
             **{
