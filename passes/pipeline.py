@@ -217,10 +217,27 @@ def _update_stages(step: StepGraph, stages: dict[int, int], homes: Mapping[Value
             where[source] = where[out]
     # The loop takes its slices of the batch wherever it wants them; the whole goes where it is read.
     for value in [v for v in stored if v in fed or v not in where]:
-        readers = [stages[eqn.id] for eqn in users[value] if eqn.id in stages and not eqn.phase.in_loop]
+        readers = _reading_stages(value, users, stages, step.replicable)
         if readers:
             where[value] = min(readers)
     return {v: where.get(v, 0) for v in stored}
+
+
+def _reading_stages(
+    value: Value, users: Mapping[Value, Sequence[Equation]], stages: Mapping[int, int], replicable: Collection[int]
+) -> set[int]:
+    """Where a value is read outside of the loop, also through equations that each stage makes for itself."""
+    found: set[int] = set()
+    seen, todo = {value}, [value]
+    while todo:
+        for eqn in users.get(todo.pop(), ()):
+            if eqn.id in stages:
+                if not eqn.phase.in_loop:
+                    found.add(stages[eqn.id])
+            elif eqn.id in replicable:
+                todo += [v for v in eqn.outputs if v not in seen]
+                seen.update(eqn.outputs)
+    return found
 
 
 def _vote(eqn: Equation, values: Sequence[Value], stages: dict[int, int], where: dict[Value, int]) -> None:

@@ -20,11 +20,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
 from autopar.errors import TraceError
-from autopar.ir.graph import Equation, Graph, Operand, Value, least_sum_bytes
+from autopar.ir.graph import Equation, Graph, Operand, Phase, Value, least_sum_bytes
 from autopar.ir.hint import Hint
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
@@ -124,6 +125,7 @@ def trace(
     in_leaves = [(v.shape, str(v.dtype)) for v in inputs]
     out_leaves = [(v.shape, str(v.dtype)) for v in outputs]
     carried = matching_leaves(in_tree, in_leaves, flat.out_tree, out_leaves)
+    _give_leaves_values_of_their_own(builder, outputs, closed.out_avals, {k: inputs[i] for k, i in carried.items()})
     operands = [v for callback in builder.callbacks for v in callback.values]
     outputs += operands
     out_paths = (*flat.out_paths, *["an operand of a callback"] * len(operands))
@@ -137,6 +139,26 @@ def trace(
         name, equations, inputs, tuple(outputs), constants, paths, out_paths, carried, in_tree, flat.out_tree,
         fingerprint(equations, inputs, outputs), callbacks=tuple(builder.callbacks),
     )  # fmt: skip
+
+
+def _give_leaves_values_of_their_own(
+    builder: Builder, outputs: list[Operand], avals: Sequence[Any], leaves: Mapping[int, Value]
+) -> None:
+    """Copy what comes out in the place of a leaf of the state but lies in another's: the next call wants it there.
+
+    A state may keep its last value, exchange two leaves, or have one new value twice. `leaves`: by output.
+    """
+    taken: set[Value] = set()
+    others = {*leaves.values()}
+    for k, leaf in leaves.items():
+        out = outputs[k]
+        if not isinstance(out, Value) or out.is_key:
+            continue
+        if out in taken or (out is not leaf and out in others):
+            (copy,) = jax.make_jaxpr(jnp.copy)(jax.ShapeDtypeStruct(out.shape, out.dtype)).eqns
+            (out,) = builder.add(copy.primitive, copy.params, [out], [avals[k]], Phase.UPDATE, "")
+            outputs[k] = out
+        taken.add(out)
 
 
 class _FlatFunction:

@@ -282,11 +282,10 @@ class Propagation:
             if v in body.producer:
                 eqn = body.producer[v]
                 rule = body.rules[eqn.id]
-                if eqn.id in self.splits or rule.separable or len(eqn.outputs) > 1:
+                if eqn.id in self.splits or eqn.id in self.chosen or rule.separable:
                     continue
-                try:
-                    split = batch_to_factor(wish, rule.outputs[0][wish.dim], rule.factors)
-                except (Unsplittable, IndexError):
+                split = self._wished(eqn, rule)
+                if split is None:
                     continue
                 # Where the batch is not the major dimension no piece has a position; such a value is sliced.
                 if split.factor in rule.whole or any(halo.factor == split.factor for halo in rule.halos):
@@ -305,6 +304,22 @@ class Propagation:
         if not self._settled():
             raise _Failed  # no one could split what leaves whole
         return False
+
+    def _wished(self, eqn: Equation, rule: Rule) -> Split | None:
+        """How an equation would be split by which all of its results come out as they are wanted, if that is one."""
+        found = None
+        for out, dims in zip(eqn.outputs, rule.outputs, strict=True):
+            for wish in self.wanted.get(out, ()):
+                if wish is None:
+                    return None
+                try:
+                    split = batch_to_factor(wish, dims[wish.dim], rule.factors)
+                except (Unsplittable, IndexError):
+                    return None
+                if found is not None and split != found:
+                    return None
+                found = split
+        return found
 
     def _cut(self) -> BodyCut | None:
         units = 0
