@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from autopar.batches import Batches
 from autopar.errors import PlanError, TraceError
-from autopar.executable import Executable, HasExecutable, Steady, note_called, steady_calls
+from autopar.executable import Executable, HasExecutable, Steady, steady_calls
 from autopar.ir.graph import Graph, Value
 from autopar.ir.hint import Hint
 from autopar.ir.mesh import Cluster
@@ -158,7 +158,6 @@ class Parallelized(HasExecutable):
         static = dict(call.positional)
         dynamic = [arg for i, arg in enumerate(args) if i not in static]
         executable = self.last_executable = self._executable(call)
-        note_called(executable)
         following = None if static or call.named else steady_calls(executable, call.leaves, (args, kwargs))
         result = executable._run(call.leaves)
         self._steady = None if following is None else following(result)

@@ -40,14 +40,13 @@ from autopar.reporting.profile import Profile
 _called: list[weakref.ref[Executable]] = []  # the last one
 
 
-def note_called(executable: Executable) -> None:
-    """For `last_called`: a step that renews a state is called, not as the one before it was."""
+def _note_called(executable: Executable) -> None:
     if executable.graph.carried:
         _called[:] = [weakref.ref(executable)]
 
 
 def last_called() -> Executable | None:
-    """The executable of the step that has renewed a state last."""
+    """The executable that has renewed a state last, but for calls that are as the one before."""
     return _called[0]() if _called else None
 
 
@@ -264,6 +263,7 @@ class Executable(HasExecutable):
         return Home(value.shape, value.dtype, value.weak_type, shardings, cut)
 
     def _run(self, leaves: Sequence[Any]) -> Any:
+        _note_called(self)
         config: Any = jax.config
         if _looks_for_errors():
             results = self._run_checked(leaves, config.jax_debug_nans, config.jax_debug_infs)

@@ -52,6 +52,7 @@ class Planned(Plan):
     lowered: tuple[Plan, LoweredStep] | None = dataclasses.field(default=None, kw_only=True, repr=False)
     restored: Restored | None = dataclasses.field(default=None, kw_only=True, repr=False)
     compiler: Callable[[Planned], Executable] | None = dataclasses.field(default=None, kw_only=True, repr=False)
+    # What the same method finds on another cluster. None: this is no plan of a method for the step's own cluster.
     planner: Callable[[Cluster], Planned] | None = dataclasses.field(default=None, kw_only=True, repr=False)
 
     @staticmethod
@@ -86,15 +87,6 @@ class Planned(Plan):
           PlanMismatchError: the plan was edited inconsistently.
         """
         return work_of(self._finisher(), self.with_programs().made[1])
-
-    def on(self, cluster: Cluster) -> Planned:
-        """The plan that the step's own method finds on another cluster.
-
-        Raises:
-          InfeasiblePlanError, MicrobatchError, PlanMismatchError, PlanError: as `Traced.plan`.
-        """
-        assert self.planner is not None, "`Traced.plan` gives a planner"
-        return self.planner(cluster)
 
     def as_text(self) -> dict[str, str]:
         """The plan's programs, by name, as they are before XLA compiles them, with every collective and transfer.

@@ -54,11 +54,12 @@ def profile_of(
     worker.recorder = recorder
     try:
         for _ in range(_WARM_UP + steps):
+            calls.prepare()
             if job is not None:
                 job.combined("", lambda _: "", "to begin a step together")
             recorder.begin()
             began = time.perf_counter()
-            calls.next()
+            calls.run()
             seconds, events = time.perf_counter() - began, recorder.ended()
             recorded.append((max([seconds, *(event.ended for event in events)]), events))  # threads see ends a bit late
     finally:
@@ -82,21 +83,28 @@ class _Calls:
 
     def __init__(self, executable: Executable, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self._executable, self._own = executable, (args, kwargs)
-        self._next = self._own
+        self._next: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self._kept = changed_in(executable.graph.out_tree)  # objects of the caller's, which the step changes
         self.result: Any = None
 
-    def next(self) -> None:
-        """One step."""
-        args, kwargs = self._next
-        self.result = result = self._executable(*args, **kwargs)
-        wait_for(result)
-        args, kwargs = self._executable.next_arguments(args, kwargs, result)
+    def prepare(self) -> None:
+        """The arguments of the next step."""
+        if self._next is None:
+            self._next = self._own
+            return
+        args, kwargs = self._executable.next_arguments(*self._next, self.result)
         own, named = self._own
         self._next = (
             tuple(own[k] if k in self._kept else x for k, x in enumerate(args)),
             {name: named[name] if name in self._kept else x for name, x in kwargs.items()},
         )
+
+    def run(self) -> None:
+        """The step that is prepared."""
+        assert self._next is not None, "it is prepared"
+        args, kwargs = self._next
+        self.result = self._executable(*args, **kwargs)
+        wait_for(self.result)
 
 
 def _kernel_rows(
@@ -106,7 +114,8 @@ def _kernel_rows(
 
     def run() -> None:
         for _ in range(steps):
-            calls.next()
+            calls.prepare()
+            calls.run()
 
     found = traced_kernels(run, executable.as_text().values())
     if job is not None:

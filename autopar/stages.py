@@ -99,6 +99,7 @@ class Traced:
         """
         own = cluster is None and method is None
         chosen = self.options.method if method is None else as_method(method)
+        searches = cluster is None and isinstance(chosen, Method)
         if cluster is None:
             cluster = chosen.cluster if isinstance(chosen, Plan) else self.options.target
         led = own and self.led is not None
@@ -110,10 +111,8 @@ class Traced:
             planned = planned_for(self.step, cluster, chosen)
         if verify and (led or isinstance(chosen, Plan)):
             planned = verified(planned, verify)
-        return self._at_hand(planned)
-
-    def _at_hand(self, planned: Planned) -> Planned:
-        return dataclasses.replace(planned, compiler=self.compile, planner=lambda cluster: self.plan(cluster=cluster))
+        planner = (lambda cluster: self.plan(cluster=cluster, method=chosen)) if searches else None
+        return dataclasses.replace(planned, compiler=self.compile, planner=planner)
 
     def fewest_devices(
         self, *, step_time: float, clusters: Sequence[Cluster], method: str | Method | None = None
@@ -143,7 +142,7 @@ class Traced:
                 reason = str(error)
                 continue
             if planned.step_time <= step_time:
-                return self._at_hand(planned)
+                return dataclasses.replace(planned, compiler=self.compile)
             if best is None or planned.step_time < best.step_time:
                 best = planned
         if best is None:
@@ -184,7 +183,7 @@ class Traced:
         with jax.disable_jit(False):
             worker = build(lowered, planned.schedule, devices, inputs_of(self.step.donated, step.graph), job)
         worker.buffers = self.buffers
-        kept = self._at_hand(planned)
+        kept = dataclasses.replace(planned, compiler=self.compile)
         if led is None:  # they can be made again, but for those that lie where a leader's state does
             kept = dataclasses.replace(kept, lowered=None, restored=None)
         return Executable(kept, worker, self.graph, step.graph, devices, self.is_static)

@@ -41,15 +41,15 @@ class Watched(WrappedStep):
             self._since, self._next = Since.now(self._number), self._number + _FIRST
         elif self._pace is not None and self._number >= self._next:
             wait_for(result)
-            self._look(self._pace, self._since.step_seconds(Since.now(self._number)))
+            self._look(self._pace, Since.now(self._number))
             self._since = Since.now(self._number)
         return result
 
-    def _look(self, pace: Pace, seconds: float) -> None:
-        seconds = pace.agreed(seconds)
+    def _look(self, pace: Pace, now: Since) -> None:
+        seconds, whole = pace.agreed(self._since.step_seconds(now), self._since.whole_seconds(now))
         slowdown = None if self._is_first else pace.look(self._number, seconds)
         self._is_first = False
-        self._next = self._number + max(1, round(self._every / seconds if seconds else _FIRST))
+        self._next = self._number + max(1, round(self._every / whole))
         job = this_job()
         if slowdown is not None and (job is None or job.index == 0):
             self._to(slowdown)
@@ -62,8 +62,8 @@ def watch(
     """A step that says when it has become slower, and which device or link between devices has.
 
     Every so many seconds it is looked at what a step takes, without the time in `step.batches(..)` and in checkpoints.
-    After the first look small probes measure the products and the memory of each device and the links between
-    neighbours, which takes a second or so. When two looks, one after the other, find the step slower than it was at its
+    At the first look small probes measure the products and the memory of each device and the links between
+    neighbours, which takes some seconds. When two looks, one after the other, find the step slower than it was at its
     best, they are measured again, and what is slower than before, or than the others of its kind, is named. A look
     waits for the step to end. In a job of several processes all of them have to make the same calls.
 

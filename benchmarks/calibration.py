@@ -3,6 +3,8 @@
 Calibrates the devices at hand (8 virtual ones on a CPU), then plans and runs steps that the calibration has not seen:
 GPT, MoE and Wide-ResNet, each by data parallelism, ZeRO-3, data and tensor parallelism and a pipeline. Bars: the median
 error of the predicted step times, and how far Spearman's rank correlation of predicted and measured ones is from 1.
+Each pair is also profiled: its programs and transfers, which take turns on virtual devices, have to make up the whole
+step, and a profiled step to take no longer than others.
 
 Nothing else should run on the machine meanwhile.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,7 +26,7 @@ import scipy.stats
 
 import autopar
 from autopar import recipes
-from autopar.calibration.timer import time_steps
+from autopar.calibration.timer import made_up_arguments, time_steps
 from autopar.ir.method import Method
 from benchmarks import common
 from benchmarks.models import gpt, moe, wide_resnet
@@ -61,10 +64,15 @@ def measured(model: str, method: str, cluster: autopar.Cluster) -> dict[str, Any
         how = dataclasses.replace(how, num_microbatches=1)
     step = autopar.parallelize(module.make_train_step(config, optimizer()), cluster=cluster, method=how)
     state = jax.eval_shape(module.make_init(config, optimizer()), jax.random.key(0))
-    found = time_steps(step.compile(state, module.abstract_batch(config, examples)), STEPS)
+    executable = step.compile(state, module.abstract_batch(config, examples))
+    found = time_steps(executable, STEPS)
+    args, kwargs = made_up_arguments(executable)
+    profile = executable.profile(*args, steps=STEPS, **kwargs)
     return {
         "model": model, "method": method, "predicted": found.predicted, "measured": found.median,
         "seconds": found.seconds, "error": found.predicted / found.median - 1.0,
+        "profiled": statistics.median(profile.seconds), "unaccounted": profile.measured.unaccounted,
+        "profile": [dataclasses.asdict(row) for row in profile.rows],
     }  # fmt: skip
 
 
@@ -78,6 +86,10 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> dict[str, common.Bar]:
         "median_error": common.Bar(float(np.median(errors)), 0.15, len(rows), "held out", "%"),
         "largest_error": common.Bar(max(errors), None, len(rows), "held out", "%"),
         "rank_distance": common.Bar(1.0 - correlation, 0.1, len(rows), "held out"),
+        "profile_unaccounted": common.Bar(max(row["unaccounted"] for row in rows), 0.05, len(rows), unit="%"),
+        "profile_overhead": common.Bar(
+            float(np.median([row["profiled"] / row["measured"] - 1 for row in rows])), 0.1, len(rows), unit="%"
+        ),
     }
 
 
@@ -108,7 +120,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{model}, {method}: measured {row['measured']:.3f} s, predicted {row['predicted']:.3f} s, "
-            f"{row['error']:+.1%}", flush=True,
+            f"{row['error']:+.1%}; profiled {row['profiled']:.3f} s, of which {row['unaccounted']:.1%} is nothing's",
+            flush=True,
         )  # fmt: skip
     common.report(bars(rows), rows, arguments.json)
 

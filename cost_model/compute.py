@@ -61,7 +61,7 @@ def product_share(kind: DeviceKind, sizes: ProductSizes | None, dtype: str) -> f
     if sizes is None:
         return 1.0
     if sizes.attention is not None and kind.multiprocessors:
-        return attention_share(sizes.attention) / kind.matmul_efficiency
+        return kind.attention_share * attention_share(sizes.attention) / kind.matmul_efficiency
     if kind.measured.products:
         measured = _product_speeds(kind)
         if flops := measured.flops(sizes, dtype):

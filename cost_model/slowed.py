@@ -28,17 +28,33 @@ def _changed_host(of: Host, kind: Callable[[DeviceKind], DeviceKind], link: Call
     return Host(kind(of.kind), of.num_devices, link(of.link), tuple(busy))
 
 
-def slower_kind(kind: DeviceKind, products: float, memory: float, overheads: float = 1.0) -> DeviceKind:
-    """Devices on which products, kernels that wait for memory, and launches take so many times as long."""
-    measured = kind.measured
+@dataclasses.dataclass(frozen=True)
+class Factors:
+    """How many times as long each kind of kernel takes."""
+
+    products: float = 1.0  # of matrices
+    convolutions: float = 1.0
+    attention: float = 1.0
+    memory: float = 1.0  # what waits for it
+    overheads: float = 1.0  # of launches
+
+
+def slower_kind(kind: DeviceKind, by: Factors) -> DeviceKind:
+    """Devices on which kernels take so many times as long."""
+    measured, products, memory, overheads = kind.measured, by.products, by.memory, by.overheads
     return dataclasses.replace(
         kind,
         launch_overhead=kind.launch_overhead * overheads,
         dispatch_overhead=kind.dispatch_overhead * overheads,
         matmul_efficiency=min(1.0, kind.matmul_efficiency / products),
+        convolution_share=min(1.0, kind.convolution_share * products / by.convolutions),
+        attention_share=min(1.0, kind.attention_share / by.attention),
         memory_efficiency=min(1.0, kind.memory_efficiency / memory),
     ).with_measured(
-        products=tuple(dataclasses.replace(each, flops=each.flops / products) for each in measured.products),
+        products=tuple(
+            dataclasses.replace(each, flops=each.flops / (by.convolutions if each.sizes.patches else products))
+            for each in measured.products
+        ),
         bandwidths=tuple((nbytes, speed / memory) for nbytes, speed in measured.bandwidths),
         strided_reads=tuple((nbytes, speed / memory) for nbytes, speed in measured.strided_reads),
         pooling={of: speed / memory for of, speed in measured.pooling.items()},
@@ -64,10 +80,13 @@ def slowed_hosts(cluster: Cluster, hosts: Sequence[Slowness], network: float = 1
 def _slowed_host(host: Host, slow: Slowness) -> Host:
     if slow == Slowness():
         return host
-    suffix = f", products {slow.products:g} and memory {slow.memory:g} times as slow"  # kinds are known by their names
+    # Kinds are known by their names.
+    slower = [f"{name} {factor:g}" for name, factor in slow._asdict().items() if factor != 1]
+    suffix = f", {' and '.join(slower)} times as slow"
 
     def kind(of: DeviceKind) -> DeviceKind:
-        return dataclasses.replace(slower_kind(of, slow.products, slow.memory), name=of.name + suffix)
+        by = Factors(slow.products, slow.products, slow.products, slow.memory)
+        return dataclasses.replace(slower_kind(of, by), name=of.name + suffix)
 
     return _changed_host(host, kind, lambda link: slower_link(link, 1.0, slow.link))
 

@@ -63,9 +63,16 @@ def traced_kernels(run: Callable[[], Any], programs: Iterable[str]) -> dict[Oper
 
 
 def _events(file: pathlib.Path) -> Iterable[tuple[str, str, float]]:
-    """The module, the instruction and the seconds of each kernel."""
-    for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+    """The module, the instruction and the seconds of each kernel.
+
+    Of GPUs what their streams run: on the host there are the launches.
+    """
+    planes = [*jax.profiler.ProfileData.from_file(str(file)).planes]
+    of_devices = [plane for plane in planes if plane.name.startswith("/device:")]
+    for plane in of_devices or planes:
         for line in plane.lines:
+            if of_devices and not line.name.startswith("Stream"):
+                continue
             for event in line.events:
                 about = dict(event.stats)
                 if "hlo_op" in about and "hlo_module" in about:

@@ -25,6 +25,7 @@ from autopar.runtime.preemption import EXIT_CODE
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES, LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
 _PLANS = "AUTOPAR_PLAN_CACHE"  # see `autopar.planning.plan_cache`
+WHEN_SLOWER = "AUTOPAR_REPLAN_WHEN_SLOWER"  # see `autopar.planning.slow_hosts`
 _SIGNALS = 128  # exit codes above are of processes that a signal ended, as shells tell it
 _GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
 
@@ -60,6 +61,8 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
             )
         if restart:
             _say(f"start {count} processes again ({restart} of {elastic.restarts} times at most)")
+        if elastic.replans and restart == elastic.restarts:  # nobody would start it again
+            variables[WHEN_SLOWER] = ""
         with _forwarding() as forwarding:
             code = _run(command, count, devices_per_process, variables, forwarding)
         codes = {LOST_CODE, HANGS_CODE} | ({EXIT_CODE} if elastic.replans else set())

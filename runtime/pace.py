@@ -94,17 +94,19 @@ class Pace:
         self._measure = measure or pulse.readings
         self._usual: float | None = None
         self._healthy: Readings = {}
+        self._healthy_at = 0.0  # seconds of a step when these were measured
         self._told: float | None = None  # seconds of a step when the last slowdown was told
-        self._slow_looks = 0  # one after the other
+        self._slow_looks = 0  # one after the other, that have not been told
 
-    def agreed(self, seconds: float) -> float:
-        """The longest of what the processes say."""
+    def agreed(self, *seconds: float) -> list[float]:
+        """Of each the longest that a process says."""
         if self._job is None:
-            return seconds
-        return float(self._job.combined(json.dumps(seconds), _longest, "to say how long a step takes"))
+            return [*seconds]
+        said = self._job.combined(json.dumps(seconds), _longest, "to say how long a step takes")
+        return [float(each) for each in json.loads(said)]
 
     def look(self, step: int, seconds: float) -> Slowdown | None:
-        """Once the step is slower for a second look, what has become slower.
+        """Once the step is slower for a second look in a row, what has become slower.
 
         It is told again when it has become slower by as much again, or was as it used to be in between. At the first
         look the devices and links are measured, for comparison, and those are told that differ from their likes.
@@ -113,20 +115,27 @@ class Pace:
           step: its number.
           seconds: of one, lately, as agreed.
         """
+        if seconds <= 0:
+            return None  # all of the time went to other things
         if self._usual is None:
-            self._usual, self._healthy = seconds, self._measure(self._devices, self._job)
+            self._usual = self._healthy_at = seconds
+            self._healthy = self._measure(self._devices, self._job)
             odd = self._slower_than_others()
             return self._slowdown(step, seconds, odd, is_first=True) if odd else None
+        if self._slower * seconds <= self._healthy_at:  # something was slow at the first look
+            better = self._measure(self._devices, self._job)
+            self._healthy = {part: min(better.get(part, x), x) for part, x in self._healthy.items()}
+            self._healthy_at = seconds
         self._usual = min(seconds, self._usual)
         if seconds < self._slower * self._usual:
-            self._told, self._slow_looks = None, 0
+            self._told = None
+        is_slow = seconds >= self._slower * (self._told or self._usual)
+        self._slow_looks = self._slow_looks + 1 if is_slow else 0
+        if self._slow_looks < 2:
             return None
-        self._slow_looks += 1
-        if self._slow_looks < 2 or (self._told is not None and seconds < self._slower * self._told):
-            return None
-        self._told = seconds
+        self._told, self._slow_looks = seconds, 0
         now = self._measure(self._devices, self._job)
-        factors = {part: now[part] / before for part, before in self._healthy.items()}
+        factors = {part: now[part] / before for part, before in self._healthy.items() if part in now}
         return self._slowdown(step, seconds, {part: x for part, x in factors.items() if x >= self._slower})
 
     def _slowdown(
@@ -154,4 +163,4 @@ class Pace:
 
 
 def _longest(texts: Sequence[str]) -> str:
-    return json.dumps(max(map(json.loads, texts)))
+    return json.dumps([max(each) for each in zip(*map(json.loads, texts), strict=True)])

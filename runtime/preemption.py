@@ -44,13 +44,17 @@ class Preemption:
             listener.start()
             atexit.register(self._stop, listener)
 
+    def can_end(self, folder: str) -> bool:
+        """Whether a call may end the program: of the folder that comes first, in the main thread."""
+        self._folder = self._folder or folder
+        return folder == self._folder and _is_main()
+
     def comes_now(self, folder: str) -> bool:
         """Whether to end after this call. All processes of a job make the same calls, if not at the same time.
 
-        Calls for the folder that comes first count, in the main thread, which alone can end the program.
+        Calls count that can end the program.
         """
-        self._folder = self._folder or folder
-        if folder != self._folder or not _is_main():
+        if not self.can_end(folder):
             return False
         with self._counting:
             self._calls += 1

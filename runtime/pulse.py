@@ -6,7 +6,7 @@ other parts that are alike.
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.runtime.processes import Processes
+from autopar.runtime.source import compiler_options
 
 What = Literal["products", "memory", "link"]
 _RUNS = 5  # of which the fastest counts: what else the machine does only adds to it
@@ -34,7 +35,7 @@ class _Sizes(NamedTuple):
 
 
 _SIZES = {"cpu": _Sizes(512, 1, 1 << 24, 2, 1 << 20)}
-_OTHERS = _Sizes(4096, 16, 1 << 28, 8, 1 << 25)
+_OTHERS = _Sizes(4096, 16, 1 << 27, 16, 1 << 25)
 
 
 class Part(NamedTuple):
@@ -57,7 +58,8 @@ def readings(devices: Sequence[jax.Device], job: Processes | None) -> Readings:
     found: dict[Part, float] = {}
     for index, device in mine.items():
         for what, probe in (("products", _products), ("memory", _memory)):
-            found[Part(what, index)] = _fastest(probe(device))  # type: ignore[arg-type]
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # as where there is no memory left for it
+                found[Part(what, index)] = _fastest(probe(device))  # type: ignore[arg-type]
     # All are compiled before one is run: those between processes wait for one another, from the first to the last.
     links = {i: _link(devices[i], devices[i + 1]) for i in range(len(devices) - 1) if i in mine or i + 1 in mine}
     found |= {Part("link", index): _fastest(link) for index, link in links.items()}
@@ -82,24 +84,22 @@ def _sizes(device: jax.Device) -> _Sizes:
 
 def _products(device: jax.Device) -> Callable[[], Any]:
     sizes = _sizes(device)
-    x = jax.device_put(np.full((sizes.side, sizes.side), 1 / sizes.side, np.float32), device)
-    x = x.astype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
-    return functools.partial(_multiplied, x, sizes.products)
+    # Random, as in training: for equal numbers a GPU draws less power. Powers of such a matrix neither grow nor fade.
+    numbers = np.random.default_rng(0).standard_normal((sizes.side, sizes.side), np.float32) / np.sqrt(sizes.side)
+    x = jax.device_put(numbers, device).astype(jnp.float32 if device.platform == "cpu" else jnp.bfloat16)
+    return _compiled(lambda x: jax.lax.fori_loop(0, sizes.products, lambda _, y: x @ y, x), x)
 
 
 def _memory(device: jax.Device) -> Callable[[], Any]:
     sizes = _sizes(device)
-    return functools.partial(_passed, jax.device_put(np.ones(sizes.moved // 4, np.float32), device), sizes.passes)
+    x = jax.device_put(np.ones(sizes.moved // 4, np.float32), device)
+    return _compiled(lambda x: jax.lax.fori_loop(0, sizes.passes, lambda _, y: y * 0.5 + 1.0, x), x)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _multiplied(x: Any, times: int) -> Any:
-    return jax.lax.fori_loop(0, times, lambda _, y: x @ y, x)
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _passed(x: Any, times: int) -> Any:
-    return jax.lax.fori_loop(0, times, lambda _, y: y * 0.5 + 1.0, x)
+def _compiled(function: Callable[[Any], Any], x: jax.Array) -> Callable[[], Any]:
+    """Ready to run, with what this process has of its result."""
+    program = jax.jit(function).lower(x).compile(compiler_options=compiler_options(x.sharding.device_set))
+    return lambda: [shard.data for shard in program(x).addressable_shards]
 
 
 def _link(first: jax.Device, second: jax.Device) -> Callable[[], Any]:
@@ -116,12 +116,7 @@ def _link(first: jax.Device, second: jax.Device) -> Callable[[], Any]:
         for d in (first, second) if d.process_index == jax.process_index()
     ]  # fmt: skip
     x = jax.make_array_from_single_device_arrays((2 * elements,), sharding, pieces)
-    program = jax.jit(exchange).lower(x).compile()
-
-    def run() -> Any:
-        return [shard.data for shard in program(x).addressable_shards]
-
-    return run
+    return _compiled(exchange, x)
 
 
 def _written(found: Readings) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,7 +13,16 @@ from typing import Any
 import jax
 
 _OTHERS = ("input", "checkpoints")
-_SECONDS: dict[str, float] = collections.defaultdict(float)
+
+
+class _Spent(threading.local):
+    """Of each thread: what one that reads batches ahead waits for is no time of the steps."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+
+
+_SPENT = _Spent()
 
 
 @contextlib.contextmanager
@@ -22,12 +32,12 @@ def spent_on(what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        _SECONDS[what] += time.perf_counter() - began
+        _SPENT.seconds[what] += time.perf_counter() - began
 
 
 def seconds_spent() -> Mapping[str, float]:
-    """Since the program began, by what they were spent on."""
-    return dict(_SECONDS)
+    """Since the program began, in this thread, by what they were spent on."""
+    return dict(_SPENT.seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,10 +58,13 @@ class Since:
         steps = now.number - self.number
         return {what: (now.spent.get(what, 0.0) - self.spent.get(what, 0.0)) / steps for what in _OTHERS}
 
+    def whole_seconds(self, now: Since) -> float:
+        """Seconds of a step until now, with all that the program does."""
+        return (now.time - self.time) / (now.number - self.number)
+
     def step_seconds(self, now: Since) -> float:
-        """Seconds of a step until now, without those."""
-        whole = (now.time - self.time) / (now.number - self.number)
-        return max(0.0, whole - sum(self.spent_per_step(now).values()))
+        """.. without what was spent on other things."""
+        return max(0.0, self.whole_seconds(now) - sum(self.spent_per_step(now).values()))
 
 
 def wait_for(results: Any) -> None:

@@ -77,6 +77,7 @@ def test_convolutions_and_transfers(tmp_path: pathlib.Path) -> None:
     before, after = planned.cluster, found.cluster
     assert after.hosts[0].kind.matmul_efficiency == before.hosts[0].kind.matmul_efficiency / 2
     assert after.hosts[0].kind.convolution_share == pytest.approx(2 / 3)
+    assert after.hosts[0].kind.attention_share == 1.0  # nothing was predicted for it
     assert after.hosts[0].kind.memory_efficiency == before.hosts[0].kind.memory_efficiency
     for new, old in ((after.network, before.network), (after.hosts[0].link, before.hosts[0].link)):
         assert (new.bandwidth, new.latency) == (old.bandwidth / 1.5, old.latency * 1.5)

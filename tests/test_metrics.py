@@ -48,11 +48,11 @@ def test_numbers_are_of_the_steps_since_the_ones_before(monkeypatch: pytest.Monk
     clock = Clock(monkeypatch)
     told: list[StepMetrics] = []
     metered = autopar.meter(train_step, told.append, every=2)
-    monkeypatch.setattr(spent, "_SECONDS", {"input": 7.0})
+    monkeypatch.setattr(spent._SPENT, "seconds", {"input": 7.0})
     _run(metered, clock, [50.0, 1.0])
     assert not told
-    spent._SECONDS["input"] += 0.5
-    spent._SECONDS["checkpoints"] = 1.0
+    spent._SPENT.seconds["input"] += 0.5
+    spent._SPENT.seconds["checkpoints"] = 1.0
     _run(metered, clock, [3.0])
     _run(metered, clock, [0.25, 0.25, 99.0])
     first, second = told

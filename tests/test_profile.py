@@ -245,6 +245,13 @@ def test_results_that_are_given_away_have_been_seen() -> None:
     assert all(0 <= event.launched <= event.ended for event in events)
 
 
+def test_what_is_unaccounted_for_is_under_way_nowhere() -> None:
+    programs = (TimelineSpan(0, 0, "forward", 0, 0.0, 2.0), TimelineSpan(1, 1, "forward", 0, 5.0, 7.0))
+    copies = (Copying(0, 1, "", 0, 1.0, 3.0), Copying(0, 1, "", 1, 6.0, 6.5))
+    assert Timeline(10.0, 2, programs, copies).unaccounted == pytest.approx(0.5)
+    assert Timeline(7.0, 2, programs, (Copying(0, 1, "", 0, 2.0, 5.0),)).unaccounted == pytest.approx(0.0)
+
+
 @pytest.mark.parametrize("method", [recipes.gpipe(2, 4), recipes.megatron(1, 2, 2, 4, 2)])
 def test_kernels_by_kind_of_operator(method: Any) -> None:
     executable = _compiled(method)

@@ -34,6 +34,7 @@ NAMES = "node3", "node7"
 def _folder(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOPAR_PLAN_CACHE", os.fspath(tmp_path))
     monkeypatch.setenv("AUTOPAR_REPLAN_WHEN_SLOWER", "1.2")
+    monkeypatch.setattr(slow_hosts, "_planned_for", [slow_hosts._Known({}, 1.0)])
 
 
 def _remembered(names: tuple[str, ...] = NAMES) -> autopar.Cluster:
@@ -64,10 +65,31 @@ def test_the_next_start_plans_for_it_on_the_same_hosts() -> None:
     assert second.kind.name != first.kind.name
     others = _remembered(("node1", "node2"))
     assert others.hosts == CLUSTER.hosts
-    slow_hosts.remember({"node7": Slowness(1.5), "node3": Slowness(memory=3.0)}, 1.0)  # slower still
+    slow_hosts.remember({"node7": Slowness(1.5), "node3": Slowness(memory=3.0)}, 1.0)  # slower than was planned for
     found = _remembered()
     assert found.hosts[1].kind.matmul_efficiency == pytest.approx(own.kind.matmul_efficiency / 3)
     assert found.hosts[0].kind.memory_efficiency == own.kind.memory_efficiency / 3
+
+
+def test_what_another_job_has_found_does_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):  # each has planned for what was healthy
+        monkeypatch.setattr(slow_hosts, "_planned_for", [slow_hosts._Known({}, 1.0)])
+        slow_hosts.remember({"node7": Slowness(2.0)}, 2.0)
+    found = _remembered()
+    assert found == slow_hosts.with_slow(CLUSTER, DEVICES, NAMES, {"node7": Slowness(2.0)}, 2.0)
+
+
+def test_a_host_of_several_machines_is_as_slow_as_the_slowest() -> None:
+    one = autopar.load_preset("dgx-h100", devices_per_host=4)
+    hosts = {"node3": Slowness(1.0, 1.0, 1.5), "node7": Slowness(2.0)}
+    (found,) = slow_hosts.with_slow(one, DEVICES, NAMES, hosts, 1.0).hosts
+    assert found == slow_hosts.with_slow(one, DEVICES, ("node7",) * 2, {"node7": Slowness(2.0, 1.0, 1.5)}, 1.0).hosts[0]
+
+
+def test_more_devices_than_the_cluster_has() -> None:
+    slow_hosts.remember({"node7": Slowness(2.0)}, 1.0)
+    assert slow_hosts.as_remembered(CLUSTER, [*DEVICES, Device(1)], NAMES) == _remembered() != CLUSTER
+    assert slow_hosts.as_remembered(CLUSTER, DEVICES[:3], NAMES) == CLUSTER
 
 
 def test_what_is_old_or_cannot_be_read_is_not_known(tmp_path: pathlib.Path) -> None:

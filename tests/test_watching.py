@@ -66,11 +66,11 @@ def test_a_step_that_becomes_slower_is_told_with_the_device(monkeypatch: pytest.
 def test_time_in_input_and_checkpoints_is_not_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
     step, said = watched(monkeypatch, [1.0])
-    monkeypatch.setattr(spent, "_SECONDS", {"input": 0.0, "checkpoints": 0.0})
+    monkeypatch.setattr(spent._SPENT, "seconds", {"input": 0.0, "checkpoints": 0.0})
     w = run(step, W, clock, 99.0, *[1.0] * 15)
     for _ in range(30):
-        spent._SECONDS["input"] += 3.0
-        spent._SECONDS["checkpoints"] += 4.0
+        spent._SPENT.seconds["input"] += 3.0
+        spent._SPENT.seconds["checkpoints"] += 4.0
         w = run(step, w, clock, 8.0)
     assert not said
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from rich.table import Table
 
-from autopar.cost_model.slowed import changed, slower_kind, slower_link
+from autopar.cost_model.slowed import Factors, changed, slower_kind, slower_link
 from autopar.errors import ClusterError
 from autopar.ir.cluster_json import cluster_data, parse_cluster
 from autopar.ir.json_file import read_path
-from autopar.ir.mesh import Cluster, DeviceKind
+from autopar.ir.mesh import Cluster
 from autopar.ir.plan_text import render
 
 _REMEDY = "It has to be what `autopar profile TARGET --kernels --json` prints, or profile.to_json() with kernels=True."
@@ -47,8 +47,8 @@ class ProfiledCluster:
 def cluster_from_profile(path: str | os.PathLike[str]) -> ProfiledCluster:
     """The cluster that a profiled step was planned for, with the speeds at which its kernels and transfers ran.
 
-    Products, convolutions, memory traffic, and collectives or, without these, transfers each get one factor. Attention
-    has none. What the step had none of stays as it was.
+    Products, convolutions, fused attention, memory traffic, and collectives or, without these, transfers each get one
+    factor. What the step had none of stays as it was. Nothing gets quicker than its peak by the cluster's description.
 
     Raises:
       ClusterError: the file is no profile with kernels.
@@ -79,14 +79,9 @@ def _factors(content: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _fitted(cluster: Cluster, factors: Mapping[str, float]) -> Cluster:
-    products = factors.get("products", factors.get("convolutions", 1.0))
-    convolutions = factors.get("convolutions", products)
-    memory, sent = factors.get("memory", 1.0), factors.get("collectives", factors.get("transfers", 1.0))
-
-    def kind(of: DeviceKind) -> DeviceKind:
-        share = min(1.0, of.convolution_share * products / convolutions)
-        return dataclasses.replace(slower_kind(of, products, memory), convolution_share=share)
-
-    fitted = changed(cluster, kind, lambda link: slower_link(link, sent, sent))
+    kinds = ("products", "convolutions", "attention", "memory")
+    by = Factors(**{kind: factors[kind] for kind in kinds if kind in factors})
+    sent = factors.get("collectives", factors.get("transfers", 1.0))
+    fitted = changed(cluster, lambda kind: slower_kind(kind, by), lambda link: slower_link(link, sent, sent))
     network = slower_link(cluster.network, sent, sent) if len(cluster.hosts) > 1 else cluster.network
     return dataclasses.replace(fitted, name=f"{cluster.name}, profiled", network=network)

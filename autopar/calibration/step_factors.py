@@ -19,7 +19,7 @@ from autopar import recipes
 from autopar.calibration.probe_steps import ProbeStep, probe_steps
 from autopar.calibration.probes import Clock
 from autopar.calibration.timer import time_steps
-from autopar.cost_model.slowed import changed, slower_kind, slower_link
+from autopar.cost_model.slowed import Factors, changed, slower_kind, slower_link
 from autopar.errors import InfeasiblePlanError
 from autopar.ir.calibration import Measurement
 from autopar.ir.mesh import Cluster, DeviceKind
@@ -96,9 +96,8 @@ def slowed(cluster: Cluster, runs: Sequence[StepRun]) -> tuple[Cluster, list[Mea
         name = f"{run.probe.name}, {run.plan.method}"
         measurements.append(Measurement("steps", name, cluster.num_devices, run.seconds, predicted))
     factor = statistics.geometric_mean(ratios)
-    slower = changed(
-        cluster, lambda kind: slower_kind(kind, factor, factor, factor), lambda link: slower_link(link, factor, factor)
-    )
+    all_alike = Factors(factor, factor, factor, factor, factor)
+    slower = changed(cluster, lambda kind: slower_kind(kind, all_alike), lambda link: slower_link(link, factor, factor))
     return slower, measurements
 
 

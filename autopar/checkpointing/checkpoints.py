@@ -81,25 +81,20 @@ def save(
       OSError, ValueError: the checkpoint before could not be written; what the storage says.
       SystemExit: the process was asked to end, or the job is to be started again under another plan.
     """
-    preemption, replanning = _preemption(), _replanning()
-    if replanning is not None and _opened(path, options, create=True).manager.should_save(step):
-        replanning.steps_end(state, step)
+    preemption = _preemption()
+    if preemption.has_come:
+        return False  # as of a script that saves at its end, however it ends
+    replanning = _replanning() if preemption.can_end(str(_folder(path))) else None
     with spent_on("checkpoints"):
-        is_saved = _save(preemption, path, state, step, metrics=metrics, batches=batches, options=options)
-        if is_saved and replanning is not None and not preemption.has_come and replanning.pays():
+        ends = preemption.comes_now(str(_folder(path)))
+        begins = None if replanning is None else functools.partial(replanning.steps_end, state, step)
+        is_saved = write(
+            path, state, step, metrics=metrics, batches=batches, options=options, when_due=not ends, begins=begins
+        )
+        if ends or (is_saved and replanning is not None and replanning.pays()):
             _end(preemption, path, step)
     if is_saved and replanning is not None:
         replanning.goes_on(step)
-    return is_saved
-
-
-def _save(preemption: Preemption, path: Any, state: Any, step: int, **options: Any) -> bool:
-    if preemption.has_come:
-        return False  # as of a script that saves at its end, however it ends
-    ends = preemption.comes_now(str(_folder(path)))
-    is_saved = write(path, state, step, **options, when_due=not ends)
-    if ends:
-        _end(preemption, path, step)
     return is_saved
 
 
@@ -114,8 +109,12 @@ def _end(preemption: Preemption, path: Any, step: int) -> NoReturn:
 def write(
     path: Any, state: Any, step: int, *, metrics: Mapping[str, float] | None = None, batches: Batches | None = None,
     options: ocp.CheckpointManagerOptions | None = None, when_due: bool = False,
+    begins: Callable[[], None] | None = None,
 ) -> bool:  # fmt: skip
-    """As `save`, of which nothing ends the program; `when_due`: only if the options say so."""
+    """As `save`, of which nothing ends the program.
+
+    `when_due`: only if the options say so; `begins`: called before a checkpoint that is written.
+    """
     check_present(state)
     manager = _opened(path, options, create=True).manager
     latest = manager.latest_step()
@@ -129,6 +128,8 @@ def write(
             "into another folder."
         )
     _agree("autopar.save", manager, step)
+    if begins is not None:
+        begins()
     stored = jax.tree.map(stored_leaf, state, is_leaf=is_pieces)
     position = None if batches is None else json.dumps(batches.get_state(), default=_bytes)
     items = ocp.args.Composite(**{_ITEM: SavedState(stored, position)})

@@ -9,7 +9,6 @@ import sys
 import weakref
 from typing import Any
 
-from autopar.errors import UserError
 from autopar.executable import Executable, last_called
 from autopar.ir.plan import Plan
 from autopar.planned import planned_for
@@ -48,7 +47,7 @@ class Replanning:
             self._executable = weakref.ref(executable)  # the steps until now were compiled, or others
             self._pace = Pace(executable.graph.name, executable._devices, self._slower, this_job())
         elif executable is not None and self._pace is not None and since is not None and ended.number > since.number:
-            slowdown = self._pace.look(ended.number, self._pace.agreed(since.step_seconds(ended)))
+            slowdown = self._pace.look(ended.number, *self._pace.agreed(since.step_seconds(ended)))
         if slowdown is None or executable is None:
             return False
         _say(str(slowdown))
@@ -63,30 +62,33 @@ def _is_quicker(slowdown: Slowdown, executable: Executable) -> bool:
     """Whether another plan is, on the cluster as it is; what is slow is remembered then."""
     job = this_job()
     decide = functools.partial(_replanned, slowdown, executable)
-    before, after = json.loads(decide() if job is None else job.from_first(decide))
-    pays = bool(after < _PAYS * before)
-    text = (
-        f"on the cluster as it is now this plan takes {before:.4g} s a step, and the best that was found {after:.4g} s"
-    )
-    _say(f"{text}: {'the job is to be started again' if pays else 'the job goes on'}")
-    return pays
+    pays, text = json.loads(decide() if job is None else job.from_first(decide))
+    _say(text)
+    return bool(pays)
 
 
 def _replanned(slowdown: Slowdown, executable: Executable) -> str:
-    """Predicted seconds of a step on the cluster as it is: by the plan that runs, and by the one that is found now."""
+    """Whether another plan takes less on the cluster as it is, and what is to be said of it; never raises."""
+    try:
+        pays, text = _compared(slowdown, executable)
+    except Exception as error:  # nothing fits, a file cannot be written, ..: no reason to end a job
+        pays, text = False, f"the job goes on under its plan: {error}"
+    return json.dumps([pays, text])
+
+
+def _compared(slowdown: Slowdown, executable: Executable) -> tuple[bool, str]:
     planned = executable.plan
+    if planned.planner is None:
+        return False, "the job goes on: its plan, or the cluster that it is for, was given to it"
     hosts, network = slow_hosts.of_hosts(planned.cluster, slowdown.devices, slowdown.hosts, slowdown.parts)
     cluster = slow_hosts.with_slow(planned.cluster, slowdown.devices, slowdown.hosts, hosts, network)
     plan = dataclasses.replace(Plan(**planned.fields()), cluster=cluster)
-    try:
-        before = planned_for(planned.step, cluster, plan).step_time
-        after = planned.on(cluster).step_time
-    except UserError as error:  # nothing fits, say
-        _say(f"no plan for the cluster as it is now: {error}")
-        return json.dumps([0.0, 0.0])
-    if after < _PAYS * before:
-        slow_hosts.remember(hosts, network)
-    return json.dumps([before, after])
+    before, after = planned_for(planned.step, cluster, plan).step_time, planned.planner(cluster).step_time
+    text = f"on the cluster as it is now this plan takes {before:.4g} s a step, the best that was found {after:.4g} s"
+    if after >= _PAYS * before:
+        return False, f"{text}: the job goes on"
+    slow_hosts.remember(hosts, network)
+    return True, f"{text}: the job is to be started again"
 
 
 def _say(text: str) -> None:

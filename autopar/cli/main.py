@@ -37,7 +37,7 @@ from autopar.ir.method import Method
 from autopar.ir.plan import Plan
 from autopar.planned import Planned
 from autopar.planning.baselines import usual_methods
-from autopar.planning.slow_hosts import WHEN_SLOWER
+from autopar.planning.slow_hosts import when_slower
 from autopar.profiling import profile_of
 from autopar.reporting.comparison import Comparison
 from autopar.reporting.page import check_page
@@ -45,7 +45,7 @@ from autopar.reporting.progress import ProgramBar
 from autopar.reporting.report import Report
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.launcher import initialize, is_launched, run_script
-from autopar.runtime.local_job import Elastic, launch, launch_elastic
+from autopar.runtime.local_job import WHEN_SLOWER, Elastic, launch, launch_elastic
 from autopar.wrapped import WrappedStep
 
 __all__ = ["main"]
@@ -377,8 +377,8 @@ def run(
     if (processes is not None or elastic is not None) and not is_launched():
         command = [sys.executable, "-m", "autopar", "run", *context.meta[_TYPED]]
         if elastic is not None:
-            replans = replan_when_slower is not None
-            return launch_elastic(command, Elastic(*elastic, max_restarts, replans), devices_per_process)
+            bounds = Elastic(*elastic, max_restarts, replans=when_slower() is not None)
+            return launch_elastic(command, bounds, devices_per_process)
         return launch(command, processes or 1, devices_per_process, bare=as_json)
     joined = initialize(devices_per_process, heartbeat_timeout)
     if is_script:
@@ -479,6 +479,8 @@ def calibrate(
       autopar calibrate --from-profile profile.json -o mine.json
     """
     if profiled is not None:
+        if devices is not None:
+            raise ArgumentError(f"--devices {devices}: --from-profile measures nothing.")
         found = cluster_from_profile(profiled)
         write_path(output, cluster_to_json(found.cluster), "cluster file", ClusterError)
         click.echo(f"autopar: the cluster is in {output}", err=True)

@@ -247,6 +247,7 @@ _DEVICE: Mapping[str, Reader] = {
     "dispatch_overhead": number("seconds, 0 or more", least=0),
     "memory_reserve": whole("a whole number of bytes, 0 or more", least=0),
     "convolution_share": number("a share above 0 and at most 1", above=0, most=1),
+    "attention_share": number("a share above 0 and at most 1", above=0, most=1),
     "batched_share": number("a share above 0 and at most 1", above=0, most=1),
     "multiprocessors": whole("a whole number, 0 or more", least=0),
     "measured": _read_measured,
@@ -269,7 +270,8 @@ _EFFICIENCIES = {
     "matmul_efficiency": 0.8, "memory_efficiency": 0.85, "launch_overhead": 3e-6, "dispatch_overhead": 5e-5,
 }  # fmt: skip
 _UNSAID = {
-    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "multiprocessors": 0, "measured": Measured(),
+    "memory_reserve": 0, "convolution_share": 1.0, "batched_share": 1.0, "attention_share": 1.0, "multiprocessors": 0,
+    "measured": Measured(),
 }  # fmt: skip
 _read_device_record = record(_DEVICE, {**_UNSAID, **dict.fromkeys(_EFFICIENCIES)})
 

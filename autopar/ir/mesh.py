@@ -143,6 +143,7 @@ class DeviceKind:
     memory_reserve: int = 0  # bytes of `memory` kept free for context, workspaces and fragmentation
     convolution_share: float = 1.0  # of that speed of products that large convolutions reach, in (0, 1]
     batched_share: float = 1.0  # .. and that many large products in one call reach, which are tuned less, in (0, 1]
+    attention_share: float = 1.0  # of the published speed of fused attention that it reaches, in (0, 1]
     multiprocessors: int = 0  # thread blocks at a time, for small products; 0: of any size they are as fast
     xla: XlaBackend = XLA_FOR_GPUS  # whose compiler makes its programs
     measured: Measured = Measured()  # where it is not empty, instead of the shares and efficiencies above

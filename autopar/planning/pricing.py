@@ -48,6 +48,7 @@ class Prices:
         self.cluster, self.memory_limit, self._least_sum_bytes = cluster, memory_limit, least_sum_bytes
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
         self._while_busy: dict[int, Prices] = {}
+        self._kinds: dict[Mesh, DeviceKind] = {}
 
     def while_busy(self, mesh: Mesh) -> Prices:
         """Prices while no other devices than those of a mesh are busy: others only where devices are virtual."""
@@ -80,7 +81,9 @@ class Prices:
 
     def kind(self, mesh: Mesh) -> DeviceKind:
         """Of the kinds in the mesh what is slowest and smallest."""
-        return worst_of(self.cluster.kinds_of(mesh.devices))
+        if mesh not in self._kinds:
+            self._kinds[mesh] = worst_of(self.cluster.kinds_of(mesh.devices))
+        return self._kinds[mesh]
 
     def memory(self, mesh: Mesh) -> int:
         """Bytes per device that a plan may use."""

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import pathlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.cost_model.slowed import Slowness, slowed_hosts
 from autopar.errors import ArgumentError
 from autopar.ir.mesh import Cluster
 from autopar.planning.plan_cache import FOLDER
-from autopar.runtime.local_job import cache_folder
+from autopar.runtime.local_job import WHEN_SLOWER, cache_folder
 from autopar.runtime.pulse import Part
 
 if TYPE_CHECKING:
     import jax
 
-WHEN_SLOWER = "AUTOPAR_REPLAN_WHEN_SLOWER"  # how many times as long a step has to take; without it nothing is done
 _FILE = "slow-hosts.json"
 _REMEMBERED = 24 * 3600.0  # seconds: it may have been mended since
 _DIGITS = 2  # of the factors, so that the next start plans for the same cluster
+
+
+class _Known(NamedTuple):
+    hosts: Mapping[str, Slowness]
+    network: float
+
+
+_planned_for = [_Known({}, 1.0)]  # by this program: what had been remembered
 
 
 def when_slower() -> float | None:
@@ -67,15 +75,18 @@ def of_hosts(
 def remember(hosts: Mapping[str, Slowness], network: float) -> None:
     """For the next start, on these hosts, beside what is known of others.
 
-    What is known of these hosts already was planned for: the factors multiply.
+    What this program has planned for already was as slow before: the factors multiply.
+
+    Raises:
+      OSError: it cannot be written.
     """
     known = _read()
     for name, slow in hosts.items():
-        before = Slowness(**known["hosts"].get(name, {}).get("slow", {}))
+        before = _planned_for[-1].hosts.get(name, Slowness())
         both = Slowness(*(round(a * b, _DIGITS) for a, b in zip(before, slow, strict=True)))
         known["hosts"][name] = {"slow": both._asdict(), "at": time.time()}
     if network > 1:
-        known["network"] = {"slow": round(network * known["network"]["slow"], _DIGITS), "at": time.time()}
+        known["network"] = {"slow": round(network * _planned_for[-1].network, _DIGITS), "at": time.time()}
     path = _path()
     path.parent.mkdir(parents=True, exist_ok=True)
     written = path.with_suffix(f".{os.getpid()}")
@@ -85,20 +96,28 @@ def remember(hosts: Mapping[str, Slowness], network: float) -> None:
 
 def as_remembered(cluster: Cluster, devices: Sequence[jax.Device], names: Sequence[str]) -> Cluster:
     """The cluster with its hosts as slow as they were found to be, where jobs are planned anew."""
-    if when_slower() is None or not _path().exists() or len(devices) != cluster.num_devices:
+    if when_slower() is None or not _path().exists() or len(devices) < cluster.num_devices:
         return cluster
     known = _read()
     hosts = {name: Slowness(**each["slow"]) for name, each in known["hosts"].items()}
-    return with_slow(cluster, devices, names, hosts, known["network"]["slow"])
+    _planned_for[:] = [_Known(hosts, known["network"]["slow"])]
+    return with_slow(cluster, devices, names, *_planned_for[-1])
 
 
 def with_slow(
     cluster: Cluster, devices: Sequence[jax.Device], names: Sequence[str], hosts: Mapping[str, Slowness],
     network: float,
 ) -> Cluster:  # fmt: skip
-    """The cluster with named hosts, and the network, so slow; see `of_hosts`."""
-    owners = [names[devices[first].process_index] for first in cluster.host_bounds[:-1]]
-    return slowed_hosts(cluster, [hosts.get(name, Slowness()) for name in owners], network)
+    """The cluster with named hosts, and the network, so slow; see `of_hosts`.
+
+    Of a host of the cluster that is several machines, behind one fast interconnect, the slowest counts.
+    """
+    slow = []
+    for start, stop in itertools.pairwise(cluster.host_bounds):
+        machines = {names[device.process_index] for device in devices[start:stop]}
+        of_each = [hosts.get(name, Slowness()) for name in machines]
+        slow.append(Slowness(*map(max, zip(*of_each, strict=True))))
+    return slowed_hosts(cluster, slow, network)
 
 
 def _path() -> pathlib.Path:

@@ -47,6 +47,12 @@ class Timeline:
         """The share of the groups' time in which they run no program."""
         return 1.0 - sum(span.end - span.start for span in self.programs) / (self.num_groups * self.seconds)
 
+    @property
+    def unaccounted(self) -> float:
+        """The share of the step in which nothing is under way, neither a program nor a copy."""
+        spans = [(x.start, x.end) for x in self.programs] + [(x.start, x.end) for x in self.copies]
+        return 1.0 - _covered(spans) / self.seconds
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -269,8 +275,11 @@ def _by_kind(timeline: Timeline) -> dict[tuple[int, int | None, str], Spans]:
 
 def _seconds(spans: Spans, to: int | None) -> float:
     """Of programs the sum; of copies, which may go side by side, of what they cover."""
-    if to is None:
-        return sum(end - start for start, end in spans)
+    return sum(end - start for start, end in spans) if to is None else _covered(spans)
+
+
+def _covered(spans: Spans) -> float:
+    """Seconds in which any of them is."""
     covered, until = 0.0, -math.inf
     for start, end in sorted(spans):
         covered += max(0.0, end - max(start, until))

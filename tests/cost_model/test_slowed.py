@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import pytest
 
 import autopar
-from autopar.cost_model.compute import compute_time
-from autopar.cost_model.slowed import Slowness, slowed_hosts, worst_of
-from autopar.ir.mesh import DeviceKind
+from autopar.cost_model.compute import compute_time, product_share
+from autopar.cost_model.slowed import Factors, Slowness, slowed_hosts, slower_kind, worst_of
+from autopar.ir.mesh import Attention, DeviceKind, Patches, ProductSizes, ProductSpeed
 
 
 def _seconds(kind: DeviceKind) -> tuple[float, float]:
@@ -39,6 +39,30 @@ def test_a_slow_host_takes_as_much_longer(name: str) -> None:
     assert slow.network.bandwidth == cluster.network.bandwidth / 5
     for before, after in zip(cluster.hosts[1].busy, slow.hosts[1].busy, strict=True):
         assert _seconds(after.kind)[0] == pytest.approx(2 * _seconds(before.kind)[0])
+
+
+ATTENTION = ProductSizes(8, 4096, 128, 4096, attention=Attention(4096, True, 128, False))
+CONVOLUTION = ProductSizes(1, 4096, 128, 4096, patches=Patches(9, 9.0))
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_kinds_of_kernels_have_factors_of_their_own(is_measured: bool) -> None:
+    kind = _kind("dgx-h100")
+    if is_measured:  # as by a calibration
+        plain = ProductSizes(1, 4096, 4096, 4096)
+        kind = kind.with_measured(
+            products=tuple(ProductSpeed("bfloat16", sizes, 4e14) for sizes in (plain, CONVOLUTION))
+        )
+    slower = slower_kind(kind, Factors(products=2.0, convolutions=6.0, attention=3.0))
+
+    def seconds(of: DeviceKind, sizes: ProductSizes | None) -> float:
+        share = product_share(of, sizes, "bfloat16")
+        return compute_time(of, flops=1e13, bytes_moved=1e3, dtype="bfloat16", matmul=True, share=share)
+
+    for sizes, factor in ((ProductSizes(1, 4096, 4096, 4096), 2.0), (CONVOLUTION, 6.0), (ATTENTION, 3.0)):
+        assert seconds(slower, sizes) == pytest.approx(factor * seconds(kind, sizes), rel=1e-6)
+    host = slowed_hosts(autopar.load_preset("dgx-h100"), [Slowness(products=4.0)]).hosts[0].kind
+    assert seconds(host, ATTENTION) == pytest.approx(4 * seconds(_kind("dgx-h100"), ATTENTION))
 
 
 def test_several_kinds_together_are_as_slow_as_the_slowest_at_each() -> None:

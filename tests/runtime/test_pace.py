@@ -54,7 +54,7 @@ def told(of: Pace, *seconds: float) -> list[Slowdown | None]:
 
 def test_a_step_is_slower_once_two_looks_have_found_it_so() -> None:
     slow = {Part("products", 2): 2.0, Part("products", 3): 2.2, Part("link", 1): 1.4}
-    *before, found = told(pace([{}, slow], Job()), 0.2, 0.1, 0.2, 0.1, 0.14, 0.16, 0.18)
+    *before, found = told(pace([{}, slow], Job()), 0.14, 0.1, 0.2, 0.1, 0.14, 0.16, 0.18)
     assert before == [None] * 6 and found is not None
     assert (found.step, found.step_seconds, found.usual_seconds, found.is_first) == (106, 0.18, 0.1, False)
     assert found.parts == {Part("products", 2): pytest.approx(2.0), Part("products", 3): pytest.approx(2.2)}
@@ -74,9 +74,20 @@ def test_links_within_a_process_and_between_two() -> None:
 
 def test_it_is_told_again_when_it_is_slower_still_or_was_well_in_between() -> None:
     of = pace([{}] * 5)
-    looks = told(of, 0.1, 0.2, 0.2, 0.21, 0.29, 0.31, 0.3, 0.1, 0.2, 0.2)
-    assert [look is not None for look in looks] == [False, False, True, False, False, True, False, False, False, True]
+    looks = told(of, 0.1, 0.2, 0.2, 0.21, 0.29, 0.31, 0.2, 0.31, 0.31, 0.1, 0.2, 0.2)
+    assert [number for number, look in enumerate(looks) if look is not None] == [2, 8, 11]
     assert "No device and no link between neighbours is slower than before" in str(looks[2])
+
+
+def test_what_was_slow_at_the_first_look_is_known_as_it_is_without() -> None:
+    slow = {Part("memory", 1): 3.0}
+    virtual: Any = [Device(0, "cpu", "cpu") for _ in range(4)]
+    *before, found = told(pace([slow, {}, slow], devices=virtual), 0.3, 0.1, 0.3, 0.3)
+    assert before == [None] * 3 and found is not None and found.parts == {Part("memory", 1): pytest.approx(3.0)}
+
+
+def test_looks_at_steps_that_took_no_time_are_none() -> None:
+    assert told(pace([{}]), 0.0, 0.1, 0.0, 0.1, 0.0) == [None] * 5
 
 
 def test_what_is_unlike_others_from_the_beginning_is_told_at_the_first_look() -> None:
