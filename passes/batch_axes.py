@@ -57,7 +57,7 @@ def resolve_batch_axes(graph: Graph, batch_axes: Any, state: Set[Value] = frozen
             raise BatchAxisError(f"batch_axes: {axis!r} for {path}, which has shape {value.shape}: no such axis.")
         resolved[value] = axis % len(value.shape)
     if not resolved and batch_axes is not None:
-        raise BatchAxisError(_none_found(graph))
+        raise BatchAxisError(_none_found(graph, "batch_axes gives no leaf an axis"))
     return resolved
 
 
@@ -70,12 +70,13 @@ def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
         if value not in state and value.shape and value not in keys
     }
     if not every:
-        raise BatchAxisError(_none_found(graph))
+        why = f"every array argument comes out again as state or is a PRNG key ({len(graph.inputs)} leaves)"
+        raise BatchAxisError(_none_found(graph, why))
     candidates = _without_parameters(every)
     if not state and every == candidates and len({_argument(path) for path in candidates.values()}) > 1:
         raise BatchAxisError(
-            f"batch_axes='auto' is ambiguous for {graph.name}: no argument comes out again as state, so that "
-            f"parameters and examples look alike among {_listed(candidates)}. {_REMEDY}"
+            f"batch_axes='auto' is ambiguous for {graph.name}: no argument comes out again as state"
+            f"{_other_dtype(graph)}, so that parameters and examples look alike among {_listed(candidates)}. {_REMEDY}"
         )
     leading = {value.shape[0] for value in candidates}
     if len(leading) > 1:
@@ -88,6 +89,23 @@ def _find(graph: Graph, known: Set[Value]) -> dict[Value, int]:
     (size,) = leading
     examples = {*candidates, *_replaced_by_rows(graph, candidates.keys(), size, {*known, *keys})}
     return dict.fromkeys((v for v in graph.inputs if v in examples), 0)
+
+
+def _other_dtype(graph: Graph) -> str:
+    """What comes out with the shapes of an argument but in other types, which is then no state."""
+    arguments: dict[str, list[tuple[str, Value]]] = {}
+    for value, path in zip(graph.inputs, graph.input_paths, strict=True):
+        arguments.setdefault(_argument(path), []).append((path, value))
+    for leaves in arguments.values():
+        shapes = [value.shape for _, value in leaves]
+        for start in range(len(graph.outputs) - len(leaves) + 1):
+            outputs = graph.outputs[start : start + len(leaves)]
+            if not any(shapes) or [out.shape for out in outputs] != shapes:
+                continue
+            for (path, value), out in zip(leaves, outputs, strict=True):
+                if out.dtype != value.dtype:
+                    return f" ({path} goes in as {value.dtype} and comes out as {out.dtype}, so it is none)"
+    return ""
 
 
 def _replaced_by_rows(graph: Graph, examples: Set[Value], size: int, others: Set[Value]) -> Iterator[Value]:
@@ -151,9 +169,8 @@ def _keys(graph: Graph) -> set[Value]:
     return keys
 
 
-def _none_found(graph: Graph) -> str:
+def _none_found(graph: Graph, why: str) -> str:
     return (
-        f"{graph.name} has no batch argument: every array argument comes out again as state or is a PRNG key"
-        f" ({len(graph.inputs)} leaves). Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument holds the "
-        "examples along its first axis, or batch_axes=None if the step makes its own examples."
+        f"{graph.name} has no batch argument: {why}. Pass batch_axes, e.g. batch_axes=(None, 0) if the second argument "
+        "holds the examples along its first axis, or batch_axes=None if no argument holds examples."
     )

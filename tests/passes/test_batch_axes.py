@@ -118,6 +118,13 @@ def test_parameters_that_look_like_examples_are_ambiguous() -> None:
     )
 
 
+def test_state_that_comes_out_in_another_type_is_named() -> None:
+    half = jax.ShapeDtypeStruct((8, 2), jnp.bfloat16)
+    graph = graph_of(lambda p, x: p - (x @ p).sum() * jnp.float32(1), half, f32(8, 8))
+    with pytest.raises(BatchAxisError, match=r"\(p goes in as bfloat16 and comes out as float32, so it is none\)"):
+        found(graph)
+
+
 @pytest.mark.parametrize(
     ("batch_axes", "message"),
     [
@@ -125,7 +132,7 @@ def test_parameters_that_look_like_examples_are_ambiguous() -> None:
         ((None, "rows"), "batch_axes: 'rows' for batch['x'], which has shape (8, 2): no such axis."),
         ((None, {"z": 0}), "batch_axes=(None, {'z': 0}) is no pytree prefix of the positional arguments of step: "),
         ((None, 0, 0), "batch_axes=(None, 0, 0) is no pytree prefix of the positional arguments of step: "),
-        ((None, None), "step has no batch argument: "),
+        ((None, None), "step has no batch argument: batch_axes gives no leaf an axis. Pass "),
     ],
 )
 def test_malformed_axes(batch_axes: Any, message: str) -> None:
