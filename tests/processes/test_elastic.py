@@ -103,11 +103,18 @@ def test_plans_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch)
     assert (tmp_path / "plans").read_text() == "/elsewhere"
 
 
-@pytest.mark.parametrize("said", [("--elastic", "4:2"), ("--elastic", "2"), ("--elastic", "1:2", "--processes", "2")])
-def test_what_makes_no_sense_is_refused(said: Sequence[str]) -> None:
-    command = [sys.executable, "-m", "autopar", "run", *said, "script.py"]
+@pytest.mark.parametrize(
+    ("said", "target"),
+    [
+        (("--elastic", "4:2"), "script.py"), (("--elastic", "2"), "script.py"),
+        (("--elastic", "1:2", "--processes", "2"), "script.py"), (("--replan-when-slower", "1"), "script.py"),
+        (("--replan-when-slower", "1.5"), "model:train"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(said: Sequence[str], target: str) -> None:
+    command = [sys.executable, "-m", "autopar", "run", *said, target]
     done = subprocess.run(command, env=environment(1), cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "--elastic" in done.stderr
+    assert done.returncode == 2 and said[0] in done.stderr
 
 
 @pytest.mark.slow
