@@ -208,7 +208,7 @@ def test_every_number_of_a_file_is_checked() -> None:
             yield from numbers(item, (*path, key))
 
     paths = list(numbers(data))
-    assert len(paths) == 24  # version, 2 counts, 11 of the device, 6 of the compiler, 2 of each link
+    assert len(paths) == 25  # version, 2 counts, 12 of the device, 6 of the compiler, 2 of each link
     for path in paths:
         for bad in (-1, "1", math.inf):
             broken = copy.deepcopy(data)

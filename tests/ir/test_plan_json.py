@@ -262,6 +262,7 @@ def test_every_missing_field_is_an_error() -> None:
         "memory_reserve",
         "convolution_share",
         "batched_share",
+        "attention_share",
         "collective_combine_threshold",
         "multiprocessors",
     }
