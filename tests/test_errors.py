@@ -57,7 +57,7 @@ def test_no_batch_argument() -> None:
         autopar.parallelize(lambda p: jax.tree.map(jnp.tanh, p)).plan(params())
     text = "<lambda> has no batch argument: every array argument comes out again as state or is a PRNG key (2 leaves). "
     assert str(caught.value).startswith(text)
-    assert "or batch_axes=None if the step makes its own examples" in str(caught.value)
+    assert "or batch_axes=None if no argument holds examples" in str(caught.value)
 
 
 def loop_over_examples(p: Any, batch: Any) -> Any:
