@@ -20,7 +20,7 @@ from autopar.planning.details import model_flops
 from autopar.reporting.record import tokens_per_step
 from autopar.runtime.processes import this_job
 from autopar.runtime.spent import Since, wait_for
-from autopar.wrapped import WrappedStep, check_step
+from autopar.wrapped import CountedStep, WrappedStep, check_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,36 +78,31 @@ class StepMetrics:
 Sink = Callable[[StepMetrics], None]
 
 
-class Metered(WrappedStep):
+class Metered(CountedStep):
     """A step whose calls are counted and timed: see `meter`."""
 
     def __init__(
         self, step: Parallelized | WrappedStep, sinks: Sequence[Sink], every: int, tokens: int | None, start: int
     ) -> None:
-        super().__init__(step)
-        self._sinks, self._every, self._tokens, self._number = sinks, every, tokens, start
-        self._executable: Executable | None = None  # that the steps since then were of
+        super().__init__(step, start)
+        self._sinks, self._every, self._tokens = sinks, every, tokens
         self._since, self._ideal_seconds = Since.now(start), 0.0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.step(*args, **kwargs)
-        self._number += 1
-        executable: Executable | None = self.last_executable
-        if executable is not self._executable:  # this call may have planned and compiled it
-            wait_for(result)
-            self._executable = executable
-            if executable is not None:  # as under `jax.disable_jit`
-                _, self._ideal_seconds = model_flops(executable.graph, executable.plan.cluster)
-            self._since = Since.now(self._number)
-        elif executable is not None and self._number - self._since.number >= self._every:
-            wait_for(result)
-            job = this_job()
-            if job is None or job.index == 0:
-                metrics = self._measured(executable, Since.now(self._number))
-                for sink in self._sinks:
-                    sink(metrics)
-            self._since = Since.now(self._number)
-        return result
+    def _begin(self, executable: Executable | None) -> None:
+        if executable is not None:
+            _, self._ideal_seconds = model_flops(executable.graph, executable.plan.cluster)
+        self._since = Since.now(self._number)
+
+    def _count(self, executable: Executable, result: Any) -> None:
+        if self._number - self._since.number < self._every:
+            return
+        wait_for(result)
+        job = this_job()
+        if job is None or job.index == 0:
+            metrics = self._measured(executable, Since.now(self._number))
+            for sink in self._sinks:
+                sink(metrics)
+        self._since = Since.now(self._number)
 
     def _measured(self, executable: Executable, now: Since) -> StepMetrics:
         since, ideal = self._since, self._ideal_seconds

@@ -121,10 +121,11 @@ def _kernel_rows(
     if job is not None:
         found = _summed(job, found)
     work = executable.plan.work()
-    share = 1 / (steps * executable.plan.cluster.num_devices)
+    per_device = 1 / executable.plan.cluster.num_devices
+    share = per_device / steps
     rows = []
     for kind in sorted(found, key=lambda kind: -found[kind].seconds):
-        done, per_device = work.get(kind, KindWork()), 1 / executable.plan.cluster.num_devices
+        done = work.get(kind, KindWork())
         rows.append(
             KernelRow(
                 kind, share * found[kind].kernels, share * found[kind].seconds, per_device * done.seconds,

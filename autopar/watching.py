@@ -12,38 +12,34 @@ from autopar.executable import Executable
 from autopar.runtime.pace import Pace, Slowdown
 from autopar.runtime.processes import this_job
 from autopar.runtime.spent import Since, wait_for
-from autopar.wrapped import WrappedStep, check_step
+from autopar.wrapped import CountedStep, WrappedStep, check_step
 
 _FIRST = 5  # steps after which it is known how many there are between two looks
 
 
-class Watched(WrappedStep):
+class Watched(CountedStep):
     """A step whose pace is watched: see `watch`."""
 
     def __init__(
         self, step: Parallelized | WrappedStep, slower: float, every: float, to: Callable[[Slowdown], None], start: int
     ) -> None:
-        super().__init__(step)
-        self._slower, self._every, self._to, self._number = slower, every, to, start
-        self._executable: Executable | None = None  # that the steps since then were of
+        super().__init__(step, start)
+        self._slower, self._every, self._to = slower, every, to
         self._pace: Pace | None = None
         self._since, self._next, self._is_first = Since.now(start), start, True
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        result = self.step(*args, **kwargs)
-        self._number += 1
-        executable: Executable | None = self.last_executable
-        if executable is not self._executable:  # this call may have planned and compiled it
-            wait_for(result)
-            self._executable, self._pace, self._is_first = executable, None, True
-            if executable is not None:  # as under `jax.disable_jit`
-                self._pace = Pace(executable.graph.name, executable._devices, self._slower, this_job())
-            self._since, self._next = Since.now(self._number), self._number + _FIRST
-        elif self._pace is not None and self._number >= self._next:
-            wait_for(result)
-            self._look(self._pace, Since.now(self._number))
-            self._since = Since.now(self._number)
-        return result
+    def _begin(self, executable: Executable | None) -> None:
+        self._pace, self._is_first = None, True
+        if executable is not None:
+            self._pace = Pace(executable.graph.name, executable._devices, self._slower, this_job())
+        self._since, self._next = Since.now(self._number), self._number + _FIRST
+
+    def _count(self, executable: Executable, result: Any) -> None:
+        if self._pace is None or self._number < self._next:
+            return
+        wait_for(result)
+        self._look(self._pace, Since.now(self._number))
+        self._since = Since.now(self._number)
 
     def _look(self, pace: Pace, now: Since) -> None:
         seconds, whole = pace.agreed(self._since.step_seconds(now), self._since.whole_seconds(now))

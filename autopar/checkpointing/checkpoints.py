@@ -60,8 +60,8 @@ def save(
     If the process was asked to end since the last call (SIGTERM, as a scheduler sends it to jobs that it takes the
     machine from), a checkpoint is written whether one is due or not, and once it is complete the program ends with exit
     code 75, in a job on all processes. The same happens under `autopar run --replan-when-slower` where another plan is
-    quicker by then. From the first call on, in the main thread, no SIGTERM ends the program
-    otherwise, but a second one. What is saved into another folder than that of the first call ends nothing.
+    quicker by then. From the first call on, in the main thread, no SIGTERM ends the program otherwise, but a second
+    one. What is saved into another folder than that of the first call ends nothing.
 
     The state is written as the pytree that it is, whatever the plan: `orbax.checkpoint.PyTreeCheckpointer().restore(
     path/step/"state")` reads it. Of random keys it holds their numbers. Leaves that are neither arrays nor numbers nor

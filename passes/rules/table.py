@@ -135,9 +135,6 @@ def find_fault(equation: Equation, rule: Rule) -> str | None:
     return None
 
 
-_WITH_BODIES = frozenset({"scan", "while", "cond"})
-
-
 def warn_missing(equations: Iterable[Equation]) -> None:
     """Warn of what runs replicated for want of a rule: once for each primitive and line of the user's code."""
     seen = set()
@@ -148,10 +145,11 @@ def warn_missing(equations: Iterable[Equation]) -> None:
             continue
         seen.add(place)
         name, source = equation.primitive.name, equation.source or "unknown source"
-        why = f"nothing in '{name}' can be split" if has_rule(name) else f"no sharding rule for primitive '{name}'"
-        why += f": {OMITTED[name]}" if name in OMITTED and not has_rule(name) else ""
-        # A rule of a loop would be one for all loops.
-        remedy = "" if name in _WITH_BODIES else f"; give it a rule with @autopar.register_sharding_rule('{name}')"
+        if has_rule(name):  # which has looked at this equation: another one would be for all of its kind
+            why, remedy = f"nothing in '{name}' can be split", ""
+        else:
+            why = f"no sharding rule for primitive '{name}'" + (f": {OMITTED[name]}" if name in OMITTED else "")
+            remedy = f"; give it a rule with @autopar.register_sharding_rule('{name}')"
         warn(
             f"{why} (from {source}): its operands are gathered and it runs whole on every device{remedy}",
             MissingRuleWarning,

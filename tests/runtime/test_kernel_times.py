@@ -89,4 +89,4 @@ def test_kernels_of_a_program_that_ran(runs: int) -> None:
     assert found["products"].kernels == 4 * runs
     assert found["convolutions"].kernels == runs
     assert found["memory"].kernels >= runs and found.keys() == {"products", "convolutions", "memory"}
-    assert all(0 < times.seconds < 60 for times in found.values())
+    assert all(times.seconds > 0 for times in found.values())

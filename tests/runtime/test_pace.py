@@ -105,7 +105,7 @@ def test_readings_of_devices_at_hand() -> None:
     assert found.keys() == {
         *(Part(what, i) for what in ("products", "memory") for i in range(3)), Part("link", 0), Part("link", 1)
     }  # fmt: skip
-    assert all(0 < seconds < 60 for seconds in found.values())
+    assert all(seconds > 0 for seconds in found.values())
 
 
 def test_of_a_link_that_both_ends_have_read_the_quicker_reading_counts() -> None:

@@ -164,6 +164,16 @@ def test_warning_names_primitive_and_source_once() -> None:
     assert "model.py:9" in str(caught[1].message)
 
 
+def test_what_a_rule_leaves_whole_is_told_without_a_remedy_for_all_of_its_kind() -> None:
+    def by_columns(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, column: (jnp.cumsum(c[::-1] * column), None), x[0], x)[0]
+
+    with pytest.warns(MissingRuleWarning) as caught:
+        warn_missing([e for e in equations_of(by_columns, jnp.ones((4, 6))) if e.primitive.name == "scan"])
+    assert "nothing in 'scan' can be split" in str(caught[0].message)
+    assert "register_sharding_rule" not in str(caught[0].message)
+
+
 def test_a_users_rule_is_used() -> None:
     assert not has_rule("my_kernel")
 
