@@ -17,6 +17,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.sharding import Sharding
 from autopar.planning.finisher import LeafHome
 from autopar.runtime.gathering import whole_arrays
+from autopar.runtime.placement import weakly_typed
 from autopar.runtime.processes import this_job
 from autopar.tracing.trace import matching_leaves, state_specs
 
@@ -105,6 +106,12 @@ def _sharding_of(sharding: jax.sharding.NamedSharding, rank: int) -> Sharding:
     return Sharding(tuple(dims) + ((),) * (rank - len(dims)))
 
 
+def _on_device(x: Any, device: jax.Device, like: Any) -> Any:
+    """An array on a device, weakly typed where `like` is."""
+    there = jax.device_put(x, device)
+    return weakly_typed(there) if getattr(like, "weak_type", False) else there
+
+
 def gather(tree: Any) -> Any:
     """A pytree whose arrays lie whole on the first device: what `jax.jit` accepts, whatever the plan was.
 
@@ -118,12 +125,12 @@ def gather(tree: Any) -> Any:
         # What lies on a mesh of a plan: to the others it does, too, whoever has its devices.
         apart = {i: x for i, x in enumerate(leaves) if isinstance(x, jax.Array) and job.shares(x.sharding)}
         for i, x in whole_arrays(apart, job).items():
-            leaves[i] = jax.device_put(x, device)
+            leaves[i] = _on_device(x, device, leaves[i])
         tree = jax.tree.unflatten(structure, leaves)
 
     def whole(x: Any) -> Any:
         if isinstance(x, Pieces):
-            return jax.device_put(np.asarray(x), device)
-        return jax.device_put(uncommitted(x), device) if isinstance(x, jax.Array) else x
+            return _on_device(np.asarray(x), device, x.pieces[0])
+        return _on_device(uncommitted(x), device, x) if isinstance(x, jax.Array) else x
 
     return jax.tree.map(whole, tree, is_leaf=lambda x: isinstance(x, Pieces))

@@ -15,10 +15,11 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.errors import InternalError
 from autopar.ir.mesh import Cluster, Link, Mesh
@@ -95,38 +96,49 @@ def make_collective_pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
     return price
 
 
-Copy = tuple[int, int]  # source and target device
 
 
-def transfer_time(cluster: Cluster, copies: Sequence[Copy], nbytes: int) -> float:
+def transfer_time(cluster: Cluster, copies: npt.ArrayLike, nbytes: int) -> float:
     """Seconds in which all these copies of so many bytes are made; a copy from a device to itself takes none.
 
     A device's copies follow one another, those of different devices overlap; those of one host share its network.
+
+    Args:
+      cluster: with the devices.
+      copies: a row for each: the numbers of the sending device and of the receiving one.
+      nbytes: of each.
     """
-    leaving: dict[int, set[int]] = defaultdict(set)
-    arriving: dict[int, set[int]] = defaultdict(set)
-    for source, target in copies:
-        low, high = cluster.host_of(source), cluster.host_of(target)
-        if low != high:
-            leaving[low].add(source)
-            arriving[high].add(target)
-    each: dict[tuple[int, int], float] = {}  # by the hosts of source and target
-    sending: dict[int, float] = defaultdict(float)
-    receiving: dict[int, float] = defaultdict(float)
-    for source, target in copies:
-        if source == target:
-            continue
-        low, high = hosts = cluster.host_of(source), cluster.host_of(target)
-        if hosts not in each:
-            links = group_links(cluster, sorted((source, target)))
-            if low != high:
-                ends = (len(leaving[low]), cluster.hosts[low]), (len(arriving[high]), cluster.hosts[high])
-                bandwidth = min(cluster.network.beside(count, host.num_devices) for count, host in ends)
-                links = dataclasses.replace(links, across=dataclasses.replace(cluster.network, bandwidth=bandwidth))
-            each[hosts] = _cheapest(collective_lines("permute", links), nbytes)
-        sending[source] += each[hosts]
-        receiving[target] += each[hosts]
-    return max((*sending.values(), *receiving.values()), default=0.0)
+    pairs = np.asarray(copies, dtype=np.int64).reshape(-1, 2)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    if not len(pairs):
+        return 0.0
+    bounds = np.array(cluster.host_bounds)
+    hosts = np.searchsorted(bounds, pairs, side="right") - 1
+    leaves = hosts[:, 0] != hosts[:, 1]
+    # Of each copy: how many devices of its host send to others, and how many of the other receive from others.
+    busy = np.column_stack([
+        np.bincount(np.searchsorted(bounds, np.unique(devices[leaves]), side="right") - 1, minlength=len(bounds))[host]
+        for devices, host in zip(pairs.T, hosts.T, strict=True)
+    ])
+    # Copies between as many devices of such hosts take the same.
+    alike = np.column_stack([_kinds_of_hosts(cluster)[hosts], leaves, busy * leaves[:, None]])
+    _, first, number = np.unique(alike, axis=0, return_index=True, return_inverse=True)
+    each = []
+    for at in first:
+        links = group_links(cluster, sorted(pairs[at].tolist()))
+        if leaves[at]:
+            ends = zip(busy[at].tolist(), hosts[at], strict=True)
+            bandwidth = min(cluster.network.beside(n, cluster.hosts[host].num_devices) for n, host in ends)
+            links = dataclasses.replace(links, across=dataclasses.replace(cluster.network, bandwidth=bandwidth))
+        each.append(_cheapest(collective_lines("permute", links), nbytes))
+    seconds = np.array(each)[number.reshape(-1)]
+    return float(max(np.bincount(devices, seconds).max() for devices in pairs.T))
+
+
+def _kinds_of_hosts(cluster: Cluster) -> npt.NDArray[np.int64]:
+    """A number for each host; those next to one another that are equal have the same."""
+    runs = [len(list(equal)) for _, equal in itertools.groupby(cluster.hosts)]
+    return np.repeat(np.arange(len(runs)), runs)
 
 
 def _mesh_links(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...]) -> tuple[GroupLinks, ...]:
@@ -140,8 +152,7 @@ def _mesh_links(cluster: Cluster, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Gr
     leaves = is_first & (is_first.sum(1, keepdims=True) > 1)
     senders = np.bincount(hosts[leaves], minlength=len(cluster.hosts))  # groups that leave a host
     rings = np.maximum(senders[hosts].max(1), 1)
-    runs = [len(list(equal)) for _, equal in itertools.groupby(cluster.hosts)]
-    kinds = np.repeat(np.arange(len(runs)), runs)[hosts]
+    kinds = _kinds_of_hosts(cluster)[hosts]
     # Groups that have as many devices on as many hosts of each kind, beside as many others, have the same links.
     _, those = np.unique(np.column_stack([kinds, is_first, rings]), axis=0, return_index=True)
     return tuple(dict.fromkeys(group_links(cluster, groups[at].tolist(), int(rings[at])) for at in those))

@@ -8,10 +8,15 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.cost_model.reshard import Resharder, shardings
 from autopar.errors import InternalError
 from autopar.ir.mesh import Mesh
 from autopar.ir.sharding import Sharding, TileCopies, TileCopy
+
+Array = npt.NDArray[np.int64]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,19 +31,14 @@ class TransferPlan:
     seconds: float  # both reshardings and the copies
 
 
-def _tile_of_position(sharding: Sharding, mesh_shape: tuple[int, ...], axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-    """The tile that each device of the mesh holds, by position: its place along each dimension."""
-    mesh = Mesh(tuple(range(math.prod(mesh_shape))), mesh_shape, axes)
-    tiles = []
-    for coordinates in itertools.product(*map(range, mesh_shape)):
-        at = dict(zip(axes, coordinates, strict=True))
-        tile = []
-        for dim in sharding.dims:
-            place = 0
-            for axis in dim:
-                place = place * mesh.axis_size(axis) + at[axis]
-            tile.append(place)
-        tiles.append(tuple(tile))
+def _tile_of_position(sharding: Sharding, mesh_shape: tuple[int, ...], axes: tuple[str, ...]) -> Array:
+    """The tile that each device of the mesh holds: its place along each dimension, as an array [position, dim]."""
+    at = dict(zip(axes, np.indices(mesh_shape).reshape(len(mesh_shape), math.prod(mesh_shape)), strict=True))
+    sizes = dict(zip(axes, mesh_shape, strict=True))
+    tiles = np.zeros((math.prod(mesh_shape), len(sharding.dims)), dtype=np.int64)
+    for k, dim in enumerate(sharding.dims):
+        for axis in dim:
+            tiles[:, k] = tiles[:, k] * sizes[axis] + at[axis]
     return tiles
 
 
@@ -53,7 +53,10 @@ def tile_copies(
     cut, joined = sent.tiles(source_mesh), received.tiles(target_mesh)
     if sent.partial or received.partial or not _go_together(shape, cut, joined):
         raise InternalError(f"{shape} cannot be copied tile by tile from {sent} to {received}")
-    return _copies(sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes)
+    cuts, joins, copies = _copies(
+        sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes
+    )
+    return TileCopies(cuts, joins, tuple(itertools.starmap(TileCopy, copies.tolist())))
 
 
 def _go_together(shape: tuple[int, ...], cut: tuple[int, ...], joined: tuple[int, ...]) -> bool:
@@ -61,7 +64,7 @@ def _go_together(shape: tuple[int, ...], cut: tuple[int, ...], joined: tuple[int
     return all(size % math.lcm(*both) == 0 for size, *both in zip(shape, cut, joined, strict=True))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=4096)
 def _copies(
     sent: Sharding,
     source_shape: tuple[int, ...],
@@ -69,30 +72,45 @@ def _copies(
     received: Sharding,
     target_shape: tuple[int, ...],
     target_axes: tuple[str, ...],
-) -> TileCopies:
+) -> tuple[tuple[int, ...], tuple[int, ...], Array]:
+    """`TileCopies` with its copies as an array: a row for each, with the columns of `TileCopy`."""
     held = _tile_of_position(sent, source_shape, source_axes)
     wanted = _tile_of_position(received, target_shape, target_axes)
-    tiles = [[max(along) + 1 for along in zip(*each, strict=True)] for each in (held, wanted)]
+    tiles = [tuple(int(n) + 1 for n in each.max(axis=0)) for each in (held, wanted)]
     grid = [math.lcm(*both) for both in zip(*tiles, strict=True)]
     cuts, joins = (tuple(n // t for n, t in zip(grid, each, strict=True)) for each in tiles)
-    holders: dict[tuple[int, ...], list[int]] = {}
-    for position, tile in enumerate(held):
-        holders.setdefault(tile, []).append(position)
+    places = np.indices(joins).reshape(len(joins), math.prod(joins)).T
+    # Of every device's every part, by target, then by place: where it is in the grid.
+    at = (wanted[:, None, :] * np.array(joins, dtype=np.int64) + places).reshape(len(wanted) * len(places), len(grid))
+    cut = _flat(at % np.array(cuts, dtype=np.int64), cuts)
+    holders = np.argsort(_flat(held, tiles[0]), kind="stable").reshape(math.prod(tiles[0]), -1)  # by tile
+    sharing = holders[_flat(at // np.array(cuts, dtype=np.int64), tiles[0])]
     receivers = len(wanted) * math.prod(cuts) // math.prod(tiles[1])  # of each tile that is held, of any of its parts
-    served = dict.fromkeys(itertools.product(*map(range, grid)), 0)
-    copies = []
-    for position, tile in enumerate(wanted):
-        for place, part in enumerate(itertools.product(*map(range, joins))):
-            at = tuple(t * n + i for t, n, i in zip(tile, joins, part, strict=True))  # in the grid
-            inside = [i % n for i, n in zip(at, cuts, strict=True)]
-            cut = 0
-            for i, n in zip(inside, cuts, strict=True):
-                cut = cut * n + i
-            sharing = holders[tuple(i // n for i, n in zip(at, cuts, strict=True))]
-            turn = cut * (receivers // math.prod(cuts)) + served[at]
-            copies.append(TileCopy(sharing[turn * len(sharing) // receivers], position, cut, place))
-            served[at] += 1
-    return TileCopies(cuts, joins, tuple(copies))
+    turn = cut * (receivers // math.prod(cuts)) + _times_before(_flat(at, grid))
+    source = np.take_along_axis(sharing, (turn * holders.shape[1] // receivers)[:, None], axis=1)[:, 0]
+    target, place = np.divmod(np.arange(len(at)), len(places))
+    return cuts, joins, np.column_stack([source, target, cut, place])
+
+
+def _flat(places: Array, sizes: Sequence[int]) -> Array:
+    """Row-major numbers of places [place, dim] in a grid of so many."""
+    numbers = np.zeros(len(places), dtype=np.int64)
+    for k, size in enumerate(sizes):
+        numbers = numbers * size + places[:, k]
+    return numbers
+
+
+def _times_before(numbers: Array) -> Array:
+    """How often each number stands before it.
+
+    >>> _times_before(np.array([7, 5, 7, 7, 5])).tolist()
+    [0, 0, 1, 2, 1]
+    """
+    order = np.argsort(numbers, kind="stable")
+    _, first, counts = np.unique(numbers[order], return_index=True, return_counts=True)
+    times = np.empty(len(numbers), dtype=np.int64)
+    times[order] = np.arange(len(numbers)) - np.repeat(first, counts)
+    return times
 
 
 def plan_transfer(
@@ -102,11 +120,12 @@ def plan_transfer(
     target: Sharding,
     source_resharder: Resharder,
     target_resharder: Resharder,
-    link: Callable[[Sequence[tuple[int, int]], int], float],
+    link: Callable[[Array, int], float],
 ) -> TransferPlan:
     """The cheapest way to move an array from `source` on the mesh of one resharder to `target` on that of the other.
 
-    `link([(source device, target device), ..], bytes)` are the seconds of these copies of so many bytes. Sending every
+    `link(copies, bytes)`: seconds of copies of so many bytes, an array with a row (source device, target device) for
+    each. Sending every
     tile once and gathering at the target (Alpa, section 6.2: "local all-gather") is one of the candidates, not a
     special case.
 
@@ -131,14 +150,16 @@ def plan_transfer(
                 grid = list(map(math.lcm, cut, joined))
                 local = (cutting[i] if grid != [*cut] else 0.0) + (joining[j] if grid != [*joined] else 0.0)
                 candidates.append((float(before[i] + after[j]) + local, i, j, nbytes // math.prod(grid)))
+    sending, receiving = np.array(source_mesh.devices), np.array(target_mesh.devices)
     best: TransferPlan | None = None
     for resharding, i, j, part in sorted(candidates):
         if best is not None and resharding >= best.seconds:
             break
         sent, received = senders[i], takers[j]
-        copies = tile_copies(shape, sent, source_mesh, received, target_mesh).copies
-        pairs = [(source_mesh.devices[copy.source], target_mesh.devices[copy.target]) for copy in copies]
-        total = resharding + link(pairs, part)
+        *_, copies = _copies(
+            sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes
+        )
+        total = resharding + link(np.column_stack([sending[copies[:, 0]], receiving[copies[:, 1]]]), part)
         if best is None or total < best.seconds:
             best = TransferPlan(sent, received, total)
     if best is None:  # the replicated pair is always a candidate

@@ -84,6 +84,9 @@ class _Writer:
         self._interleave([self._loop_queue(group) for group in range(self.schedule.num_groups)])
         self._interleave([self._once(s, Phase.UPDATE) for s in stages])
         results = [None if r is None else self._register(r[0], r[1], None) for r in self.lowered.results]
+        for k, register in enumerate(results):
+            if register is not None and register not in self.ready:
+                raise InternalError(f"nothing makes result {k} of the step, {self.lowered.results[k]}")
         return InstructionList(
             tuple(self._with_frees({r for r in results if r is not None})), len(self.numbers), self.leaves,
             self.feeds, self.constants, self.microbatch, self.sums, tuple(results),

@@ -10,7 +10,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
-from autopar.cost_model.mesh_transfer import TransferPlan, plan_transfer
+from autopar.cost_model.mesh_transfer import TransferPlan
 from autopar.cost_model.reshard import Resharder
 from autopar.ir.graph import Literal, Phase, Value
 from autopar.ir.local import (
@@ -19,13 +19,17 @@ from autopar.ir.local import (
     Reshard,
     StageSharding,
 )
-from autopar.ir.mesh import XlaBackend
+from autopar.ir.mesh import Mesh, XlaBackend
 from autopar.ir.program import PlacedStep, Program
 from autopar.ir.rule import Rule
 from autopar.ir.sharding import Sharding
 from autopar.passes import last_microbatch
 from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.program_writer import ProgramWriter, results_of
+
+
+# The cheapest way for a value that lies so on one mesh to lie so on another: see `Prices.transfer_plan`.
+TransferFn = Callable[[Value, Sharding, Mesh, Sharding, Mesh], TransferPlan]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +61,7 @@ def assemble(
     shardings: Sequence[StageSharding],
     rules: Mapping[int, Rule],
     resharders: Sequence[Resharder],
-    link: Callable[[Sequence[tuple[int, int]], int], float],
+    transfer: TransferFn,
     *,
     xla: XlaBackend,
 ) -> LoweredStep:
@@ -71,7 +75,7 @@ def assemble(
     `xla`: the cluster's compiler.
     """
     assembly = _Assembly(placed, shardings, rules, resharders, xla)
-    assembly.cross(link)
+    assembly.cross(transfer)
     assembly.leave()
     return assembly.lowered()
 
@@ -110,7 +114,7 @@ class _Assembly:
         """How the stage that makes a value has it."""
         return self.layouts[stage][self.step.kept.get(value, value)]
 
-    def cross(self, link: Callable[[Sequence[tuple[int, int]], int], float]) -> None:
+    def cross(self, transfer: TransferFn) -> None:
         """Steps 2 and 3: what other stages read."""
         placed, step = self.placed, self.step
         for program in placed.programs:
@@ -121,10 +125,8 @@ class _Assembly:
                 if source == program.stage or value in self.arrivals[program.stage]:
                     continue
                 held = self.layout_at_source(value, source)
-                plan = plan_transfer(
-                    value.shape, value.itemsize, held, self.layouts[program.stage][value], self.resharders[source],
-                    self.resharders[program.stage], link,
-                )  # fmt: skip
+                meshes = [self.shardings[stage].mesh for stage in (source, program.stage)]
+                plan = transfer(value, held, meshes[0], self.layouts[program.stage][value], meshes[1])
                 self.crossings.append(Crossing(value, source, program.stage, plan))
                 self.arrivals[program.stage][value] = plan.received
                 if plan.sent == held:
@@ -149,7 +151,8 @@ class _Assembly:
             sharding = self.homes[leaf].sharding if leaf is not None else self.layout_at_source(out, stage)
             if sharding.partial:
                 sharding = Sharding(sharding.dims)
-            if out in self.stored and (held := self.layouts[stage][out]) != sharding:
+            is_held = out in self.stored or out in step.kept  # at the end of the loop, as it lies there
+            if is_held and (held := self.layout_at_source(out, stage)) != sharding:
                 self.bridged[stage, Phase.UPDATE].append((Port(out, held), Port(out, sharding)))
             self.renewed[out].append(sharding)
             self.results.append((stage, Port(out, sharding)))

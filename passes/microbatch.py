@@ -358,6 +358,14 @@ class _Splitter:
         after_backward = any(v in self.backward for v in operands)
         return Phase.BACKWARD if eqn.phase is Phase.BACKWARD or after_backward else Phase.FORWARD
 
+    def _given(self, local: Value) -> Operand | None:
+        """What an equation of the loop only hands on, in full size, as a body that returns a parameter does."""
+        if local in self.feeds:
+            return self.full[self.feeds[local][0]]
+        if any(local in eqn.outputs for eqn in self.builder.equations if eqn.phase.in_loop):
+            return None
+        return local
+
     def _after(self, v: Operand, eqn: Equation | None) -> Operand:
         """An operand in full size after the loop."""
         if isinstance(v, Literal):
@@ -374,10 +382,14 @@ class _Splitter:
         local = self._in_loop(v, None, frozenset())
         if isinstance(local, Literal):
             raise MicrobatchError(f"{v!r} is a constant of the loop")  # cannot be: batched values have a rank
+        if (given := self._given(local)) is not None:
+            self.full[v] = given
+            return given
         if state.kind is Kind.PARTIAL:
-            total = self.builder.value(jax.ShapeDtypeStruct(v.shape, v.accumulator_dtype, weak_type=v.weak_type))
-            self.accumulate[local] = total
-            whole: Operand = total
+            if local not in self.accumulate:
+                sums = jax.ShapeDtypeStruct(v.shape, v.accumulator_dtype, weak_type=v.weak_type)
+                self.accumulate[local] = self.builder.value(sums)
+            whole: Operand = (total := self.accumulate[local])
             if total.dtype != v.dtype:
 
                 def narrow(x: Any) -> Sequence[Any]:
@@ -387,11 +399,10 @@ class _Splitter:
             self.full[v] = whole
             return whole
         batch = state.batch
-        pieces = tuple(
-            self.builder.value(jax.ShapeDtypeStruct(local.shape, local.dtype, weak_type=v.weak_type))
-            for _ in range(self.m)
-        )
-        self.keep[local] = pieces
+        if local not in self.keep:
+            piece = jax.ShapeDtypeStruct(local.shape, local.dtype, weak_type=v.weak_type)
+            self.keep[local] = tuple(self.builder.value(piece) for _ in range(self.m))
+        pieces = self.keep[local]
         if batch is None:  # alike in every microbatch
             self.full[v] = pieces[0]
             return pieces[0]

@@ -72,15 +72,15 @@ def unfused_notes(
             inside = [kernel for kernel in op.kernels if kernel.plain_attention]
             if inside:
                 line, seconds = _line_inside(op.equation), sum(kernel_seconds(kernel, kind) for kernel in inside)
-                flops = sum(kernel.flops for kernel in inside if kernel.product is not None)
+                products = [(kernel.flops, kernel.dtype) for kernel in inside if kernel.product is not None]
             elif op.equation.id in plain:
                 line, seconds = plain[op.equation.id].source, cost.seconds
-                flops = op.flops if op.product is not None else 0.0
+                products = [(op.flops, op.equation.kernel_dtype(True))] if op.product is not None else []
             else:
                 continue
             entry = stages[local.program.stage][line or "an unknown line"]
             entry.seconds += often * seconds
-            entry.fused += often * _fused_seconds(flops, op.equation, kind)
+            entry.fused += often * sum(_fused_seconds(*product, op.equation, kind) for product in products)
             entry.in_loop |= bool(inside)
             entry.backward |= op.equation.phase is Phase.BACKWARD
     worst: dict[str, _Line] = {}
@@ -93,7 +93,7 @@ def unfused_notes(
         f"the step ({seconds_text(entry.seconds)}): autopar.dot_product_attention would take about "
         f"{seconds_text(entry.fused)}"
         for line, entry in sorted(worst.items(), key=lambda item: -item[1].seconds)
-        if step_time and entry.seconds >= _LEAST_SHARE * step_time
+        if step_time and entry.seconds >= _LEAST_SHARE * step_time and entry.fused < entry.seconds
     ]
 
 
@@ -149,8 +149,8 @@ def _line_inside(loop: Equation) -> str:
     return lines[-1][1] if lines else loop.source
 
 
-def _fused_seconds(flops: float, eqn: Equation, kind: DeviceKind) -> float:
-    """Of products that are a part of fused attention; its backward pass has five instead of four of them."""
+def _fused_seconds(flops: float, dtype: str, eqn: Equation, kind: DeviceKind) -> float:
+    """Of a product that is a part of fused attention; its backward pass has five instead of four of them."""
     backward = eqn.phase is Phase.BACKWARD and not eqn.rematerialized
-    speed = attention_share(Attention(_LONG, False, _WIDTH, backward)) * peak_flops(kind, "bfloat16", matmul=True)
+    speed = attention_share(Attention(_LONG, False, _WIDTH, backward)) * peak_flops(kind, dtype, matmul=True)
     return (1.25 if backward else 1.0) * flops / speed

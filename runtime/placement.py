@@ -129,6 +129,12 @@ def absent(array: Array | jax.ShapeDtypeStruct) -> jax.Array:
     return weakly_typed(empty) if array.weak_type else empty
 
 
+def guards_transfers() -> bool:
+    """Whether JAX guards copies to devices; asked before a context is entered, which takes longer."""
+    config: Any = jax.config
+    return config.jax_transfer_guard_host_to_device not in (None, "allow")
+
+
 def weakly_typed(x: Any) -> Any:
     """The same array, with a type that gives way to others', as those of Python numbers do."""
     return convert_element_type_p.bind(x, new_dtype=x.dtype, weak_type=True, sharding=None)

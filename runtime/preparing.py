@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from autopar.errors import PlanMismatchError
 from autopar.ir.instructions import Free, Register, Run
 from autopar.runtime.placement import Array
-from autopar.runtime.source import Source, compile_options, compiler_options
+from autopar.runtime.source import Source, beside_no_other, compile_options, compiler_options
 from autopar.runtime.transfer import TileTransfer
 
 
@@ -106,12 +106,6 @@ def spans_of(registers: Sequence[Register]) -> list[tuple[slice, slice]]:
     return spans
 
 
-def guards_transfers() -> bool:
-    """Whether JAX guards copies to devices; asked before a context is entered, which takes longer."""
-    config: Any = jax.config
-    return config.jax_transfer_guard_host_to_device not in (None, "allow")
-
-
 def is_deleted(leaf: Any) -> bool:
     """Whether an argument was given away and is gone; what lies on the host never is."""
     return isinstance(leaf, jax.Array) and leaf.is_deleted()
@@ -133,7 +127,8 @@ def compile_all(sources: Sequence[Source]) -> list[Any]:
     for source in sources:
         traced = source.trace()
         options.append(compile_options(source, traced))
-        lowered.append(traced.lower())
+        with beside_no_other(source.mesh):
+            lowered.append(traced.lower())
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
         return list(pool.map(lambda low, chosen: low.compile(chosen), lowered, options))
 
@@ -150,12 +145,10 @@ def zero_programs(sums: Mapping[Register, Array]) -> list[tuple[tuple[Register, 
         def zeros(arrays: list[Array] = arrays) -> list[Any]:
             return [jnp.zeros(a.shape, a.dtype) for a in arrays]
 
-        compiled = (
-            jax.jit(zeros, out_shardings=[a.sharding for a in arrays])
-            .lower()
-            .compile(compiler_options(arrays[0].sharding.mesh.devices.flat))
-        )
-        programs.append((tuple(registers), compiled))
+        mesh: Any = arrays[0].sharding.mesh
+        with beside_no_other(mesh):
+            lowered = jax.jit(zeros, out_shardings=[a.sharding for a in arrays]).lower()
+        programs.append((tuple(registers), lowered.compile(compiler_options(mesh.devices.flat))))
     return programs
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -53,10 +54,19 @@ class Source:
         )
 
     def trace(self) -> Any:
-        return self.jitted().trace(*[jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs])
+        borders = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for a in self.inputs]
+        with beside_no_other(self.mesh):
+            return self.jitted().trace(*borders)
 
     def lower(self) -> Any:
-        return self.trace().lower()
+        traced = self.trace()
+        with beside_no_other(self.mesh):
+            return traced.lower()
+
+
+def beside_no_other(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManager[Any]:
+    """A context for a program on a mesh, where the caller may have set another, with which JAX would refuse it."""
+    return contextlib.nullcontext() if jax.sharding.get_abstract_mesh().empty else jax.set_mesh(mesh)
 
 
 def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:

@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import jax
+
 from autopar.ir.graph import BatchDim, Value
 from autopar.ir.instructions import InstructionList, Register
 from autopar.runtime.feeding import Feeds
-from autopar.runtime.placement import Array, sliceable
+from autopar.runtime.placement import Array, guards_transfers, sliceable
 from autopar.runtime.transfer import TileTransfer
 
 
@@ -47,4 +49,8 @@ def slice_of(leaf: Any, batch: BatchDim, index: int, count: int) -> Any:
     if count == 1:
         return leaf
     size = batch.size // count
-    return sliceable(leaf)[(slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)]
+    window = (slice(None),) * batch.dim + (slice(index * size, (index + 1) * size),)
+    if not guards_transfers():
+        return sliceable(leaf)[window]
+    with jax.transfer_guard_host_to_device("allow"):  # of the window's bounds: what a caller forbids are arrays
+        return sliceable(leaf)[window]

@@ -23,7 +23,7 @@ from autopar.runtime.buffers import Buffers, References
 from autopar.runtime.feeding import Rows, place_rows, rows_of
 from autopar.runtime.host_memory import keep_memory
 from autopar.runtime.mail import Mail, state_of
-from autopar.runtime.placement import Array, absent, is_here, place, private
+from autopar.runtime.placement import Array, absent, guards_transfers, is_here, place, private
 from autopar.runtime.preparing import (
     DirectCall,
     HowToCopy,
@@ -35,7 +35,6 @@ from autopar.runtime.preparing import (
     copied,
     described,
     getter_of,
-    guards_transfers,
     is_deleted,
     spans_of,
     wait_for,

@@ -302,6 +302,35 @@ def test_interleaved_rounds_rise_as_long_as_that_is_a_gain(monkeypatch: pytest.M
         assert answered(neighbours.interleaved(state_of(plan, fixed)), answer) == []
 
 
+def test_equal_stages_that_are_not_the_best_may_be_in_more_rounds() -> None:
+    """The one that gains most comes first; it goes on as long as that is a gain, and while one may be the best."""
+    plan = dataclasses.replace(_two_stages()[0], num_microbatches=2)
+    bubble = {rounds: 1 + 1 / (2 * rounds) for rounds in (1, 2, 3, 4)}  # of two stages in two microbatches
+    state = state_of(dataclasses.replace(plan, step_time=1.0))
+    few, many = Candidate(2, 2, mesh_shape=(2,), rounds=2), Candidate(64, 2, mesh_shape=(2,), rounds=2)
+    state.equal_stages += [
+        (many, dataclasses.replace(plan, step_time=1.0)),
+        (few, dataclasses.replace(plan, step_time=1.04)),
+    ]
+    asked: list[Proposal] = []
+
+    def answer(candidate: Candidate) -> Outcome:
+        better = dataclasses.replace(plan, step_time=0.99)
+        return Outcome((better, _two_stages()[1]), candidate.rounds == 3)
+
+    proposals = neighbours.more_rounds(state)
+    with contextlib.suppress(StopIteration):
+        asked.append(next(proposals))
+        while True:
+            outcome = answer(asked[-1].candidate)
+            state.plan = outcome.better[0] if outcome.better else state.plan
+            asked.append(proposals.send(outcome))
+    assert [(each.candidate.num_microbatches, each.candidate.rounds) for each in asked] == [(2, 3), (2, 4)]
+    assert asked[0].seconds == pytest.approx(1.04 * bubble[3] / bubble[2])
+    assert asked[1].seconds == pytest.approx(0.99 * bubble[4] / bubble[3])
+    assert state.no_better == {(2, 2, 4)}
+
+
 def test_equal_stages_are_interleaved_where_others_were_quicker_without() -> None:
     plan = dataclasses.replace(_two_stages()[0], num_microbatches=4)
     first, second = plan.stages

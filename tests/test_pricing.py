@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
@@ -68,6 +69,25 @@ def test_meshes_out_of_order_are_like_no_others() -> None:
 
 def kind_of(cluster: Cluster, kind: DeviceKind) -> Cluster:
     return dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
+
+
+@pytest.mark.parametrize("hosts", [(F4,) * 6, (F4, F4, S4, S4, F4, F4), (F2, F4, F4, F2, F4)], ids=str)
+def test_transfers_between_alike_meshes_are_planned_once(hosts: tuple[Host, ...]) -> None:
+    """Against prices that know no other pair of meshes."""
+    cluster = Cluster("test", hosts, NETWORK)
+    value = Value(0, (16, 32), np.dtype("float32"))
+    held, wanted = Sharding(((), ("x",))), Sharding((("x",), ()))
+    meshes = [
+        Mesh(tuple(range(start, start + size)), (size,), ("x",))
+        for size in (1, 2, 4, 8)
+        for start in range(0, cluster.num_devices - size + 1, size)
+    ]
+    prices, kinds = Prices(cluster), set[Hashable]()
+    for source, target in itertools.permutations(meshes, 2):
+        alone = Prices(cluster).transfer_plan(value, held, source, wanted, target)
+        assert prices.transfer_plan(value, held, source, wanted, target) == alone
+        kinds.add(prices._between(source, target))
+    assert len(kinds) < len(meshes) * (len(meshes) - 1)
 
 
 def test_a_program_sets_aside_its_temporaries_and_results_but_not_the_state_that_it_replaces() -> None:

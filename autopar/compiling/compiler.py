@@ -151,5 +151,5 @@ def _passed_through(out: Value | Literal, graph: Graph, replaced: frozenset[int]
         number = jnp.asarray(out.value, out.dtype)
         fixed = weakly_typed(number) if out.weak_type else number
     else:
-        fixed = graph.constants[out]
+        fixed = jnp.asarray(graph.constants[out])
     return lambda leaves: fixed

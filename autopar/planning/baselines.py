@@ -60,10 +60,8 @@ def plan_beside_recipes(
         if method.allows(of_all_devices) and [stage.mesh for stage in best[0].stages] != [mesh]:
             # The recipes are special cases of this one, and more is known of it by now.
             best = planner.better_on(mesh, fixed or 1) or best
-    # Where collectives are hidden, a price may be less than the bound, which counts those outside of loops in full.
-    hidden = cluster.xla.hides_latency and best[0].step_time < planner.best_estimate
-    if least >= (1 - _CLOSE) * (planner.best_estimate if hidden else min(planner.best_estimate, best[0].step_time)):
-        least *= best[0].step_time / planner.best_estimate if hidden else 1.0
+    is_bound = not cluster.xla.hides_latency  # else less may be left of collectives outside of loops than it counts
+    if is_bound and least >= (1 - _CLOSE) * min(planner.best_estimate, best[0].step_time):
         return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
@@ -84,7 +82,11 @@ def plan_beside_recipes(
                 made[name] = estimate._replace(seconds=best[0].step_time, fits=False)
             if name in made and made[name].num_microbatches == estimate.num_microbatches:
                 alike[estimate] = made[name]  # with more microbatches they may differ
-    notes = [f"{name} in {made.get(name, estimate)}" for name, estimate in estimates.items() if estimate is not None]
+    notes = [
+        f"{name} in {made[name].told(is_bound=True) if name in made else estimate.told(is_bound=is_bound)}"
+        for name, estimate in estimates.items()
+        if estimate is not None
+    ]
     if notes:
         text = f"recipes would take about: {', '.join(notes)}"
     elif method.excluding_options:
@@ -124,8 +126,9 @@ class _Estimate(NamedTuple):
     memory: float  # bytes per device at the peak
     fits: bool = True  # False: it takes at least these seconds, and may not fit
 
-    def __str__(self) -> str:
-        at_least = "" if self.fits else "at least "
+    def told(self, *, is_bound: bool) -> str:
+        """`is_bound`: whether what does not fit is known to take at least these seconds."""
+        at_least = "at least " if is_bound and not self.fits else ""
         return f"{count_text(self.num_microbatches, 'microbatch', 'es')} {at_least}{seconds_text(self.seconds)}"
 
 

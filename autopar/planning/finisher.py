@@ -349,7 +349,7 @@ class Finisher:
         """Local programs of all stages, with the transfers between them."""
         prices = self.stages.prices
         resharders = [prices.resharder(s.mesh)[0] for s in shardings]
-        return assemble(placed, shardings, layered.rules, resharders, prices.transfer, xla=prices.cluster.xla)
+        return assemble(placed, shardings, layered.rules, resharders, prices.transfer_plan, xla=prices.cluster.xla)
 
     def _price(self, layered: Layered, lowered: LoweredStep, schedule: ScheduleName, bound: float, gap: float) -> Plan:
         layer_of = {e.id: layer for e, layer in zip(layered.forward, layered.layers, strict=True)}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import heapq
 import itertools
 import math
 from collections import Counter, defaultdict
@@ -47,6 +48,8 @@ class State:
         self.proposals: Counter[str] = Counter()  # that were planned, by neighbour
         self.seconds: defaultdict[str, float] = defaultdict(float)  # of CPU: a neighbour's with its candidates'
         self.in_one_stage: set[int] = set()  # numbers of microbatches that were proposed in one stage
+        self.equal_stages: list[tuple[Candidate, Plan]] = []  # what became a plan, the best or not
+        self.no_better: set[tuple[int, int, int]] = set()  # numbers of equal stages, of microbatches and of rounds
         self.least_expected = math.inf  # seconds per step, of the neighbours of a phase that were heard before
 
     @property
@@ -120,8 +123,40 @@ def equal_stages(state: State) -> Proposals:
                 best = min(best, estimate.step_time)
     for seconds, _, candidate in sorted(candidates, key=lambda each: each[:2]):
         outcome = yield Proposal(candidate, seconds)
+        if outcome.finished is not None:
+            state.equal_stages.append((candidate, outcome.finished[0]))
         if outcome.better is None and candidate.rounds > 1:
             yield Proposal(dataclasses.replace(candidate, rounds=1), seconds)
+
+
+def more_rounds(state: State) -> Proposals:
+    """Equal stages in more rounds, also those that are not the best in few.
+
+    The next number of rounds is expected to save its part of the bubble, and to cost nothing.
+    """
+    pending: list[tuple[float, int, Candidate]] = []  # what is expected, the number of devices' groups
+
+    def add(candidate: Candidate, plan: Plan) -> None:
+        stages, m = candidate.num_stages, candidate.num_microbatches
+        assert stages is not None
+        rounds = next((n for n in state.space.rounds(stages, m) if n > candidate.rounds), None)
+        if rounds is not None and has_room(plan, rounds):
+            share = (1 + (stages - 1) / (m * rounds)) / (1 + (stages - 1) / (m * candidate.rounds))
+            more = dataclasses.replace(candidate, rounds=rounds)
+            heapq.heappush(pending, (share * plan.step_time, stages, more))
+
+    for each in state.equal_stages:
+        add(*each)
+    while pending and state.plan is not None:
+        seconds, _, candidate = heapq.heappop(pending)
+        if seconds > (1 - LEAST_GAIN) * state.plan.step_time:
+            return
+        outcome = yield Proposal(candidate, seconds)
+        if outcome.better is not None:
+            add(candidate, outcome.better[0])
+        else:  # what is sent more often costs more than the bubble
+            assert candidate.num_stages is not None
+            state.no_better.add((candidate.num_stages, candidate.num_microbatches, candidate.rounds))
 
 
 def likely_microbatches(state: State) -> Proposals:
@@ -131,10 +166,10 @@ def likely_microbatches(state: State) -> Proposals:
     of_hosts = state.found_by.get(stage_per_host.__name__)
     if of_hosts is not None and of_hosts.num_microbatches < numbers[0]:
         numbers = [of_hosts.num_microbatches]  # others would need far more stages
-    if equal_stages.__name__ in state.found_by and len(space.cluster.hosts) > MAX_LAYERS:
-        numbers = numbers[-1:]  # the search goes on to fewer from the best
     if state.fixed is None and not space.may_be_a_pipeline:
         return
+    if state.equal_stages and len(space.cluster.hosts) > MAX_LAYERS:
+        return  # to make others of so many hosts takes as long as all else, and was never seen to find a better plan
     if state.fixed is None and stages is not None:
         numbers = [*numbers, 1]
     for m in numbers:
@@ -289,6 +324,8 @@ def interleaved(state: State) -> Proposals:
     busy = [stage.per_microbatch for stage in plan.stages]
     unevenness = 1 - sum(busy) / (len(busy) * max(busy)) if max(busy) > 0 else 0.0
     for rounds in space.rounds(stages, m, unevenness):
+        if (stages, m, rounds) in state.no_better:
+            break
         if rounds > best and has_room(plan, rounds):
             if best > 1:
                 candidate = Candidate(m, stages, groups, own_layers=own_layers, rounds=rounds)
@@ -411,6 +448,7 @@ def _best_number(state: State, most: int, stages: int | None, shapes: ShapesFn, 
 PHASES: Phases = (
     (one_stage, stage_per_host),
     (equal_stages,),
+    (more_rounds,),
     (likely_microbatches,),
     (one_stage_again,),
     (more_microbatches,),

@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 
 from autopar.cost_model.collective import make_collective_pricer, transfer_time
+from autopar.cost_model.mesh_transfer import TransferPlan, plan_transfer
 from autopar.cost_model.program_cost import ProgramCost, program_cost
 from autopar.cost_model.reshard import Resharder, StepPrice
 from autopar.cost_model.slowed import worst_of
@@ -19,7 +20,7 @@ from autopar.ir.mesh import Cluster, DeviceKind, Mesh
 from autopar.ir.plan import LeafPlan, Plan, StageMemory, StagePlan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import Schedule, ScheduleName, schedule_for
-from autopar.ir.sharding import StepKind
+from autopar.ir.sharding import Sharding, StepKind
 from autopar.ir.strategy import strategy_numbers
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
@@ -49,6 +50,8 @@ class Prices:
         self._resharders: dict[Mesh, tuple[Resharder, StepPrice]] = {}
         self._while_busy: dict[int, Prices] = {}
         self._kinds: dict[Mesh, DeviceKind] = {}
+        self._transfers: dict[Hashable, TransferPlan] = {}
+        self._pairs: dict[tuple[Mesh, Mesh], Hashable] = {}
 
     def while_busy(self, mesh: Mesh) -> Prices:
         """Prices while no other devices than those of a mesh are busy: others only where devices are virtual."""
@@ -60,9 +63,34 @@ class Prices:
             )
         return self._while_busy[mesh.size]
 
-    def transfer(self, copies: Sequence[tuple[int, int]], nbytes: int) -> float:
-        """Seconds to copy so many bytes from one device to another, for each of these pairs."""
-        return transfer_time(self.cluster, copies, nbytes)
+    def transfer_plan(
+        self, value: Value, held: Sharding, source: Mesh, wanted: Sharding, target: Mesh
+    ) -> TransferPlan:  # fmt: skip
+        """The cheapest way for a value that is held so on one mesh to be on another as it is wanted there."""
+        key = value.shape, value.itemsize, held, wanted, self._between(source, target)
+        if key not in self._transfers:
+            self._transfers[key] = plan_transfer(
+                value.shape, value.itemsize, held, wanted, self.resharder(source)[0], self.resharder(target)[0],
+                lambda copies, nbytes: transfer_time(self.cluster, copies, nbytes),
+            )  # fmt: skip
+        return self._transfers[key]
+
+    def _between(self, source: Mesh, target: Mesh) -> Hashable:
+        """Equal for pairs of meshes between which the same transfer takes the same: as many devices on like hosts."""
+        if (source, target) not in self._pairs:
+            key: Hashable = source, target
+            if source.is_consecutive and target.is_consecutive:
+                starts = [mesh.devices[0] for mesh in (source, target)]
+                hosts = [{self.cluster.host_of(mesh.devices[at]) for at in (0, -1)} for mesh in (source, target)]
+                apart = max(hosts[0]) < min(hosts[1]) or max(hosts[1]) < min(hosts[0])
+                within = [start - self.cluster.host_bounds[min(on)] for start, on in zip(starts, hosts, strict=True)]
+                key = (
+                    *(self.group(mesh.devices[0], mesh.size) for mesh in (source, target)),
+                    (source.shape, source.axes, target.shape, target.axes),
+                    (*within, None if apart else starts[1] - starts[0]),
+                )
+            self._pairs[source, target] = key
+        return self._pairs[source, target]
 
     def resharder(self, mesh: Mesh) -> tuple[Resharder, StepPrice]:
         """Prices of communication on a mesh; local steps cost their memory traffic."""

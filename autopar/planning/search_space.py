@@ -119,7 +119,7 @@ class SearchSpace:
         yield from self._of_hosts(fixed) if len(hosts) > MAX_LAYERS else self._of_parts_of_hosts(fixed)
 
     def _of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
-        """Stages of as many whole hosts each: first numbers that divide the loops over layers, then others, falling."""
+        """Stages of as many whole hosts each, falling: first numbers that divide the loops over layers, then others."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         lengths = self.layering.stacks.lengths
 
@@ -128,10 +128,11 @@ class SearchSpace:
 
         many = [n for n in range(_MOST_STAGES, MAX_LAYERS, -1) if count % n == 0]
         few = [n for n in range(MAX_LAYERS, 1, -1) if count % n == 0 and divides(n)]
-        for stages in sorted((*many, *few[:1]), key=divides, reverse=True):
+        for stages in sorted((*many, *few), key=divides, reverse=True):
             each = count // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self.divisors if n * each <= self.analysis.batch_size), default=1)
-            if stages > MAX_LAYERS or (fixed is None and m not in self.likely):  # others are searched anyway
+            # Others are searched anyway, or have nothing to overlap.
+            if stages > MAX_LAYERS or (fixed is None and m not in self.likely and m > 1):
                 yield stages, (each, width) if each > 1 else (width,), m
 
     def _of_parts_of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:

@@ -55,8 +55,8 @@ def unflatten_arrays(structure: Any, leaves: Sequence[Any]) -> Any:
 
 def has_static(structure: Any) -> bool:
     """Whether some leaf is held in the structure."""
-    tree = jax.tree.unflatten(structure, [0] * structure.num_leaves)
-    return any(map(_is_held, jax.tree.leaves(tree, is_leaf=_is_held)))
+    node = structure.node_data()  # nothing is unflattened: a class may refuse what is no array
+    return (node is not None and node[0] is StaticLeaf) or any(map(has_static, structure.children()))
 
 
 def _is_pieces(x: Any) -> bool:

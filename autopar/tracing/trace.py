@@ -86,6 +86,12 @@ def _spec_on_host(x: Any) -> tuple[tuple[int, ...], Any, bool]:
     return aval.shape, aval.dtype, aval.weak_type
 
 
+def _is_below_a_byte(dtype: Any) -> bool:
+    is_integer, is_float = (jnp.issubdtype(dtype, kind) for kind in (jnp.integer, jnp.floating))
+    info: Any = jnp.iinfo if is_integer else jnp.finfo
+    return bool((is_integer or is_float) and info(dtype).bits < 8)
+
+
 def trace(
     fun: Callable[..., Any],
     args: tuple[Any, ...],
@@ -101,7 +107,8 @@ def trace(
     `reduces_own_dtype`: partial sums of 16 bits are added up as such.
 
     Raises:
-      TraceError: an argument leaf or an output is not an array, or the function has side effects.
+      TraceError: an argument leaf or an output is not an array, an argument has elements of less than a byte, or the
+        function has side effects.
     """
     paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((args, dict(kwargs)))
     paths = tuple(_argument_path(fun, path) for path, _ in paths_and_leaves)
@@ -114,6 +121,12 @@ def trace(
                 f"argument {path} of {name} is {leaf!r}, which is not an array. Pass arrays or "
                 "jax.ShapeDtypeStruct leaves, or name the argument in static_argnums / static_argnames."
             ) from error
+    for path, aval in zip(paths, avals, strict=True):
+        if _is_below_a_byte(aval.dtype):
+            raise TraceError(
+                f"argument {path} of {name} has the type {aval.dtype}: JAX hands no array of less than a byte an "
+                "element to a program that is compiled ahead of the call. Keep it in 8 bits, and convert it in the step."
+            )
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
     flat = _FlatFunction(fun, name, in_tree, is_static)
     closed = _jaxpr_of(flat, specs, paths, [leaf for _, leaf in paths_and_leaves])

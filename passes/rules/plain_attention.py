@@ -10,13 +10,15 @@ from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.rule import Rule, is_fusible
 
 _PRODUCT = "dot_general"
+# Attention as one operator scales scores, adds a bias and masks them, but has no cap for them, as of one of these.
+_CAPS = frozenset({"tanh", "logistic", "erf", "sin", "atan"})
 
 
 def plain_attention(equations: Sequence[Equation], rules: Mapping[int, Rule]) -> dict[int, Equation]:
     """Equations that read or write scores, or what is as large, by id: to the exponential of the forward pass.
 
-    Scores are the result of a product which goes, element by element, into an exponential, of which another product
-    sums the last dimension. What else has their size and meets them element by element belongs to them, the backward
+    Scores are the result of a product which goes, element by element and without a cap, into an exponential, of which
+    another product sums the last dimension. What else has their size and meets them element by element belongs to them, the backward
     pass included; what is on the other side of a product does not.
     """
     found: dict[int, Equation] = {}
@@ -55,7 +57,7 @@ class _Step:
             seen.add(v)
             if maker.primitive.name == _PRODUCT:
                 return v
-            if self._is_plain(maker):
+            if self._is_plain(maker) and maker.primitive.name not in _CAPS:
                 waiting += maker.values
         return None
 

@@ -2,6 +2,9 @@
 
 Rows and groups can both be cut. A piece of the rows counts how much of each group it holds. A piece of the groups
 puts the rows before them in one more group, which is left out of the result or multiplied by zeros.
+
+JAX lowers a grouped product for CPUs and GPUs to an ordinary one of all rows with all groups: the rows are copied once
+for each group, with zeros where they belong to others. So that is what it costs.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.ir.graph import Equation
-from autopar.ir.rule import Local, ReduceOp, Rule, bind
+from autopar.ir.rule import BodyKernel, DimMap, LiveSet, Local, ReduceOp, Rule, Sides, bind
+from autopar.ir.strategy import Gathered
 from autopar.passes.rules.building import (
     DimFactors,
     Factors,
@@ -22,7 +26,6 @@ from autopar.passes.rules.building import (
     is_number,
     linear_if_wide,
     without_sharding,
-    work_per_point,
 )
 
 
@@ -81,9 +84,8 @@ def _ragged_dot_general(eqn: Equation) -> Rule:
         summed += groups
     reduced: dict[int, ReduceOp] = dict.fromkeys(summed, "sum") if summable else {}
 
-    # A row meets one group only, so that their number is no loop.
-    free = (n for d, n in enumerate(right.shape) if d not in partner and d not in group_dims)
-    work = 2.0 * math.prod(left.shape) * math.prod(free)
+    maps = [left_dims, right_dims, size_dims, tuple(output)]
+    kernel, live_set = _masked_product(eqn, factors, maps, groups, is_summed=ragged in kept)
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         first, second, counts = operands
@@ -111,9 +113,44 @@ def _ragged_dot_general(eqn: Equation) -> Rule:
         whole=() if summable else summed,
         linear=linear_if_wide(eqn, {0}, {1}),
         emit=emit,
-        flops=work_per_point(work, factors),
         unit="matmul",
+        kernels=(kernel,),
+        live_sets=(live_set,),
     )
+
+
+def _masked_product(
+    eqn: Equation, factors: Factors, maps: Sequence[DimMap], groups: DimFactors, *, is_summed: bool
+) -> tuple[BodyKernel, LiveSet]:
+    """The product of the rows, copied for each group, and the copies that are held with it.
+
+    Args:
+      eqn: the grouped product.
+      factors: all there are.
+      maps: of the operands and the result.
+      groups: the factors of their number; () if the sizes say nothing, and nothing is copied.
+      is_summed: over the groups; else the result has one matrix for each.
+    """
+    left, right, result = ({f for dim in maps[at] for f in dim} for at in (0, 1, 3))
+    if groups:  # they multiply the rows
+        left |= {*groups}
+    both, rows, columns = result & left & right, result & left - right, result & right - left
+
+    def side(of: set[int]) -> tuple[int, frozenset[int]]:
+        return math.prod(factors.sizes[f] for f in of), frozenset(of)
+
+    sides = Sides(side(both), side(rows), side(columns), side((left | right) - result))
+    flops = 2.0 * math.prod(size for size, _ in sides.each)
+    copy = math.prod(factors.sizes[f] for f in left) * eqn.inputs[0].dtype.itemsize, frozenset[int | Gathered](left)
+    # Written and read; where groups are summed, XLA brings them beside what else is before the product, in a copy more.
+    copies = (2 if is_summed else 1) if groups else 0
+    arrays = zip((*eqn.inputs, *eqn.outputs), maps, strict=True)
+    traffic = (
+        *((float(math.prod(x.shape) * x.dtype.itemsize), frozenset(f for dim in dims for f in dim)) for x, dims in arrays),
+        *((2.0 * copy[0], copy[1]) for _ in range(copies)),
+    )
+    held = frozenset(left | right | result)
+    return BodyKernel(flops, held, traffic, sides, eqn.kernel_dtype(True), times=1.0), (copy,) * copies
 
 
 RULES: dict[str, RuleBuilder] = {"ragged_dot_general": _ragged_dot_general}

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
+from jax.extend.core import jaxprs_in_params
 
 from autopar.ir.context import Pairs
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, accumulator_dtype
@@ -338,7 +339,8 @@ def check_narrow_partial_sums(fun: Callable[..., Any], args: Sequence[Any], narr
         return 0
     equation = equations[-1]
     rule = rule_of(equation)
-    if equation.outputs[0].dtype != narrow or rule.kernels or rule.separable:
+    has_body = bool(rule.kernels) and any(True for _ in jaxprs_in_params(equation.params))
+    if equation.outputs[0].dtype != narrow or has_body or rule.separable:
         return 0
     wide = last_application(fun, *cast(jnp.float32))
     operands = last_application(fun, *cast(narrow)).operands
