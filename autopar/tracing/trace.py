@@ -125,7 +125,7 @@ def trace(
         if _is_below_a_byte(aval.dtype):
             raise TraceError(
                 f"argument {path} of {name} has the type {aval.dtype}: JAX hands no array of less than a byte an "
-                "element to a program that is compiled ahead of the call. Keep it in 8 bits, and convert it in the step."
+                "element to a program that is compiled before. Keep it in 8 bits, and convert it in the step."
             )
     specs = [jax.ShapeDtypeStruct(a.shape, a.dtype, weak_type=getattr(a, "weak_type", False)) for a in avals]
     flat = _FlatFunction(fun, name, in_tree, is_static)

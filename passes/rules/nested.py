@@ -59,13 +59,15 @@ def find_cuts(body: Body) -> list[BodyCut]:
         if any(_clash(cut, other) for other in chosen):
             continue
         for index, other in enumerate(chosen):
-            if other.sums and (merged := _merged(cut, other, body)) is not None:
+            if not other.sums or not _improved(other, body).sums:
+                continue  # it does without the other
+            if (merged := _merged(cut, other, body)) is not None:
                 chosen[index] = merged
                 break
         else:
             chosen.append(cut)
     for index, cut in enumerate(chosen):  # after merging: partial sums in the carry would be a state that cuts share
-        improved = _with_partial_sums_carried(_with_sums_before_widening(cut, body), body)
+        improved = _improved(cut, body)
         if not any(_clash(improved, other) for other in chosen if other is not cut):
             chosen[index] = improved
     return chosen
@@ -100,6 +102,13 @@ def gathering_path(body: Body, cuts: Sequence[BodyCut], value: Value) -> tuple[V
         path.append(value := following)
 
 
+def _improved(cut: BodyCut, body: Body) -> BodyCut:
+    """The cut with less to add up in each round."""
+    # What is added up before it becomes wider no longer meets the carry that has the wider sum.
+    ways = dict.fromkeys((_with_sums_before_widening(cut, body), cut))
+    return min((_with_partial_sums_carried(way, body) for way in ways), key=_sent)
+
+
 def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
     """The cut with sums made before partial sums become wider, where less is sent for it."""
     if not any(widens(e) and e.id in cut.passing for e in body.equations):
@@ -109,10 +118,12 @@ def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
     if other is None or not cut.splits.keys() <= other.splits.keys():
         return cut
 
-    def sent(cut: BodyCut) -> int:
-        return sum(v.nbytes + v.sum_nbytes for v in cut.sums)
+    return other if _sent(other) < _sent(cut) else cut
 
-    return other if sent(other) < sent(cut) else cut
+
+def _sent(cut: BodyCut) -> int:
+    """Bytes of what is added up in each round, before and after."""
+    return sum(v.nbytes + v.sum_nbytes for v in cut.sums)
 
 
 def _with_partial_sums_carried(cut: BodyCut, body: Body) -> BodyCut:

@@ -334,3 +334,37 @@ def test_gradients_that_a_loop_adds_up_are_carried_as_partial_sums_all_at_once(
     assert 1 <= sum(carrying) <= 2
     [examples] = [f for dims in rule.inputs for dim in dims for f in dim if rule.factors[f] == 8]
     assert all(rule.is_partial_sum(examples, k) for k in range(parameters))
+
+
+def _by_slices(h: Any, x: Any, v: Any, w: Any, b: Any) -> Any:
+    gate = jax.nn.sigmoid(x @ v[:, :8] + h @ w[:, :8] + b[:8])
+    return gate * h + (1 - gate) * jnp.tanh(x @ v[:, 16:] + h @ w[:, 16:] + b[16:])
+
+
+def _by_parts(h: Any, x: Any, v: Any, w: Any, b: Any) -> Any:
+    """As Haiku's GRU does."""
+    (of_gates, of_new), (gate_bias, bias) = jnp.split(w, [16], axis=1), jnp.split(b, [16])
+    given, candidate = jnp.split(x @ v, [16], axis=1)
+    update, reset = jnp.split(jax.nn.sigmoid(given + h @ of_gates + gate_bias), 2, axis=1)
+    return (1 - update) * h + update * jnp.tanh(candidate + (reset * h) @ of_new + bias)
+
+
+@pytest.mark.parametrize("cell", [_by_slices, _by_parts])
+def test_the_gradient_of_a_weight_that_a_recurrent_loop_takes_parts_of_is_a_partial_sum(cell: Any) -> None:
+    """Over examples nothing is summed in a round, though the parts' gradients become one of the weight's size there."""
+
+    def step(v: Any, w: Any, b: Any, x: Any) -> Any:
+        def loss_fn(v: Any, w: Any, b: Any) -> Any:
+            _, hs = lax.scan(lambda h, x: (cell(h, x, v, w, b),) * 2, jnp.zeros((x.shape[1], 8)), x)
+            return jnp.mean(hs[-1] ** 2)
+
+        return jax.grad(loss_fn, argnums=(0, 1, 2))(v, w, b)
+
+    args = jnp.ones((4, 24)), jnp.ones((8, 24)), jnp.ones(24), jnp.ones((5, 32, 4))
+    *_, backward = (e for e in trace(step, args, {}, name="step").equations if e.primitive.name == "scan")
+    rule = rule_of(backward)
+    [examples] = {f for dims in rule.inputs for dim in dims for f in dim if rule.factors[f] == 32 and len(dims) > 1}
+    assert not any(each.factor == examples for each in rule.sums)
+    gradients = [k for k, v in enumerate(backward.outputs) if v.shape in ((4, 24), (8, 24), (24,))]
+    assert len(gradients) == 3
+    assert all(rule.is_partial_sum(examples, k) for k in gradients)
