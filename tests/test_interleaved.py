@@ -234,7 +234,7 @@ def test_what_divides_a_loop_over_layers_is_tried() -> None:
     assert list(space.rounds(2, 4)) == [2, 4]
     # An example for each host of a stage; one microbatch would be no pipeline.
     assert list(space.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]
-    assert list(space.uniform(8)) == [(20, (2,), 8)]  # stages of several hosts are searched with that number
+    assert list(space.uniform(8)) == [(4, (5, 2), 8), (2, (10, 2), 8), (20, (2,), 8)]
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
     space = Planner(analyse(train_step, unrolled, examples()), cluster).evaluator.space
     assert list(space.rounds(2, 4)) == [2, 3, 4]

@@ -125,7 +125,8 @@ def equal_stages(state: State) -> Proposals:
         outcome = yield Proposal(candidate, seconds)
         if outcome.finished is not None:
             state.equal_stages.append((candidate, outcome.finished[0]))
-        if outcome.better is None and candidate.rounds > 1:
+        is_as_expected = outcome.better is not None and outcome.better[0].step_time <= (1 + DEAR) * seconds
+        if candidate.rounds > 1 and not is_as_expected:  # what is sent in rounds may cost more than the bubble
             yield Proposal(dataclasses.replace(candidate, rounds=1), seconds)
 
 

@@ -131,8 +131,7 @@ class SearchSpace:
         for stages in sorted((*many, *few), key=divides, reverse=True):
             each = count // stages  # and of a microbatch's examples, so that each host has one
             m = fixed or max((n for n in self.divisors if n * each <= self.analysis.batch_size), default=1)
-            # Others are searched anyway, or have nothing to overlap.
-            if stages > MAX_LAYERS or (fixed is None and m not in self.likely and m > 1):
+            if stages > MAX_LAYERS or m > 1:  # one microbatch leaves nothing to overlap
                 yield stages, (each, width) if each > 1 else (width,), m
 
     def _of_parts_of_hosts(self, fixed: int | None) -> Iterator[tuple[int, tuple[int, ...], int]]:
