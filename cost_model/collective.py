@@ -96,8 +96,6 @@ def make_collective_pricer(cluster: Cluster, mesh: Mesh) -> Pricer:
     return price
 
 
-
-
 def transfer_time(cluster: Cluster, copies: npt.ArrayLike, nbytes: int) -> float:
     """Seconds in which all these copies of so many bytes are made; a copy from a device to itself takes none.
 
@@ -116,10 +114,11 @@ def transfer_time(cluster: Cluster, copies: npt.ArrayLike, nbytes: int) -> float
     hosts = np.searchsorted(bounds, pairs, side="right") - 1
     leaves = hosts[:, 0] != hosts[:, 1]
     # Of each copy: how many devices of its host send to others, and how many of the other receive from others.
-    busy = np.column_stack([
-        np.bincount(np.searchsorted(bounds, np.unique(devices[leaves]), side="right") - 1, minlength=len(bounds))[host]
-        for devices, host in zip(pairs.T, hosts.T, strict=True)
-    ])
+    counts = []
+    for devices, host in zip(pairs.T, hosts.T, strict=True):
+        theirs = np.searchsorted(bounds, np.unique(devices[leaves]), side="right") - 1
+        counts.append(np.bincount(theirs, minlength=len(bounds))[host])
+    busy = np.column_stack(counts)
     # Copies between as many devices of such hosts take the same.
     alike = np.column_stack([_kinds_of_hosts(cluster)[hosts], leaves, busy * leaves[:, None]])
     _, first, number = np.unique(alike, axis=0, return_index=True, return_inverse=True)

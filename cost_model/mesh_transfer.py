@@ -156,9 +156,7 @@ def plan_transfer(
         if best is not None and resharding >= best.seconds:
             break
         sent, received = senders[i], takers[j]
-        *_, copies = _copies(
-            sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes
-        )
+        *_, copies = _copies(sent, source_mesh.shape, source_mesh.axes, received, target_mesh.shape, target_mesh.axes)
         total = resharding + link(np.column_stack([sending[copies[:, 0]], receiving[copies[:, 1]]]), part)
         if best is None or total < best.seconds:
             best = TransferPlan(sent, received, total)

@@ -27,7 +27,6 @@ from autopar.passes import last_microbatch
 from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.program_writer import ProgramWriter, results_of
 
-
 # The cheapest way for a value that lies so on one mesh to lie so on another: see `Prices.transfer_plan`.
 TransferFn = Callable[[Value, Sharding, Mesh, Sharding, Mesh], TransferPlan]
 

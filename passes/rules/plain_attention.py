@@ -18,8 +18,8 @@ def plain_attention(equations: Sequence[Equation], rules: Mapping[int, Rule]) ->
     """Equations that read or write scores, or what is as large, by id: to the exponential of the forward pass.
 
     Scores are the result of a product which goes, element by element and without a cap, into an exponential, of which
-    another product sums the last dimension. What else has their size and meets them element by element belongs to them, the backward
-    pass included; what is on the other side of a product does not.
+    another product sums the last dimension. What else has their size and meets them element by element belongs to them,
+    the backward pass included; what is on the other side of a product does not.
     """
     found: dict[int, Equation] = {}
     step = _Step(equations, rules)

@@ -144,13 +144,13 @@ def _masked_product(
     copy = math.prod(factors.sizes[f] for f in left) * eqn.inputs[0].dtype.itemsize, frozenset[int | Gathered](left)
     # Written and read; where groups are summed, XLA brings them beside what else is before the product, in a copy more.
     copies = (2 if is_summed else 1) if groups else 0
-    arrays = zip((*eqn.inputs, *eqn.outputs), maps, strict=True)
-    traffic = (
-        *((float(math.prod(x.shape) * x.dtype.itemsize), frozenset(f for dim in dims for f in dim)) for x, dims in arrays),
-        *((2.0 * copy[0], copy[1]) for _ in range(copies)),
-    )
+    traffic = [
+        (float(math.prod(x.shape) * x.dtype.itemsize), frozenset[int | Gathered](f for dim in dims for f in dim))
+        for x, dims in zip((*eqn.inputs, *eqn.outputs), maps, strict=True)
+    ]
+    traffic += [(2.0 * copy[0], copy[1])] * copies
     held = frozenset(left | right | result)
-    return BodyKernel(flops, held, traffic, sides, eqn.kernel_dtype(True), times=1.0), (copy,) * copies
+    return BodyKernel(flops, held, tuple(traffic), sides, eqn.kernel_dtype(True), times=1.0), (copy,) * copies
 
 
 RULES: dict[str, RuleBuilder] = {"ragged_dot_general": _ragged_dot_general}
