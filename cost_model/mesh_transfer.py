@@ -64,7 +64,7 @@ def _go_together(shape: tuple[int, ...], cut: tuple[int, ...], joined: tuple[int
     return all(size % math.lcm(*both) == 0 for size, *both in zip(shape, cut, joined, strict=True))
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=256)  # between large meshes one is megabytes
 def _copies(
     sent: Sharding,
     source_shape: tuple[int, ...],

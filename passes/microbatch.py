@@ -81,6 +81,8 @@ class _Splitter:
         self.feeds: dict[Value, tuple[Value, BatchDim]] = {}
         self.accumulate: dict[Value, Value] = {}
         self.keep: dict[Value, tuple[Value, ...]] = {}
+        self.made_in_loop: set[Value] = set()  # by those equations that were looked at, so many
+        self.num_indexed = 0
         self.backward: set[Operand] = set()  # loop values that depend on the backward pass
         self.replicable: set[int] = set()
         self.partial: set[Value] = set()
@@ -362,9 +364,10 @@ class _Splitter:
         """What an equation of the loop only hands on, in full size, as a body that returns a parameter does."""
         if local in self.feeds:
             return self.full[self.feeds[local][0]]
-        if any(local in eqn.outputs for eqn in self.builder.equations if eqn.phase.in_loop):
-            return None
-        return local
+        added = self.builder.equations[self.num_indexed :]
+        self.num_indexed += len(added)
+        self.made_in_loop.update(v for eqn in added if eqn.phase.in_loop for v in eqn.outputs)
+        return None if local in self.made_in_loop else local
 
     def _after(self, v: Operand, eqn: Equation | None) -> Operand:
         """An operand in full size after the loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -93,6 +94,6 @@ def test_a_result_that_nothing_makes_is_no_plan() -> None:
     programs = found.lowered.programs
     update = next(p for p in programs if not p.program.in_loop and p.outputs)
     lacking = tuple(p for p in programs if p is not update)
-    object.__setattr__(found.lowered, "programs", lacking)
+    lowered = dataclasses.replace(found.lowered, programs=lacking)
     with pytest.raises(InternalError, match="nothing makes result"):
-        write_instructions(found.lowered, make_schedule("1f1b", 1, 2), frozenset())
+        write_instructions(lowered, make_schedule("1f1b", 1, 2), frozenset())

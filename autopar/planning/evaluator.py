@@ -372,7 +372,7 @@ class Evaluator:
         if groups is not None:
             return None, self._stages(layered, num_stages, shapes_on(groups), estimate, rounds)
         if self.method.mesh_shape is not None or not self.method.has(Part.FEW_SHAPES_FIRST):
-            if self.method.mesh_shape is not None and self.best.step_time < math.inf:
+            if self.method.mesh_shape is not None:
                 estimate = max(estimate, self.best.step_time)  # there is nothing else to look through
             pipeline = self._stages(layered, num_stages, self.space.shapes, estimate, rounds)
             return pipeline, pipeline

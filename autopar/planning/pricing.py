@@ -85,7 +85,7 @@ class Prices:
                 apart = max(hosts[0]) < min(hosts[1]) or max(hosts[1]) < min(hosts[0])
                 within = [start - self.cluster.host_bounds[min(on)] for start, on in zip(starts, hosts, strict=True)]
                 key = (
-                    *(self.group(mesh.devices[0], mesh.size) for mesh in (source, target)),
+                    *(self.surroundings(mesh) for mesh in (source, target)),
                     (source.shape, source.axes, target.shape, target.axes),
                     (*within, None if apart else starts[1] - starts[0]),
                 )

@@ -9,6 +9,7 @@ collective in the loop. Each cut becomes a factor of the equation's rule; `evalu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -55,11 +56,12 @@ def find_cuts(body: Body) -> list[BodyCut]:
     work = {e.id: body.flops(e) for e in body.equations}
     cuts.sort(key=lambda cut: -sum(work[i] for i in cut.splits))
     chosen: list[BodyCut] = []
+    improved = functools.cache(functools.partial(_improved, body=body))
     for cut in cuts:
         if any(_clash(cut, other) for other in chosen):
             continue
         for index, other in enumerate(chosen):
-            if not other.sums or not _improved(other, body).sums:
+            if not other.sums or not improved(other).sums:
                 continue  # it does without the other
             if (merged := _merged(cut, other, body)) is not None:
                 chosen[index] = merged
@@ -67,9 +69,8 @@ def find_cuts(body: Body) -> list[BodyCut]:
         else:
             chosen.append(cut)
     for index, cut in enumerate(chosen):  # after merging: partial sums in the carry would be a state that cuts share
-        improved = _improved(cut, body)
-        if not any(_clash(improved, other) for other in chosen if other is not cut):
-            chosen[index] = improved
+        if not any(_clash(improved(cut), other) for other in chosen if other is not cut):
+            chosen[index] = improved(cut)
     return chosen
 
 
