@@ -31,7 +31,7 @@ from autopar.ir.graph import Equation, Value
 from autopar.ir.liveness import LivenessStep, last_reads
 from autopar.ir.local import Traffic
 from autopar.ir.mesh import XLA_FOR_GPUS, XlaBackend
-from autopar.ir.rule import Rule, is_fusible, is_reduction, reduced_dims
+from autopar.ir.rule import Rule, is_reduction, reduced_dims
 
 _FEW = 4  # kernels that read a value and go through the same, the last ones, that another may become one with
 
@@ -59,7 +59,7 @@ class _Fusion:
 
 def _is_view(eqn: Equation, rule: Rule) -> bool:
     """Whether the result has the operand's elements in another order or shape."""
-    if rule.flops or rule.separable or not is_fusible(rule) or len(eqn.inputs) != 1 or len(eqn.outputs) != 1:
+    if rule.flops or rule.separable or not rule.is_fusible or len(eqn.inputs) != 1 or len(eqn.outputs) != 1:
         return False
     (before,), (after,) = eqn.inputs, eqn.outputs
     if not isinstance(before, Value) or before.dtype != after.dtype:
@@ -130,9 +130,9 @@ def _memory(
                 needed.add(eqn.values[others[0]])
             else:
                 needed.update(sparse.intersection(eqn.values))
-        elif is_fusible(rule) and eqn.inputs and all(v in uniform or math.prod(v.shape) == 1 for v in eqn.values):
+        elif rule.is_fusible and eqn.inputs and all(v in uniform or math.prod(v.shape) == 1 for v in eqn.values):
             uniform.update(eqn.outputs)
-        if not is_fusible(rule):
+        if not rule.is_fusible:
             needed.update(eqn.outputs)
         if xla.single_output and is_reduction(eqn, rule):
             (summed,) = eqn.values
@@ -145,17 +145,17 @@ def _memory(
         for k, eqn in enumerate(equations):
             if k in anew:
                 needed.difference_update(eqn.outputs)
-            elif is_fusible(rules[eqn.id]) and not sparse.intersection(eqn.values):
+            elif rules[eqn.id].is_fusible and not sparse.intersection(eqn.values):
                 needed.update(v for v in eqn.outputs if v not in viewed and read[v])
     return _Memory(needed | {view for view, v in viewed.items() if v in needed}, aliases, filled)
 
 
 def _is_sum(rule: Rule) -> bool:
-    return is_fusible(rule) and frozenset({0, 1}) in rule.linear
+    return rule.is_fusible and frozenset({0, 1}) in rule.linear
 
 
 def _is_product(rule: Rule) -> bool:
-    return is_fusible(rule) and {frozenset({0}), frozenset({1})} <= {*rule.linear}
+    return rule.is_fusible and {frozenset({0}), frozenset({1})} <= {*rule.linear}
 
 
 def memory_traffic(
@@ -231,7 +231,7 @@ class _Count:
             self.writes.get(eqn.id, (False,) * len(eqn.outputs)),
             self.launches.get(eqn.id, 0),
             self.begins.get(eqn.id, eqn.id),
-            is_fusible(self.rules[eqn.id]),
+            self.rules[eqn.id].is_fusible,
             _in_place(self.shared.get(eqn.id), kernel, len(eqn.inputs)),
             self.memory.aliases.get(eqn.id, ()),
             _by_operand(self.strided, eqn),
@@ -244,7 +244,7 @@ class _Count:
         self.bases.update({v: self.bases.get(u, u) for u, v in zip(eqn.inputs, eqn.outputs, strict=True)
                            if isinstance(u, Value)})  # fmt: skip
         for before, view in zip(eqn.inputs, eqn.outputs, strict=True):
-            if before in self.moved or not (rule.separable or _is_element_by_element(rule, 0)):
+            if before in self.moved or not (rule.separable or rule.elementwise[0]):
                 self.moved.add(view)
             if isinstance(before, Value) and before in self.maker:
                 self.maker[view] = self.maker[before]
@@ -331,7 +331,7 @@ class _CountOnGpus(_Count):
             self.turned.update(eqn.outputs)
 
     def _share(self, eqn: Equation, rule: Rule, needs: Mapping[Value, _Place]) -> None:
-        if not is_fusible(rule):
+        if not rule.is_fusible:
             return
         # What is reduced, and needed again beside what comes of that, is read twice by the kernel that XLA makes.
         apart = _needed_otherwise(eqn, rule, self.sources, self.around)
@@ -343,7 +343,7 @@ class _CountOnGpus(_Count):
             orders[self.bases.get(v, v)].add(v if v in self.moved else None)
         apart.update(v for v, views in orders.items() if len(views) > 1)
         self.shared[eqn.id] = [
-            isinstance(v, Value) and _is_element_by_element(rule, k)
+            isinstance(v, Value) and rule.elementwise[k]
             and apart.isdisjoint(self.bases.get(u, u) for u in self.sources.get(v, [v]) if u.nbytes == nbytes)
             for k, v in enumerate(eqn.inputs)
         ]  # fmt: skip
@@ -419,23 +419,13 @@ def _in_place(shared: Sequence[bool] | None, kernel: _Fusion | None, count: int)
     return tuple(shared)
 
 
-def _is_element_by_element(rule: Rule, position: int) -> bool:
-    """Whether an element of the result needs that of the operand which lies where it will, and no element moves."""
-    if rule.is_bitcast:
-        return True
-    if rule.whole or not is_fusible(rule):
-        return False
-    before, after = (tuple(itertools.chain(*dims)) for dims in (rule.inputs[position], rule.outputs[0]))
-    return before == after
-
-
 def _needed_otherwise(
     eqn: Equation, rule: Rule, sources: Mapping[Value, Collection[Value]], around: Mapping[Value, Collection[Value]]
 ) -> set[Value]:
     """What an equation needs, of what is in memory, otherwise than element by element."""
     needed = {source for v in eqn.values for source in around.get(v, ())}
     for position, v in enumerate(eqn.inputs):
-        if isinstance(v, Value) and not _is_element_by_element(rule, position):
+        if isinstance(v, Value) and not rule.elementwise[position]:
             needed.update(sources.get(v, [v]))
     return needed
 
@@ -449,7 +439,7 @@ def _loop(
     eqn: Equation, rule: Rule, shapes: Mapping[Value, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """What a kernel goes through, and which dimensions of it are reduced; kernels of a kind of their own share none."""
-    if is_fusible(rule):
+    if rule.is_fusible:
         return _long(shapes.get(eqn.outputs[0], eqn.outputs[0].shape)), None
     if is_reduction(eqn, rule):
         (summed,) = eqn.values

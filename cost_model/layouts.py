@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.ir.graph import Equation, Value
-from autopar.ir.rule import Rule, is_fusible, is_reduction
+from autopar.ir.rule import Rule, is_reduction
 
 Order = tuple[int, ...] | None  # dimensions longer than 1, the outermost in memory first; None: pieces of them mixed
 Read = tuple[Value, Order]  # what is in memory, and its order in the dimensions of what it is read for
@@ -52,7 +52,7 @@ class Layouts:
         """The equation is computed by a kernel: how this reads what is in memory."""
         if rule.kernels:
             return []
-        if is_fusible(rule):
+        if rule.is_fusible:
             last = _row_major(eqn.outputs[0])[-1:]
             return [Reading(v, _is_against(order, last), False) for v, order in self._sources(eqn, rule, 0)]
         if rule.sides is not None and rule.patches is None:
@@ -113,7 +113,7 @@ def _is_of_matrices(eqn: Equation, rule: Rule) -> bool:
 
 
 def _swaps_the_last_two(eqn: Equation, rule: Rule) -> bool:
-    if len(eqn.inputs) != 1 or len(eqn.outputs) != 1 or not is_fusible(rule) or len(rule.inputs[0]) < 2:
+    if len(eqn.inputs) != 1 or len(eqn.outputs) != 1 or not rule.is_fusible or len(rule.inputs[0]) < 2:
         return False
     *before, row, column = rule.inputs[0]
     return row != column and tuple(rule.outputs[0]) == (*before, column, row)
@@ -152,7 +152,7 @@ def comes_turned(eqn: Equation, rule: Rule, turned: Collection[Value]) -> bool:
     """
     if rule.channels_last is not None:
         return not rule.channels_last[2]
-    return is_fusible(rule) and any(v in turned and v.shape == eqn.outputs[0].shape for v in eqn.values)
+    return rule.is_fusible and any(v in turned and v.shape == eqn.outputs[0].shape for v in eqn.values)
 
 
 def filters_to_turn(eqn: Equation, rule: Rule, turned: Collection[Value]) -> list[int]:

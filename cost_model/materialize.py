@@ -24,7 +24,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar.ir.graph import Equation, Value
-from autopar.ir.rule import FUNCTION, Rule, is_fusible, is_reduction, reduced_dims
+from autopar.ir.rule import FUNCTION, Rule, is_reduction, reduced_dims
 
 MOST_OPERANDS = 64  # of one kernel; XLA has such a limit too
 # Elements that one kernel reduces at once; see XLA's tree reductions.
@@ -72,6 +72,7 @@ class _Queue:
         views: Mapping[Value, Value], shapes: Mapping[Value, tuple[int, ...]],
     ) -> None:  # fmt: skip
         self._shapes = shapes
+        self._sizes: dict[Value, int] = {}
         self.gone: set[int] = set()
         number: dict[Value, int] = {}
         self.reads: dict[int, dict[int, None]] = {}
@@ -105,16 +106,17 @@ class _Queue:
             number.update(dict.fromkeys(eqn.outputs, k))
             self.reads[k] = operands
             self._result(k, eqn.outputs)
-            loop = eqn.values if is_reduction(eqn, rule) else eqn.outputs
-            self.points[k] = max((math.prod(self._shape(v)) for v in loop), default=0.0)
+            reduces = is_reduction(eqn, rule)
+            loop = eqn.values if reduces else eqn.outputs
+            self.points[k] = max((self._size(v) for v in loop), default=0.0)
             self.work[k] = _cycles(eqn, rule) * self.points[k] if operands or self.elements[k] > 1 else 0.0
-            if is_fusible(rule):
+            if rule.is_fusible:
                 self.takes.add(k)
                 if not any(v in stored for v in eqn.outputs):
                     self.fusible.add(k)
                 if not rule.whole:
                     self.plain.add(k)
-            elif is_reduction(eqn, rule):
+            elif reduces:
                 self.takes.add(k)
                 if _reduces_rows(rule) and self.points[k] <= MOST_IN_A_ROW * self.elements[k]:
                     self.plain.add(k)
@@ -129,10 +131,18 @@ class _Queue:
     def _shape(self, value: Value) -> tuple[int, ...]:
         return self._shapes.get(value, value.shape)
 
+    def _size(self, value: Value) -> int:
+        """How many elements there are."""
+        size = self._sizes.get(value)
+        if size is None:
+            size = self._sizes[value] = math.prod(self._shape(value))
+        return size
+
     def _result(self, k: int, values: Sequence[Value]) -> None:
         self.users[k] = {}
-        self.nbytes[k] = float(sum(v.itemsize * math.prod(self._shape(v)) for v in values))
-        self.elements[k] = float(max((math.prod(self._shape(v)) for v in values), default=0))
+        sizes = [self._size(v) for v in values]
+        self.nbytes[k] = float(sum([v.itemsize * size for v, size in zip(values, sizes, strict=True)]))
+        self.elements[k] = float(max(sizes, default=0))
         self.itemsize[k] = self.nbytes[k] / max(1.0, self.elements[k])
 
     def _read(self, n: int, k: int) -> float:
@@ -147,12 +157,15 @@ class _Queue:
         new = [n for n in own if n not in reads]
         if len(reads) + len(new) > MOST_OPERANDS:
             return -math.inf
+        points, nbytes, itemsize = self.points[c], self.nbytes, self.itemsize
         moved = self.moved[c] - self._read(p, c)
-        for n in new:
-            moved += self._read(n, c)
-        work = self.work[c] + self.work[p] / max(1.0, self.elements[p]) * self.points[c]
-        after = [n for n in reads if n != p] + new if c in self.columns else ()
-        return self.seconds[c] - self._seconds(c, after, work, moved)
+        for n in new:  # what is read of it, without a call for each: this is done for each pair of kernels
+            read = itemsize[n] * points
+            moved += read if read < nbytes[n] else nbytes[n]
+        work = self.work[c] + self.work[p] / max(1.0, self.elements[p]) * points
+        if c not in self.columns:
+            return self.seconds[c] - _seconds(work, moved)
+        return self.seconds[c] - self._seconds(c, [n for n in reads if n != p] + new, work, moved)
 
     def _seconds(self, k: int, reads: Collection[int], work: float, moved: float) -> float:
         """Of a kernel, in bytes. One that reduces columns goes by its blocks, whatever is `moved` otherwise."""
@@ -327,4 +340,4 @@ def _is_inexact(dtype: Any) -> bool:
 def _seconds(work: float, moved: float) -> float:
     """In bytes."""
     computing = work * _OPERATION
-    return computing + moved - _OVERLAP * min(computing, moved)
+    return computing + moved - _OVERLAP * (computing if computing < moved else moved)

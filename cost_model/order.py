@@ -231,18 +231,9 @@ def _combine(
 ) -> list[ProgramKernel]:
     graph = _KernelGraph(kernels, told.sizes, told.leaving)
     groups: list[list[int]] = []
-    before: list[int] = []  # the groups that each needs, as bits
+    dependencies = Dependencies()  # of groups
     needs = [0] * len(kernels)  # the groups that a kernel needs
     joined: dict[Hashable, tuple[int, int]] = {}  # the group of a kind that takes more, and its bytes
-
-    def all_before(some: int) -> int:
-        reached, todo = some, some
-        while todo:
-            group = todo.bit_length() - 1
-            todo ^= 1 << group
-            todo |= before[group] & ~reached
-            reached |= before[group]
-        return reached
 
     for i in graph.post_order():
         kernel, needed = kernels[i], 0
@@ -256,16 +247,16 @@ def _combine(
                 group, size = -1, -1
             elif group >= 0:
                 full = size + nbytes > most or len(groups[group]) >= _MOST_COMBINED
-                if full or all_before(needed) >> group & 1:
+                if full or needed >> group & 1 or not dependencies.can_extend(group, _bits(needed)):
                     group, size = -1, 0
             else:
                 size = 0
             if group < 0:
-                group = len(groups)
+                group = dependencies.add(_bits(needed))
                 groups.append([])
-                before.append(0)
+            else:
+                dependencies.extend(group, _bits(needed))
             groups[group].append(i)
-            before[group] |= needed
             if size >= 0:
                 joined[key] = group, size + nbytes
             needed = 1 << group
@@ -290,6 +281,15 @@ def _combine(
                 cost=sum(each.cost for each in members),
             )
     return [one for i, kernel in enumerate(kernels) if (one := made_one.get(i, kernel)) is not None]
+
+
+def _bits(number: int) -> list[int]:
+    """Of those that are set, which they are."""
+    bits = []
+    while number:
+        bits.append(number.bit_length() - 1)
+        number ^= 1 << bits[-1]
+    return bits
 
 
 def _greedy(graph: _KernelGraph) -> list[int]:

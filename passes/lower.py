@@ -141,8 +141,9 @@ class _Assembly:
     def leave(self) -> None:
         """Where the step's results lie: the next values of leaves as these do."""
         step = self.step
+        given = {*step.graph.inputs, *step.constants}
         for k, out in enumerate(step.outputs):
-            if isinstance(out, Literal) or out in step.graph.inputs or out in step.constants:
+            if isinstance(out, Literal) or out in given:
                 self.results.append(None)
                 continue
             stage = self.placed.stage_of(out)

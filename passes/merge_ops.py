@@ -45,7 +45,7 @@ def merge_equal_ops(ops: Sequence[LocalOp], outputs: Iterable[Port], rules: Mapp
                 twin[op.value, op.target] = value
             if (value, op.target) not in made:
                 made.add((value, op.target))
-                kept.append(dataclasses.replace(op, value=value))
+                kept.append(op if value is op.value else dataclasses.replace(op, value=value))
         else:
             eqn = op.equation
             inputs = tuple(
@@ -57,7 +57,8 @@ def merge_equal_ops(ops: Sequence[LocalOp], outputs: Iterable[Port], rules: Mapp
                 its = first[key].equation.outputs
                 twin.update({(v, s): w for v, w, s in zip(eqn.outputs, its, op.results, strict=True)})
                 continue
-            op = dataclasses.replace(op, equation=dataclasses.replace(eqn, inputs=inputs))
+            if any(a is not b for a, b in zip(inputs, eqn.inputs, strict=True)):
+                op = dataclasses.replace(op, equation=dataclasses.replace(eqn, inputs=inputs))
             if key is not None:
                 first[key] = op
             made.update(zip(eqn.outputs, op.results, strict=True))

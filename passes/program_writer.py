@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 
 from autopar.cost_model.reshard import Resharder, step_result
 from autopar.ir.graph import Equation, Phase, Value
@@ -15,16 +15,17 @@ from autopar.ir.local import (
     LocalKernel,
     LocalOp,
     LocalProgram,
+    LocalRound,
     Port,
     Reread,
     Reshard,
     StageSharding,
     Traffic,
 )
-from autopar.ir.mesh import Mesh, XlaBackend
+from autopar.ir.mesh import Mesh, ProductSizes, XlaBackend
 from autopar.ir.program import Program
 from autopar.ir.rule import Rule, product_sizes
-from autopar.ir.sharding import Sharding
+from autopar.ir.sharding import Collective, Sharding
 from autopar.ir.strategy import REPLICATED, AxisAssignment, Split, Strategy
 from autopar.passes.emit import combination
 from autopar.passes.intra_op.strategies import (
@@ -66,6 +67,20 @@ def _assignment_that_cuts(rule: Rule, sharding: Sharding, mesh: Mesh) -> AxisAss
     return tuple(split.get(axis, REPLICATED) for axis in mesh.axes)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Way:
+    """What all equations that are alike come to on local pieces by one strategy; see `Compute`."""
+
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    flops: float
+    product: ProductSizes | None
+    kernels: tuple[LocalKernel, ...]
+    temporaries: int
+    combined: tuple[Collective, ...]
+    round: LocalRound | None
+
+
 class ProgramWriter:
     """Writes one local program."""
 
@@ -87,6 +102,7 @@ class ProgramWriter:
             for value in eqn.values:
                 self.readers[value].append(eqn)
         self.named: dict[tuple[Value, Phase], Value] = {}  # what stands for a value in a pass that gathers it
+        self._ways: dict[Hashable, _Way] = {}
 
     def arrive(self, value: Value, sharding: Sharding) -> None:
         self.inputs.append(Port(value, sharding))
@@ -115,23 +131,22 @@ class ProgramWriter:
                     have.append(reached)
                 source = reached
 
-    def compute(self, eqn: Equation) -> None:
+    def _way(self, eqn: Equation, strategy: Strategy) -> _Way:
+        """Found once for all that are alike."""
         rule = self.rules[eqn.id]
+        key = (eqn.signature, id(rule), strategy)
+        if key not in self._ways:
+            self._ways[key] = self._found(eqn, rule, strategy)
+        return self._ways[key]
+
+    def _found(self, eqn: Equation, rule: Rule, strategy: Strategy) -> _Way:
         mesh = self.sharding.mesh
-        strategy = self.sharding.strategies[self.program.index, eqn.id]
-        wanted, results = _operands(rule, strategy, mesh), results_of(rule, strategy, mesh)
-        held = self._held_to_narrow(eqn, wanted[0]) if self._narrows(eqn) else None
-        if held is not None:
-            strategy, wanted, results = (_assignment_that_cuts(rule, held, mesh),), (held,), (held,)
-        operands = []
-        if self.sharding.reshard_after_forward and eqn.phase.in_loop:
-            eqn = self._anew(eqn, wanted)
-        for v, sharding in zip(eqn.inputs, wanted, strict=True):
-            if isinstance(v, Value):
-                self.want(v, sharding)
-            operands.append(sharding if isinstance(v, Value) else None)
-        cut = {} if rule.separable else cut_and_gathered(rule, strategy[0], mesh)
-        combined = () if rule.separable else tuple(
+        operands, results = _operands(rule, strategy, mesh), results_of(rule, strategy, mesh)
+        if rule.separable:
+            work, product = rule.work({}), product_sizes(rule.sides, {})
+            return _Way(operands, results, work, product, local_kernels(rule, {}, None), 0, (), None)
+        cut = cut_and_gathered(rule, strategy[0], mesh)
+        combined = tuple(
             combination(operation, axes, v, s, mesh)
             for operation, axes in combined_axes(rule, strategy[0], mesh).items()
             for v, s in zip(eqn.outputs, results, strict=True)
@@ -141,24 +156,42 @@ class ProgramWriter:
             for _ in range(times)
         )  # fmt: skip
         round_ = local_round(rule, strategy[0], mesh) if combined and self.hides_latency else None
-        inside = 0 if rule.separable else math.ceil(temporaries(rule, strategy[0], mesh))
-        if round_ is not None:
-            inside += sum(round_.handed_on)
+        inside = math.ceil(temporaries(rule, strategy[0], mesh)) + (0 if round_ is None else sum(round_.handed_on))
+        kernels = local_kernels(rule, cut, round_) + self._packing(eqn, rule, strategy)
+        work, product = rule.work(cut), product_sizes(rule.sides, cut)
+        return _Way(operands, results, work, product, kernels, inside, combined, round_)
+
+    def compute(self, eqn: Equation) -> None:
+        rule = self.rules[eqn.id]
+        strategy = self.sharding.strategies[self.program.index, eqn.id]
+        way = self._way(eqn, strategy)
+        wanted, results = way.operands, way.results
+        held = self._held_to_narrow(eqn, wanted[0]) if self._narrows(eqn) else None
+        if held is not None:
+            strategy, wanted, results = (_assignment_that_cuts(rule, held, self.sharding.mesh),), (held,), (held,)
+            way = self._way(eqn, strategy)
+        operands = []
+        if self.sharding.reshard_after_forward and eqn.phase.in_loop:
+            eqn = self._anew(eqn, wanted)
+        for v, sharding in zip(eqn.inputs, wanted, strict=True):
+            if isinstance(v, Value):
+                self.want(v, sharding)
+            operands.append(sharding if isinstance(v, Value) else None)
         self.ops.append(
             Compute(
                 eqn,
                 strategy,
                 tuple(operands),
                 results,
-                rule.work(cut),
-                product_sizes(rule.sides, cut),
+                way.flops,
+                way.product,
                 self.traffic[eqn.id],
                 rule.separable,
-                local_kernels(rule, cut, round_) + self._packing(eqn, rule, strategy),
-                inside,
-                combined,
+                way.kernels,
+                way.temporaries,
+                way.combined,
                 rule.pooling,
-                round_,
+                way.round,
             )
         )
         for v, sharding, written in zip(eqn.outputs, results, self.traffic[eqn.id].writes, strict=True):

@@ -18,7 +18,7 @@ from collections.abc import Collection, Hashable, Mapping, Sequence, Set
 
 from autopar.cost_model.fusion import stored
 from autopar.ir.graph import Equation, Phase, StepGraph, Value
-from autopar.ir.rule import Rule, is_fusible
+from autopar.ir.rule import Rule
 
 _End = tuple[int, bool, bool]  # of a value: bytes to keep it, whether it is read, and whether it can be made again
 _Edge = tuple[int, int]  # an equation makes the second value of the first, by number
@@ -40,7 +40,7 @@ def repeated(step: StepGraph, rules: Mapping[int, Rule]) -> Mapping[Value, Equat
 
 def reads_memory(rule: Rule) -> bool:
     """Whether what an equation reads is in memory, so that no kernel makes it on the way."""
-    return not is_fusible(rule) or rule.separable
+    return not rule.is_fusible or rule.separable
 
 
 def made_again(
@@ -77,7 +77,7 @@ def made_again(
 
 def _is_elementwise(eqn: Equation, rule: Rule) -> bool:
     """Whether each element of its one result is made of one of each operand, with nothing sent, however it is cut."""
-    return len(eqn.outputs) == 1 and is_fusible(rule) and not (rule.reduced or rule.whole or rule.separable)
+    return len(eqn.outputs) == 1 and rule.is_fusible and not (rule.reduced or rule.whole or rule.separable)
 
 
 def _parts(

@@ -97,7 +97,12 @@ class KnownCosts:
         return self._factors
 
     def _measured(self) -> Floats:
-        """Ask how much above the least the costs of each layer on each kind of mesh are."""
+        """Ask how much above the least the costs of each layer on each kind of mesh are.
+
+        Of one stage it is taken to be the least: to know the layers one by one takes as long as to bound that stage.
+        """
+        if self.one_stage:
+            return np.ones((3, *self.shape))
         layers = range(self.places.num_layers)
         each = np.array([[self.oracle.overhead(layer, mesh) for layer in layers] for mesh in self.meshes])
         least, times = np.moveaxis(each.reshape(*self.shape[:2], 2), 2, 0)  # reshaped where there is no mesh

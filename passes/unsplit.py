@@ -107,7 +107,7 @@ def find_unsplit(
     for stage, sharding in enumerate(lowered.shardings):
         mesh = sharding.mesh
         if mesh.size > 1:
-            limits = method_limits(method, lowered.placed.step, lowered.rules, mesh)
+            limits = method_limits(method, lowered.placed.step, mesh, lambda: examples)
             here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), limits, examples, method)
             for entry in here.axes_left():
                 by_cause[entry.cause].append(entry)

@@ -95,7 +95,8 @@ def plan_step(
 
 
 def plan_analysis(analysis: BatchAnalysis, cluster: Cluster, method: Method, m: int | None) -> Planned:
-    return Planned(*Planner(analysis, cluster, method).plan(m))
+    planner = Planner(analysis, cluster, method)
+    return Planned(*planner.noted(planner.plan(m)))
 
 
 ADAM = optax.adam(1e-3)

@@ -17,12 +17,13 @@ import autopar
 from autopar import recipes
 from autopar.errors import UserError
 from autopar.planning import baselines
+from autopar.planning.candidate import Incumbent
 from autopar.planning.evaluator import Evaluator
 from autopar.planning.planner import Planner
 from benchmarks.models import gpt, moe
 from tests.clusters import IN_TURN
 from tests.models import adam, adam_state, mlp_batch, mlp_loss, mlp_params, sgd
-from tests.planned import cluster_of, compiled_by
+from tests.planned import analyse, cluster_of, compiled_by
 
 _MB = 1 << 20
 Made = tuple[Callable[..., Any], Any, Any]  # a train step, and the shapes of its state and batch
@@ -215,6 +216,22 @@ def test_recipes_that_are_alike_are_planned_once_if_they_have_the_microbatches_t
     (function, state, batch), cluster = _case("mlp, much memory")
     autopar.parallelize(function, cluster=cluster).plan(state, batch)
     assert len(heard) == times
+
+
+@pytest.mark.parametrize("case", ["mlp, wide layers", "mlp, much memory"])
+def test_what_recipes_share_changes_none_of_their_plans(case: str) -> None:
+    """Costs that were found for one method are used by another."""
+    (function, state, batch), cluster = _case(case)
+    analysis = analyse(function, state, batch)
+    planner = Planner(analysis, cluster)
+    planner.plan()
+    for recipe in _recipes(cluster)[1:4]:  # ZeRO
+        alone, lowered = Planner(analysis, cluster, recipe).plan()
+        rival = planner.beside(recipe)
+        rival.evaluator.best = Incumbent()
+        beside, its = rival.plan()
+        assert beside.step_time == alone.step_time
+        assert [s.strategies for s in its.shardings] == [s.strategies for s in lowered.shardings]
 
 
 @pytest.mark.parametrize("hides", [False, True])

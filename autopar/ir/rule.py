@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -415,6 +416,24 @@ class Rule:
         summed = frozenset(range(len(self.factors))) - result
         return Sides(batch, rows, wide, (depth, summed), self.patches)
 
+    @functools.cached_property
+    def is_fusible(self) -> bool:
+        """Whether XLA would fuse the equation into its readers, so that its result need not go through memory.
+
+        That is what moves elements, and what computes each from one of each operand.
+        """
+        if self.unit == "matmul" or self.replicates or self.kernels or self.aliases or self.pooling == "gradient":
+            return False
+        return not self.flops or not (self.reduced or self.whole)
+
+    @functools.cached_property
+    def elementwise(self) -> tuple[bool, ...]:
+        """By operand: whether an element of the first result needs the one that lies where it will, and none moves."""
+        if self.is_bitcast or self.whole or not self.is_fusible:
+            return (self.is_bitcast,) * len(self.inputs)
+        made, *taken = (tuple(itertools.chain(*dims)) for dims in (self.outputs[0], *self.inputs))
+        return tuple(order == made for order in taken)
+
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""
         communicating: list[InnerSum | Halo | ContextParallel] = [*self.sums, *self.halos, *self.contexts]
@@ -427,16 +446,6 @@ class Rule:
 
 
 RuleOf = Callable[[Equation], Rule]  # how to find the rule of an equation
-
-
-def is_fusible(rule: Rule) -> bool:
-    """Whether XLA would fuse the equation into its readers, so that its result need not go through memory.
-
-    That is what moves elements, and what computes each from one of each operand.
-    """
-    if rule.unit == "matmul" or rule.replicates or rule.kernels or rule.aliases or rule.pooling == "gradient":
-        return False
-    return not rule.flops or not (rule.reduced or rule.whole)
 
 
 def is_reduction(eqn: Equation, rule: Rule) -> bool:

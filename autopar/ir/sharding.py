@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Literal, NamedTuple
 
@@ -37,7 +38,7 @@ class Sharding:
 
     def tiles(self, mesh: Mesh) -> tuple[int, ...]:
         """In how many pieces each dimension is cut."""
-        return tuple(math.prod(mesh.axis_size(axis) for axis in dim) for dim in self.dims)
+        return _tiles(self.dims, mesh.axes, mesh.shape)
 
     def local_shape(self, shape: tuple[int, ...], mesh: Mesh) -> tuple[int, ...]:
         """Shape of one device's piece. Every dimension must be divisible."""
@@ -49,6 +50,12 @@ class Sharding:
     def __str__(self) -> str:
         dims = ",".join("·".join(dim) or "-" for dim in self.dims)
         return f"[{dims}]" + (f"+{'·'.join(self.partial)}" if self.partial else "")
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _tiles(dims: tuple[tuple[str, ...], ...], axes: tuple[str, ...], shape: tuple[int, ...]) -> tuple[int, ...]:
+    sizes = dict(zip(axes, shape, strict=True))
+    return tuple(math.prod(sizes[axis] for axis in dim) for dim in dims)
 
 
 @dataclasses.dataclass(frozen=True)

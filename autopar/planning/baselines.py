@@ -39,20 +39,37 @@ def plan_beside_recipes(
       InfeasiblePlanError: nothing fits, or no recipe does and there was too little time for anything else.
     """
     planner = Planner(analysis, cluster, method)
+    try:
+        best, by, text = _best_of(planner, num_microbatches)
+    except OutOfTime:
+        best, by, text = _best_recipe(planner, num_microbatches)
+    plan, lowered = by.noted(best)
+    return dataclasses.replace(plan, notes=(*plan.notes, *text)), lowered
+
+
+class _Chosen(NamedTuple):
+    """A plan, whose it is, and what to say of the recipes."""
+
+    best: Finished
+    by: Planner
+    notes: tuple[str, ...] = ()
+
+
+def _best_of(planner: Planner, num_microbatches: int | None) -> _Chosen:
+    """Of the planner's and of what recipes within one stage come to. Raises InfeasiblePlanError, OutOfTime."""
+    cluster, method = planner.cluster, planner.method
     fixed = num_microbatches or method.num_microbatches
     try:
-        best = planner.plan(num_microbatches)
-    except OutOfTime:
-        return _best_recipe(planner, num_microbatches)
+        best, by = planner.plan(num_microbatches), planner
     except InfeasiblePlanError:
         rivals = (*_within_one_stage(fixed), *_degrees(planner.evaluator, fixed)) if method.baselines else ()
-        plans = [better for rival in rivals if (better := _better(planner, rival)) is not None]
-        if not plans:
+        found = [chosen for rival in rivals if (chosen := _better(planner, rival)) is not None]
+        if not found:
             raise
-        text = f"The search found no plan that fits; {plans[-1][0].method} is the best recipe that does."
-        return _with_note(plans[-1], text)
+        name = found[-1].best[0].method
+        return found[-1]._replace(notes=(f"The search found no plan that fits; {name} is the best recipe that does.",))
     if not method.baselines or cluster.num_devices == 1:
-        return best
+        return _Chosen(best, planner)
     mesh = mesh_at(0, (cluster.num_devices,))
     least = _least_within_one_stage(planner.evaluator, mesh, fixed)
     if 0 < least < (1 - _CLOSE) * planner.best_estimate:
@@ -62,10 +79,11 @@ def plan_beside_recipes(
             best = planner.better_on(mesh, fixed or 1) or best
     is_bound = not cluster.xla.hides_latency  # else less may be left of collectives outside of loops than it counts
     if is_bound and least >= (1 - _CLOSE) * min(planner.best_estimate, best[0].step_time):
-        return _with_note(best, f"no recipe within one stage would take less than about {seconds_text(least)}.")
+        text = f"no recipe within one stage would take less than about {seconds_text(least)}."
+        return _Chosen(best, planner, (text,))
     heeding = [recipe for recipe in _within_one_stage(None) if method.allows(recipe)]
     if not heeding:
-        return best
+        return _Chosen(best, planner)
     beside = {recipe.name: planner.beside(recipe.within(method)) for recipe in heeding}
     estimates = {name: _quickest(rival.evaluator, fixed, planner.most_estimate) for name, rival in beside.items()}
     made: dict[str, _Estimate] = {}  # what was planned
@@ -75,8 +93,8 @@ def plan_beside_recipes(
             made[name] = alike[estimate]
         elif estimate.fits and estimate.seconds < planner.most_estimate:
             better = planner.better_by(beside[name], fixed, None if fixed else estimate.num_microbatches)
-            best = better or best
             if better is not None:
+                best, by = better, beside[name]
                 made[name] = _Estimate(best[0].step_time, best[0].num_microbatches, best[0].peak_memory)
             elif planner.evaluator.has_time:
                 made[name] = estimate._replace(seconds=best[0].step_time, fits=False)
@@ -93,18 +111,16 @@ def plan_beside_recipes(
         text = "no recipe that does what the method fixes fits in one stage"
     else:
         text = "no recipe within one stage fits"
-    return _with_note(best, f"{text}.")
+    return _Chosen(best, by, (f"{text}.",))
 
 
-def _with_note(finished: Finished, note: str) -> Finished:
-    return dataclasses.replace(finished[0], notes=(*finished[0].notes, note)), finished[1]
-
-
-def _better(planner: Planner, recipe: Method) -> Finished | None:
+def _better(planner: Planner, recipe: Method) -> _Chosen | None:
     """The plan by a recipe that does what the planner's method fixes, if it is quicker than the best so far."""
     if not planner.method.allows(recipe):
         return None
-    return planner.better_by(planner.beside(recipe.within(planner.method)))
+    rival = planner.beside(recipe.within(planner.method))
+    better = planner.better_by(rival)
+    return None if better is None else _Chosen(better, rival)
 
 
 def _least_within_one_stage(evaluator: Evaluator, mesh: Mesh, fixed: int | None) -> float:
@@ -206,7 +222,7 @@ def _degrees(evaluator: Evaluator, num_microbatches: int | None) -> Iterator[Met
             yield recipes.megatron(devices // (tensor * pipeline), tensor, pipeline, num_microbatches)
 
 
-def _best_recipe(planner: Planner, num_microbatches: int | None) -> Finished:
+def _best_recipe(planner: Planner, num_microbatches: int | None) -> _Chosen:
     """For want of time, and of any plan.
 
     Raises:
@@ -223,18 +239,19 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> Finished:
     plans = []
     for recipe in candidates:
         if method.allows(recipe):
+            rival = Planner(analysis, cluster, recipe.within(method))
             with contextlib.suppress(UserError):
-                plans.append(Planner(analysis, cluster, recipe.within(method)).plan())
+                plans.append(_Chosen(rival.plan(), rival))
     limit = f"time_limit={method.time_limit}: that is too short"
     if not plans:
         raise InfeasiblePlanError(
             f"{limit} to find a plan of {analysis.graph.name} under method {method.name!r}, and none of "
             f"{', '.join(recipe.name for recipe in candidates)} is one. Give it more time."
         )
-    best = min(plans, key=lambda one: one[0].step_time)
+    chosen = min(plans, key=lambda each: each.best[0].step_time)
     warn(
-        f"{limit} to search for a plan of {analysis.graph.name}. It runs by {best[0].method}, the best recipe that "
-        "fits. Give it more time.",
+        f"{limit} to search for a plan of {analysis.graph.name}. It runs by {chosen.best[0].method}, the best recipe "
+        "that fits. Give it more time.",
         TimeLimitWarning,
     )
-    return best
+    return chosen

@@ -127,9 +127,11 @@ class Finisher:
         )
         if like is not None and like.method.memory_limit == method.memory_limit:
             prices = like.stages.prices
+            costs = like.stages if like.method.objective == method.objective else None
         else:
             prices = Prices(cluster, method.memory_limit, least_sum_bytes=self.graph.least_sum_bytes)
-        self.stages: StageCosts = StageCosts(prices, method)
+            costs = None
+        self.stages: StageCosts = StageCosts(prices, method, costs)
 
     def finish(
         self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], schedule: ScheduleName,

@@ -20,6 +20,7 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.intra_op.lifetimes import equation_seconds
+from autopar.passes.intra_op.limits import batch_factors
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
@@ -63,6 +64,11 @@ class Layered:
     def repeated(self) -> Mapping[Value, Equation]:
         """By value of the forward pass: what makes it again in a backward program of its own."""
         return repeated(self.step, self.rules)
+
+    @functools.cached_property
+    def examples(self) -> Mapping[int, frozenset[int]]:
+        """The factors of its equations that carry examples."""
+        return batch_factors(self.step, self.rules)
 
     @functools.cached_property
     def spans(self) -> Spans:
@@ -162,8 +168,12 @@ class Layering:
 
     def layered(self, m: int, pipelined: bool) -> Layered:
         """The step in microbatches, with its forward pass in layers; its loops cut if it may become a pipeline."""
-        may_be_cut = pipelined and self.cluster.num_devices > 1 and self._finest is not self.analysis
-        return self._known_layers(m, may_be_cut)
+        return self._known_layers(m, pipelined and self.cuts_loops)
+
+    @property
+    def cuts_loops(self) -> bool:
+        """Whether loops are cut between the stages of a pipeline."""
+        return self.cluster.num_devices > 1 and self._finest is not self.analysis
 
     def _layered(self, m: int, is_cut: bool) -> Layered:
         self.analysis.check(m)

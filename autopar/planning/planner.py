@@ -56,7 +56,7 @@ class Planner:
             raise InternalError(f"no part of the search is called {', '.join(map(repr, sorted(unknown)))}")
 
     def plan(self, num_microbatches: int | None = None) -> Finished:
-        """The best plan found and its programs.
+        """The best plan found and its programs, without notes: see `noted`.
 
         Raises:
           InfeasiblePlanError: nothing fits; says what is missing where.
@@ -74,7 +74,7 @@ class Planner:
             error = self.evaluator.stages.infeasible(self.analysis.graph.name)
             hint = unfused_hint(equations, {eqn.id: rule_of(eqn) for eqn in equations})
             raise InfeasiblePlanError(f"{error} {hint}".strip()) from None
-        return self._noted(best)
+        return best
 
     def any_plan(self, num_microbatches: int | None = None) -> Plan | None:
         """The first plan that fits, if one is found."""
@@ -98,8 +98,7 @@ class Planner:
     def better_on(self, mesh: Mesh, num_microbatches: int) -> Finished | None:
         """The plan of one stage on a mesh, if by what is known of it now it is quicker than the best, and it is."""
         with contextlib.suppress(OutOfTime, UserError):
-            if (better := self.evaluator.on_mesh(num_microbatches, mesh).better) is not None:
-                return self._noted(better)
+            return self.evaluator.on_mesh(num_microbatches, mesh).better
         return None
 
     def beside(self, method: Method) -> Planner:
@@ -124,7 +123,7 @@ class Planner:
         if best is None:
             return None
         self.evaluator.best = rival.evaluator.best
-        return rival._noted(best)
+        return best
 
     def _improving(self, num_microbatches: int | None, phases: Phases = PHASES) -> Iterator[Finished]:
         """Plans, each better than all before."""
@@ -135,7 +134,8 @@ class Planner:
         for phase in phases:
             yield from better_plans(state, phase)
 
-    def _noted(self, finished: Finished) -> Finished:
+    def noted(self, finished: Finished) -> Finished:
+        """A plan of this planner with what is to be said of it; what costs much is warned of, too."""
         plan, lowered = finished
         return dataclasses.replace(plan, notes=self._notes(lowered, plan.step_time)), lowered
 

@@ -365,7 +365,8 @@ def while_running(lowered: LoweredStep, mine: Sequence[tuple[LocalProgram, Progr
     renewed = {step.graph.inputs[i]: step.outputs[k] for k, i in step.graph.carried.items()}
     nbytes = []
     for local, cost in mine:
-        in_place = sums | {v for leaf, v in renewed.items() if any(p.value is leaf for p in local.inputs)}
+        taken = {port.value for port in local.inputs}
+        in_place = sums | {v for leaf, v in renewed.items() if leaf in taken}
         fresh = (port for port in local.outputs if port not in read and port.value not in in_place)
         nbytes.append(cost.temporaries + sum(port_bytes(port, local.mesh) for port in fresh))
     return nbytes

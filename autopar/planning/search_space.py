@@ -138,7 +138,8 @@ class SearchSpace:
         """Stages of an equal part of a host each."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         m = fixed or self.likely[-1]
-        layers = self.layering.layered(fixed or self.likely[0], True).num_layers  # the same for any number
+        # Of any number of microbatches: in one the step is known already, but with its loops whole.
+        layers = self.layering.layered(fixed or (self.likely[0] if self.layering.cuts_loops else 1), True).num_layers
         for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count < layers):
             if layers % (parts * count):
                 yield parts * count, (width // parts,), m

@@ -41,15 +41,17 @@ _FUSED = 0.98  # of the time of kernels that end where a layer does
 class StageCosts:
     """Costs of the stages of one step on one cluster, under one method."""
 
-    def __init__(self, prices: Prices, method: Method) -> None:
+    def __init__(self, prices: Prices, method: Method, like: StageCosts | None = None) -> None:
+        """`like`: those by another method with the same prices and objective, with which it shares what both need."""
         self.prices, self.method = prices, method
         self.pinned: Mapping[Value, tuple[int, Sharding]] = {}  # inputs that lie somewhere already: stage, sharding
         self._nearest: Infeasible | None = None  # the attempt that came closest to fitting, with where it was
         self._nearest_where = ""
         self._contradictions: dict[str, set[tuple[int, ...]]] = {}  # hint, the shapes of meshes that cannot have it
         self._limits: dict[Any, Limits] = {}
-        self._options: dict[Any, OptionsCache] = {}
+        self._options: dict[Any, OptionsCache] = {} if like is None else like._options
         self._remembered: dict[Any, Remembered] = {}
+        self._first: dict[Any, Remembered] = {} if like is None else like._first  # of these, by any method
         self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage | None] = {}
         self._restricted: set[Any] = set()  # of these, those whose problems leave out shardings that might fit
@@ -413,13 +415,17 @@ class StageCosts:
         options = self._options.get((mesh.shape, mesh.axes))
         if options is None:
             options = self._options[mesh.shape, mesh.axes] = OptionsCache(mesh)
-        key = (layered, mesh.shape)
-        if key not in self._limits:
-            self._limits[key] = method_limits(self.method, layered.step, layered.rules, mesh)
-        remembered = self._remembered.setdefault((key, self.prices.surroundings(mesh)), Remembered(options))
+        limits = self._limits.get((layered, mesh.shape))
+        if limits is None:
+            limits = method_limits(self.method, layered.step, mesh, lambda: layered.examples)
+            self._limits[layered, mesh.shape] = limits
+        key = (layered, mesh.shape, self.prices.surroundings(mesh))
+        if key not in self._remembered:
+            self._remembered[key] = Remembered(options, self._first.get(key))
+            self._first.setdefault(key, self._remembered[key])
         setting = StageSetting(
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
-            self.prices.link_bandwidth(mesh), self._limits[key], self.prices.memory(mesh) - withheld, remembered, tied,
+            self.prices.link_bandwidth(mesh), limits, self.prices.memory(mesh) - withheld, self._remembered[key], tied,
             rows.shares(stage) if rows is not None and rows.weights_apart else {}, self.method.objective,
             self.method.has(Part.HIDDEN_COLLECTIVES),
         )  # fmt: skip

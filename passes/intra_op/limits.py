@@ -105,9 +105,11 @@ def _heeds_hints(mesh: Mesh, rule: Rule, assignment: AxisAssignment) -> bool:
     )
 
 
-def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
-    """The limits of a recipe on this mesh, and of the user's hints."""
-    recipe = _recipe_limits(method, step, rules, mesh)
+def method_limits(
+    method: Method, step: StepGraph, mesh: Mesh, examples: Callable[[], Mapping[int, frozenset[int]]]
+) -> Limits:
+    """The limits of a recipe on this mesh, and of the user's hints. `examples`: the `batch_factors` of the step."""
+    recipe = _recipe_limits(method, step, mesh, examples)
     heeds = functools.partial(_heeds_hints, mesh) if step.graph.heeds_hints else recipe.heeds_hints
 
     def is_spatial(rule: Rule, assignment: AxisAssignment) -> bool:
@@ -127,22 +129,31 @@ def method_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], me
     return Limits(allow_assignment, allow_layout, heeds, recipe.kind)
 
 
-def _recipe_limits(method: Method, step: StepGraph, rules: Mapping[int, Rule], mesh: Mesh) -> Limits:
+def _recipe_limits(
+    method: Method, step: StepGraph, mesh: Mesh, examples: Callable[[], Mapping[int, frozenset[int]]]
+) -> Limits:
     """None for a method that leaves the shardings to the solver."""
     if not method.data_axes and not method.model_axes:
         return Limits()
-    batch = batch_factors(step, rules)
+    batch = examples()
     data = [a for a in mesh.axes if a in method.data_axes and mesh.axis_size(a) > 1]
     in_loop = _read_in_loop(step)
     leaves = {step.graph.inputs[i] for i in step.graph.carried.values()}
     totals = set(step.accumulate.values())
-    examples = step.batched - step.partial  # sums over examples are none
+    varying = step.batched - step.partial  # sums over examples are not
     zero = 3 if method.zero is None else method.zero  # as far as it may go
     free = method.zero is None
 
+    known: dict[int, tuple[frozenset[int], bool, int]] = {}  # by equation id
+
     def of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
         """The factors that hold examples, whether it varies with them, and which ZeRO may split what holds none."""
-        varies = eqn.phase.in_loop and any(v in examples for v in (*eqn.values, *eqn.outputs))
+        if eqn.id not in known:
+            known[eqn.id] = found(eqn)
+        return known[eqn.id]
+
+    def found(eqn: Equation) -> tuple[frozenset[int], bool, int]:
+        varies = eqn.phase.in_loop and any(v in varying for v in (*eqn.values, *eqn.outputs))
         least_zero = 3 if eqn.phase.in_loop or any(v in in_loop for v in eqn.outputs) else 1
         return batch.get(eqn.id, frozenset()), varies, least_zero
 

@@ -62,11 +62,13 @@ class Contradiction(Exception):
 class Remembered:
     """What problems of one step on meshes of one kind have in common."""
 
-    def __init__(self, options: OptionsCache) -> None:
+    def __init__(self, options: OptionsCache, like: Remembered | None) -> None:
+        """`like`: that of another method, with which it has all in common that no limit has a part in."""
         self.options = options  # of all meshes of this shape
         self.equations: dict[Any, tuple[PartOptions, Any]] = {}  # with the seconds of each strategy
-        self.matrices: dict[Any, Any] = {}  # edges' seconds per step; None: all free
-        self.candidates: dict[Any, list[Sharding]] = {}  # in which values may be kept
+        # Edges' seconds per step; None: all free.
+        self.matrices: dict[Any, Any] = {} if like is None else like.matrices
+        self.candidates: dict[Any, list[Sharding]] = {} if like is None else like.candidates  # to keep values in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,18 +204,19 @@ class StageProblem:
         return known[key]
 
     def _add_equations(self, program: Program, alike: Mapping[tuple[int, int], int]) -> None:
-        in_loop, often = program.in_loop, self.setting.often(program.in_loop)
-        for part in self.stage.parts[program.index]:
+        in_loop, index, copies = program.in_loop, program.index, program.copies
+        tied: dict[int, list[Any]] = defaultdict(list)  # by node: the seconds of more equations
+        for part in self.stage.parts[index]:
             eqn = part.equation
             options, seconds = self._strategies(part)
-            number = alike.get((program.index, eqn.id))
+            number = alike.get((index, eqn.id))
             key = (number, part.role, id(options))
-            if number is not None and key in self._equations:
-                node = self._equations[key]
-                self.numbers.costs[node] = self.numbers.costs[node] + seconds * often
-            else:
+            node = None if number is None else self._equations.get(key)
+            if node is None:
                 node = self._equations[key] = self._node(seconds, in_loop)
-            self.parts[program.index, eqn.id, part.at] = (node, options)
+            else:
+                tied[node].append(seconds)
+            self.parts[index, eqn.id, part.at] = (node, options)
             if node not in self._ends:  # tied equations have the same
                 by_round = strategies_by_round(part.rule.parts[part.at], options)
                 in_rows = bool(part.rule.kernels)  # what loops and libraries' kernels make
@@ -223,11 +226,14 @@ class StageProblem:
                 )
             operands, results = self._ends[node]
             for place, v in part.inputs:
-                slot = self._slot(program, v)
+                slot = (index if v in copies else None, v)
                 self.readers[slot].append(operands[place])
-                self._readers_in[slot, (program.index, eqn.phase)].append(operands[place])
-            for place, v in enumerate(part.outputs):
-                self.makers[self._slot(program, v)] = results[place]
+                self._readers_in[slot, (index, eqn.phase)].append(operands[place])
+            for v, end in zip(part.outputs, results, strict=True):
+                self.makers[index if v in copies else None, v] = end
+        often = self.setting.often(in_loop)
+        for node, each in tied.items():
+            self.numbers.costs[node] = np.add.reduce([self.numbers.costs[node], *(np.array(each) * often)])
 
     def _add_layouts(self) -> None:
         """A layout for every value that is stored, crosses programs or has several readers."""
@@ -403,14 +409,11 @@ class StageProblem:
             if stacked != [None, None] or value.nbytes > limit:
                 key, matrices = (*key, *stacked), self._own_matrices
         if key not in matrices:
-            matrix = self.setting.resharder.matrix(
-                value.shape, value.itemsize, source.shardings.each, target.shardings.each
-            )
+            each = source.shardings.each, target.shardings.each
+            matrix = self.setting.resharder.matrix(value.shape, value.itemsize, *each)
             if in_rows and len(value.shape) > 1:
-                matrix = matrix + copying_seconds(
-                    self.setting.kind, self.setting.mesh, value.shape, source.shardings.nbytes(value),
-                    source.shardings.each, target.shardings.each,
-                )  # fmt: skip
+                nbytes, setting = source.shardings.nbytes(value), self.setting
+                matrix = matrix + copying_seconds(setting.kind, setting.mesh, value.shape, nbytes, *each)
             if matrices is self._own_matrices:
                 matrix = without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.ir.graph import Equation, Operand, Value
-from autopar.ir.rule import Rule, is_fusible
+from autopar.ir.rule import Rule
 
 _PRODUCT = "dot_general"
 # Attention as one operator scales scores, adds a bias and masks them, but has no cap for them, as of one of these.
@@ -43,7 +43,7 @@ class _Step:
 
     def _is_plain(self, eqn: Equation) -> bool:
         """Whether it makes each element of one of each operand."""
-        return is_fusible(self.rules[eqn.id]) and len(eqn.outputs) == 1
+        return self.rules[eqn.id].is_fusible and len(eqn.outputs) == 1
 
     def scores_of(self, exponential: Equation) -> Value | None:
         """The result of a product from which an exponential is made element by element."""

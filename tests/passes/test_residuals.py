@@ -14,7 +14,7 @@ import pytest
 from autopar.cost_model.fusion import stored
 from autopar.ir.graph import Phase, StepGraph, Value
 from autopar.ir.program import PlacedStep
-from autopar.ir.rule import Rule, is_fusible
+from autopar.ir.rule import Rule
 from autopar.passes.batch import analyse_batch
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.microbatch import split_batch
@@ -134,7 +134,7 @@ def test_no_other_choice_keeps_fewer_bytes(seed: int) -> None:
     made = {v: eqn for eqn in step.forward for v in eqn.outputs}
     backward = [eqn for eqn in step.equations if eqn.phase is Phase.BACKWARD]
     read = {v for eqn in backward for v in eqn.values if v in made}
-    heavy = {v for eqn in backward if not is_fusible(rules[eqn.id]) for v in eqn.values if v in made}
+    heavy = {v for eqn in backward if not rules[eqn.id].is_fusible for v in eqn.values if v in made}
     heavy |= {v for eqn in step.equations if not eqn.phase.in_loop for v in eqn.values if v in made}
     in_memory = stored(step.forward, rules, (), heavy)
 
