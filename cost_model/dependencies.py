@@ -43,7 +43,8 @@ class Dependencies:
     def can_extend(self, node: int, needs: Iterable[int]) -> bool:
         """Whether none of these needs the node, directly or not.
 
-        Searched from both ends in turn: mostly little is between one of them and where it leads.
+        The search goes down from the needs and up from the node in turn, until either has nothing left: one of them
+        mostly has little.
         """
         levels, level = self._levels, self._levels[node]
         down = [other for other in needs if other != node and levels[other] > level]

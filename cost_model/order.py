@@ -241,21 +241,21 @@ def _combine(
             needed |= needs[k]
         key = None if kernel.collective is None else kernel.collective.key
         if key is not None:
-            nbytes = sum(told.sizes[b] for b in kernel.makes)
+            nbytes, direct = sum(told.sizes[b] for b in kernel.makes), _bits(needed)
             group, size = joined.get(key, (-1, most))
             if nbytes > most:  # never one with others
                 group, size = -1, -1
             elif group >= 0:
                 full = size + nbytes > most or len(groups[group]) >= _MOST_COMBINED
-                if full or needed >> group & 1 or not dependencies.can_extend(group, _bits(needed)):
+                if full or needed >> group & 1 or not dependencies.can_extend(group, direct):
                     group, size = -1, 0
             else:
                 size = 0
             if group < 0:
-                group = dependencies.add(_bits(needed))
+                group = dependencies.add(direct)
                 groups.append([])
             else:
-                dependencies.extend(group, _bits(needed))
+                dependencies.extend(group, direct)
             groups[group].append(i)
             if size >= 0:
                 joined[key] = group, size + nbytes

@@ -99,7 +99,7 @@ class KnownCosts:
     def _measured(self) -> Floats:
         """Ask how much above the least the costs of each layer on each kind of mesh are.
 
-        Of one stage it is taken to be the least: to know the layers one by one takes as long as to bound that stage.
+        Of one stage nothing is asked, and its cost taken to be the least: to know its layers takes as long as a bound.
         """
         if self.one_stage:
             return np.ones((3, *self.shape))
@@ -159,7 +159,7 @@ class KnownCosts:
                 elif not np.isinf(cost[0]) and not self.known[number][kind, first, last]:
                     table[:, kind, first, last] = np.fmax(table[:, kind, first, last], cost)
         self.bounded.update(asked)
-        if asked and not self.one_stage:
+        if asked:
             self._factors = None
         return bool(asked)
 
@@ -168,7 +168,7 @@ class KnownCosts:
         for kind, first, last, held in unknown:
             if not np.isinf(self.tables[held][0, kind, first, last]):
                 self._ask(kind, first, last, held)
-        if unknown and not self.one_stage:
+        if unknown:
             self._factors = None
 
     def time(self, rows: Sequence[StageRow], numbers: Sequence[int], turns: Turns) -> float:

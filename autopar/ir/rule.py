@@ -428,7 +428,7 @@ class Rule:
 
     @functools.cached_property
     def elementwise(self) -> tuple[bool, ...]:
-        """By operand: whether an element of the first result needs the one that lies where it will, and none moves."""
+        """By operand: whether each element of the first result needs the operand's element of the same place alone."""
         if self.is_bitcast or self.whole or not self.is_fusible:
             return (self.is_bitcast,) * len(self.inputs)
         made, *taken = (tuple(itertools.chain(*dims)) for dims in (self.outputs[0], *self.inputs))

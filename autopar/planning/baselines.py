@@ -48,15 +48,18 @@ def plan_beside_recipes(
 
 
 class _Chosen(NamedTuple):
-    """A plan, whose it is, and what to say of the recipes."""
+    """A plan, the planner that found it, and what to say of the recipes."""
 
-    best: Finished
+    plan: Finished
     by: Planner
     notes: tuple[str, ...] = ()
 
 
 def _best_of(planner: Planner, num_microbatches: int | None) -> _Chosen:
-    """Of the planner's and of what recipes within one stage come to. Raises InfeasiblePlanError, OutOfTime."""
+    """The planner's plan, or that of a recipe within one stage if it is quicker.
+
+    Raises InfeasiblePlanError, OutOfTime.
+    """
     cluster, method = planner.cluster, planner.method
     fixed = num_microbatches or method.num_microbatches
     try:
@@ -66,7 +69,7 @@ def _best_of(planner: Planner, num_microbatches: int | None) -> _Chosen:
         found = [chosen for rival in rivals if (chosen := _better(planner, rival)) is not None]
         if not found:
             raise
-        name = found[-1].best[0].method
+        name = found[-1].plan[0].method
         return found[-1]._replace(notes=(f"The search found no plan that fits; {name} is the best recipe that does.",))
     if not method.baselines or cluster.num_devices == 1:
         return _Chosen(best, planner)
@@ -248,9 +251,9 @@ def _best_recipe(planner: Planner, num_microbatches: int | None) -> _Chosen:
             f"{limit} to find a plan of {analysis.graph.name} under method {method.name!r}, and none of "
             f"{', '.join(recipe.name for recipe in candidates)} is one. Give it more time."
         )
-    chosen = min(plans, key=lambda each: each.best[0].step_time)
+    chosen = min(plans, key=lambda each: each.plan[0].step_time)
     warn(
-        f"{limit} to search for a plan of {analysis.graph.name}. It runs by {chosen.best[0].method}, the best recipe "
+        f"{limit} to search for a plan of {analysis.graph.name}. It runs by {chosen.plan[0].method}, the best recipe "
         "that fits. Give it more time.",
         TimeLimitWarning,
     )

@@ -138,7 +138,7 @@ class SearchSpace:
         """Stages of an equal part of a host each."""
         count, width = len(self.cluster.hosts), self.cluster.hosts[0].num_devices
         m = fixed or self.likely[-1]
-        # Of any number of microbatches: in one the step is known already, but with its loops whole.
+        # They are about the same in any number of microbatches; in one, most steps are in layers already, loops whole.
         layers = self.layering.layered(fixed or (self.likely[0] if self.layering.cuts_loops else 1), True).num_layers
         for parts in (n for n in range(2, width + 1) if width % n == 0 and n * count < layers):
             if layers % (parts * count):

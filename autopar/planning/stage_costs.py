@@ -6,6 +6,7 @@ import contextlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -51,7 +52,10 @@ class StageCosts:
         self._limits: dict[Any, Limits] = {}
         self._options: dict[Any, OptionsCache] = {} if like is None else like._options
         self._remembered: dict[Any, Remembered] = {}
-        self._first: dict[Any, Remembered] = {} if like is None else like._first  # of these, by any method
+        # The first of each of these, by whatever method.
+        self._first: WeakKeyDictionary[Layered, dict[Any, Remembered]] = (
+            WeakKeyDictionary() if like is None else like._first
+        )
         self._stages: dict[Any, Stage] = {}
         self._priced: dict[Any, PricedStage | None] = {}
         self._restricted: set[Any] = set()  # of these, those whose problems leave out shardings that might fit
@@ -421,8 +425,9 @@ class StageCosts:
             self._limits[layered, mesh.shape] = limits
         key = (layered, mesh.shape, self.prices.surroundings(mesh))
         if key not in self._remembered:
-            self._remembered[key] = Remembered(options, self._first.get(key))
-            self._first.setdefault(key, self._remembered[key])
+            first = self._first.setdefault(layered, {})
+            self._remembered[key] = Remembered(options, first.get(key[1:]))
+            first.setdefault(key[1:], self._remembered[key])
         setting = StageSetting(
             self._stage(layered, placed, stage), mesh, self.prices.kind(mesh), resharder, price,
             self.prices.link_bandwidth(mesh), limits, self.prices.memory(mesh) - withheld, self._remembered[key], tied,

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.ir.graph import BatchDim, Equation, Operand, StepGraph, Value
+from autopar.ir.graph import BatchDim, Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
 from autopar.ir.rule import DimMap, Rule
@@ -144,15 +144,16 @@ def _recipe_limits(
     zero = 3 if method.zero is None else method.zero  # as far as it may go
     free = method.zero is None
 
-    known: dict[int, tuple[frozenset[int], bool, int]] = {}  # by equation id
+    # By equation id and phase: a sum of gradients may be in another phase where stages begin elsewhere.
+    known: dict[tuple[int, Phase], tuple[frozenset[int], bool, int]] = {}
 
     def of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
         """The factors that hold examples, whether it varies with them, and which ZeRO may split what holds none."""
-        if eqn.id not in known:
-            known[eqn.id] = found(eqn)
-        return known[eqn.id]
+        if (eqn.id, eqn.phase) not in known:
+            known[eqn.id, eqn.phase] = _of(eqn)
+        return known[eqn.id, eqn.phase]
 
-    def found(eqn: Equation) -> tuple[frozenset[int], bool, int]:
+    def _of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
         varies = eqn.phase.in_loop and any(v in varying for v in (*eqn.values, *eqn.outputs))
         least_zero = 3 if eqn.phase.in_loop or any(v in in_loop for v in eqn.outputs) else 1
         return batch.get(eqn.id, frozenset()), varies, least_zero

@@ -66,9 +66,9 @@ class Remembered:
         """`like`: that of another method, with which it has all in common that no limit has a part in."""
         self.options = options  # of all meshes of this shape
         self.equations: dict[Any, tuple[PartOptions, Any]] = {}  # with the seconds of each strategy
-        # Edges' seconds per step; None: all free.
+        # Edges' seconds per step (None: all free), and the shardings in which values may be kept.
         self.matrices: dict[Any, Any] = {} if like is None else like.matrices
-        self.candidates: dict[Any, list[Sharding]] = {} if like is None else like.candidates  # to keep values in
+        self.candidates: dict[Any, list[Sharding]] = {} if like is None else like.candidates
 
 
 @dataclasses.dataclass(frozen=True)
