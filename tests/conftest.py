@@ -49,6 +49,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # The first process that a test starts writes Python's bytecode for all that follow, wherever this is asked not to.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     if config.getoption("--xla-defaults"):
         return
     # Tests compile far longer than they run. XLA's passes over the HLO stay, and LLVM's are cut short. Kernels are

@@ -124,10 +124,17 @@ def measure(run: Run, subject: Subject, config: Any, batch_size: int) -> Referen
     return Reference(adamw_state, loss, _difference(after, before))
 
 
+@functools.cache
+def made_on_one_device(subject: Subject, config: Any) -> State:
+    """The state that it starts from."""
+    init = jax.jit(subject.model.make_init(config, either()))
+    return cast(State, init(jax.random.key(0)))
+
+
 def on_one_device(subject: Subject, config: Any) -> Run:
     """Under `jax.jit`."""
     step = jax.jit(subject.model.make_train_step(config, either()), donate_argnums=0)
-    start = jax.jit(subject.model.make_init(config, either()))(jax.random.key(0))
+    start = made_on_one_device(subject, config)
 
     def run(by_sgd: bool, data: list[Batch]) -> tuple[Any, Any, float]:
         state = beginning(start, by_sgd)
@@ -225,8 +232,11 @@ def _method(case: Case) -> Any:
     raise ValueError(case.method)
 
 
-def run_case(case: Case) -> Deviation:
-    """Plan, run and compare; raises what autopar raises."""
+def run_case(case: Case, *, made_in_place: bool = True) -> Deviation:
+    """Plan, run and compare; raises what autopar raises.
+
+    `made_in_place`: the state it starts from is made where the plan has it, and not handed over as one device makes it.
+    """
     subject, config = case.subject, case.subject.config(case.num_layers)
     model = subject.model
     key = jax.random.key(0)
@@ -242,7 +252,10 @@ def run_case(case: Case) -> Deviation:
     if executable.plan.num_microbatches != case.microbatches:
         raise AssertionError(f"{case}: the plan has {executable.plan.num_microbatches} microbatches")
 
-    start = autopar.gather(step.init(model.make_init(config, either()), key))
+    if made_in_place:
+        start = autopar.gather(step.init(model.make_init(config, either()), key))
+    else:
+        start = made_on_one_device(subject, config)
 
     def run(by_sgd: bool, data: list[Batch]) -> tuple[Any, Any, float]:
         state = beginning(start, by_sgd)
