@@ -109,9 +109,9 @@ SUITES = (
         quick=("--seconds", "20", "--only", "gpt"),
     ),
     Suite(
-        "one_device", "benchmarks.one_device", "A calibrated GPU, filled",
-        "One GPU calibrated, then steps run with as many examples as fit: errors of predicted step time and peak "
-        "memory.",
+        "gpu", "benchmarks.gpu", "A calibrated GPU, filled",
+        "One GPU calibrated, then steps run with as many examples as fit: step time and peak memory of a plan over "
+        "those under `jax.jit`, errors of predicted step time and peak memory.",
         quick=("--seconds", "30", "--most-examples", "8", "--only", "gpt"), missing=_missing_gpu,
     ),
     Suite(
