@@ -137,8 +137,8 @@ def _measured(cluster_file: pathlib.Path, most: int, case: Case) -> dict[str, An
     with warnings.catch_warnings(action="ignore"):
         try:
             found = filled(module, config, optimizer(), cluster, case.num_microbatches, most)
-        except UserError as error:
-            return {**dataclasses.asdict(case), "failed": f"{type(error).__name__}: {error}"}
+        except (UserError, jax.errors.JaxRuntimeError) as error:
+            return {**dataclasses.asdict(case), "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
     return {**dataclasses.asdict(case), **found}
 
 
@@ -213,9 +213,10 @@ def main() -> None:
                 continue
             memory = "" if row["memory_error"] is None else f", memory {row['memory_error']:+.1%}"
             jit = f"; under jax.jit {row['jit_measured']:.4f} s" if "jit_measured" in row else ""
+            jit += f"; under jax.jit {row['jit_failed']}" if "jit_failed" in row else ""
             print(
                 f"{name}, {row['examples']} examples: measured {row['measured']:.4f} s, predicted "
-                f"{row['predicted']:.4f} s, {row['error']:+.1%}{memory}{jit}{row.get('jit_failed', '')}", flush=True,
+                f"{row['predicted']:.4f} s, {row['error']:+.1%}{memory}{jit}", flush=True,
             )  # fmt: skip
     common.report(bars(rows, len(chosen) - len(rows)), rows, arguments.json)
 

@@ -75,6 +75,22 @@ def test_one_command_runs_what_there_is_time_for(monkeypatch: pytest.MonkeyPatch
     assert json.loads((tmp_path / "found.json").read_text())["bars"]["cases_left_out"]["value"] == 4
 
 
+def test_what_the_device_cannot_hold_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+    def full(*_: object) -> None:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nallocator says more")
+
+    monkeypatch.setattr(benchmark, "FILLING", {"gpt": (gpt, SMALL, lambda: optax.sgd(1e-3))})
+    monkeypatch.setattr(common, "each_in_a_process", lambda function, items: map(function, items))
+    monkeypatch.setattr(benchmark, "time_steps", full)
+    monkeypatch.setattr(
+        sys, "argv", ["gpu", "--preset", "cpu", "--most-examples", "2", "--json", str(tmp_path / "found.json")]
+    )
+    benchmark.main()
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["bars"]["cases_failed"]["value"] == len(found["rows"]) == 4
+    assert found["rows"][0]["failed"] == "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
+
+
 def test_the_worst_of_those_that_jit_runs_too_counts() -> None:
     alone = {"error": 0.0, "memory_error": None, "measured": 9.0, "measured_bytes": None}
     near = {**alone, "measured": 1.0, "jit_measured": 1.0, "measured_bytes": 102, "jit_bytes": 100}
