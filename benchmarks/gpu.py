@@ -156,12 +156,13 @@ def _device(path: pathlib.Path, preset: str | None, seconds: float) -> str:
 def bars(rows: Sequence[Mapping[str, Any]], left_out: int = 0) -> dict[str, common.Bar]:
     """Of the cases that were run; memory only where the device tells it."""
     ran = [row for row in rows if "failed" not in row]
-    errors = [abs(row["error"]) for row in ran]
+    errors = [row["error"] for row in ran]
     found = {
         "cases_failed": common.Bar(len(rows) - len(ran), 0),
         "cases_left_out": common.Bar(left_out, None),
         "median_error": common.Bar(_median(errors), 0.10, len(ran), "held out", "%"),
-        "largest_error": common.Bar(max(errors, default=float("nan")), 0.10, len(ran), "held out", "%"),
+        "largest_error": common.Bar(max(map(abs, errors), default=float("nan")), 0.10, len(ran), "held out", "%"),
+        "cases_that_jit_could_not_run": common.Bar(sum("jit_failed" in row for row in ran), None),
     }
     for name, ours, theirs in (
         ("time_over_jit", "measured", "jit_measured"), ("memory_over_jit", "measured_bytes", "jit_bytes")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import optax
@@ -60,33 +62,35 @@ def test_the_same_step_runs_under_jit() -> None:
     assert row["jit_bytes"] is None  # a CPU does not tell
 
 
-def test_one_command_runs_what_there_is_time_for(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> Callable[..., Any]:
+    """The command with a small model, in this process: arguments -> what it writes."""
     monkeypatch.setattr(benchmark, "FILLING", {"gpt": (gpt, SMALL, lambda: optax.sgd(1e-3))})
     monkeypatch.setattr(common, "each_in_a_process", lambda function, items: map(function, items))
-    asked = ["--preset", "cpu", "--most-examples", "4", "--json", str(tmp_path / "found.json")]
-    monkeypatch.setattr(sys, "argv", ["gpu", *asked])
-    benchmark.main()
-    found = json.loads((tmp_path / "found.json").read_text())
+
+    def run(*arguments: str) -> Any:
+        file = tmp_path / "found.json"
+        monkeypatch.setattr(sys, "argv", ["gpu", "--preset", "cpu", "--json", str(file), *arguments])
+        benchmark.main()
+        return json.loads(file.read_text())
+
+    return run
+
+
+def test_one_command_runs_what_there_is_time_for(command: Callable[..., Any]) -> None:
+    found = command("--most-examples", "4")
     assert [row["num_microbatches"] for row in found["rows"]] == [1, 1, 4, 4]
     assert ["jit_measured" in row for row in found["rows"]] == [True, False, False, False]
     assert found["bars"]["cases_failed"]["value"] == 0 and found["bars"]["time_over_jit"]["n"] == 1
-    monkeypatch.setattr(sys, "argv", ["gpu", *asked, "--limit", "0"])
-    benchmark.main()
-    assert json.loads((tmp_path / "found.json").read_text())["bars"]["cases_left_out"]["value"] == 4
+    assert command("--limit", "0")["bars"]["cases_left_out"]["value"] == 4
 
 
-def test_what_the_device_cannot_hold_fails_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
+def test_what_the_device_cannot_hold_fails_alone(command: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nallocator says more")
 
-    monkeypatch.setattr(benchmark, "FILLING", {"gpt": (gpt, SMALL, lambda: optax.sgd(1e-3))})
-    monkeypatch.setattr(common, "each_in_a_process", lambda function, items: map(function, items))
     monkeypatch.setattr(benchmark, "time_steps", full)
-    monkeypatch.setattr(
-        sys, "argv", ["gpu", "--preset", "cpu", "--most-examples", "2", "--json", str(tmp_path / "found.json")]
-    )
-    benchmark.main()
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = command("--most-examples", "2")
     assert found["bars"]["cases_failed"]["value"] == len(found["rows"]) == 4
     assert found["rows"][0]["failed"] == "JaxRuntimeError: RESOURCE_EXHAUSTED: out of memory"
 
@@ -95,7 +99,8 @@ def test_the_worst_of_those_that_jit_runs_too_counts() -> None:
     alone = {"error": 0.0, "memory_error": None, "measured": 9.0, "measured_bytes": None}
     near = {**alone, "measured": 1.0, "jit_measured": 1.0, "measured_bytes": 102, "jit_bytes": 100}
     far = {**alone, "measured": 1.5, "jit_measured": 1.25, "jit_bytes": None}
-    found = bars([alone, near, far])
+    found = bars([alone, near, far, {**alone, "jit_failed": "it is full"}])
+    assert found["cases_that_jit_could_not_run"].value == 1
     assert found["time_over_jit"].value == pytest.approx(1.2) and found["time_over_jit"].n == 2
     assert found["memory_over_jit"].value == pytest.approx(1.02) and found["memory_over_jit"].n == 1
     assert not {"time_over_jit", "memory_over_jit"} & bars([alone]).keys()
