@@ -25,7 +25,8 @@ attention_backward_p.multiple_results = True
 def dot_product_attention(
     query: Any, key: Any, value: Any, bias: Any = None, mask: Any = None, *, scale: float | None = None,
     is_causal: bool = False, query_seq_lengths: Any = None, key_value_seq_lengths: Any = None,
-    local_window_size: int | tuple[int, int] | None = None, return_residual: bool = False,
+    local_window_size: int | tuple[int, int] | None = None, implementation: str | None = None,
+    return_residual: bool = False,
 ) -> Any:  # fmt: skip
     """Scaled dot-product attention that never has all scores in memory; `jax.nn.dot_product_attention` otherwise.
 
@@ -37,21 +38,32 @@ def dot_product_attention(
       query: [B, T, N, H] or [T, N, H]: examples, positions, heads, width.
       key: [B, S, K, H] or [S, K, H], where K divides N: so many query heads share one of these.
       value: like `key`.
-      bias: added to the scores; 4 dimensions, broadcastable to [B, N, T, S].
-      mask: which keys a query sees, bool; 4 dimensions, broadcastable to [B, N, T, S].
+      bias: added to the scores; broadcastable to [B, N, T, S].
+      mask: which keys a query sees, bool; broadcastable to [B, N, T, S].
       scale: of the products of queries and keys; None: 1 / sqrt(H).
       is_causal: whether a query sees no keys after its own position.
       query_seq_lengths: [B], int32: how many positions of each example are queries; the results of others are zero.
       key_value_seq_lengths: [B], int32: how many positions of each example are keys.
       local_window_size: how many positions before its own, and after, a query sees; one number for both.
+      implementation: "xla" is JAX's own, with an array of all scores; "cudnn" is None here, so that a step written for
+        GPUs runs elsewhere, too.
       return_residual: whether to return the logarithms of the sums of the scores' exponentials, too.
 
     Returns:
       Like `query`; with `return_residual`, also [B, T, N] or [T, N] in the type of the keys, with no gradient.
 
     Raises:
-      UserError: shapes or types do not fit one another.
+      UserError: shapes or types do not fit one another, or there is no such implementation.
     """
+    if implementation not in (None, "xla", "cudnn"):
+        raise UserError(f'implementation must be None, "xla" or "cudnn", but is {implementation!r}')
+    if implementation == "xla":
+        jax_own: Any = jax.nn.dot_product_attention
+        return jax_own(
+            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths, local_window_size=local_window_size, implementation="xla",
+            return_residual=return_residual,
+        )  # fmt: skip
     operands = {"query": query, "key": key, "value": value}
     arrays = {name: jnp.asarray(x) for name, x in operands.items()}
     squeezed = arrays["query"].ndim == 3
@@ -61,6 +73,7 @@ def dot_product_attention(
         for name, x in zip(OPTIONAL, (bias, mask, query_seq_lengths, key_value_seq_lengths), strict=True)
         if x is not None
     }
+    others.update((name, _of_scores(x)) for name, x in others.items() if name in ("bias", "mask"))
     _check(arrays, others)
     left, right = (None, None) if local_window_size is None else _window(local_window_size)
     form = Form(1 / math.sqrt(arrays["query"].shape[-1]) if scale is None else float(scale), left, right)
@@ -71,6 +84,11 @@ def dot_product_attention(
         return result[0] if squeezed else result
     residual = jax.lax.stop_gradient(jnp.transpose(statistics, (0, 2, 1)).astype(arrays["key"].dtype))
     return (result[0], residual[0]) if squeezed else (result, residual)
+
+
+def _of_scores(x: Any) -> Any:
+    """With the dimensions of scores, from the last one on."""
+    return jnp.expand_dims(x, tuple(range(4 - x.ndim))) if x.ndim < 4 else x
 
 
 def _window(size: int | tuple[int, int]) -> tuple[int, int]:
@@ -97,7 +115,7 @@ def _check(arrays: Mapping[str, Any], others: Mapping[str, Any]) -> None:
         if name in others:
             shape = others[name].shape
             if len(shape) != 4 or any(n not in (1, whole) for n, whole in zip(shape, scores, strict=True)):
-                raise UserError(f"{name} must have 4 dimensions and be broadcastable to {list(scores)}, but got {told}")
+                raise UserError(f"{name} must be broadcastable to {list(scores)}, but got {told}")
     if "mask" in others and others["mask"].dtype != jnp.bool_:
         raise UserError(f"mask must be bool (an additive one is a bias), but got {told}")
     for name in ("query_lengths", "key_lengths"):

@@ -110,6 +110,33 @@ def test_what_is_left_over_besides_the_result() -> None:
         close(actual, jax.nn.dot_product_attention(*operand, return_residual=True))
 
 
+@pytest.mark.parametrize("shape", [(6,), (5, 6), (4, 1, 6), (4, 5, 6)])
+def test_biases_and_masks_of_fewer_dimensions(shape: tuple[int, ...]) -> None:
+    operands = floats(2, 5, 4, 3), floats(2, 6, 2, 3), floats(2, 6, 2, 3, seed=1)
+    given = {"bias": floats(*shape), "mask": floats(*shape, seed=2) > -1}
+    close(autopar.dot_product_attention(*operands, **given), jax.nn.dot_product_attention(*operands, **given))
+    one = tuple(x[0] for x in operands)
+    close(autopar.dot_product_attention(*one, **given), jax.nn.dot_product_attention(*one, **given))
+
+
+def test_the_implementation_may_be_named() -> None:
+    operands = floats(2, 5, 4, 3), floats(2, 6, 2, 3), floats(2, 6, 2, 3, seed=1)
+    expected = jax.nn.dot_product_attention(*operands, is_causal=True)
+    for implementation in (None, "xla", "cudnn"):
+        close(autopar.dot_product_attention(*operands, is_causal=True, implementation=implementation), expected)
+
+    def primitives(implementation: str | None) -> set[str]:
+        def attention(*operands: Any) -> Any:
+            return autopar.dot_product_attention(*operands, implementation=implementation)
+
+        return {eqn.primitive.name for eqn in jax.make_jaxpr(attention)(*operands).eqns}
+
+    assert "attention" not in primitives("xla")
+    assert primitives("cudnn") == primitives(None)
+    with pytest.raises(UserError, match="must be None"):
+        autopar.dot_product_attention(*operands, implementation="flash")
+
+
 def test_examples_mapped_over() -> None:
     """One bias for all that is mapped over, and for all examples; its gradient is a sum over both."""
     operands = floats(3, 2, 5, 4, 3), floats(3, 2, 6, 2, 3), floats(3, 2, 6, 2, 3, seed=1)
