@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax.numpy as jnp
@@ -123,8 +125,13 @@ def without_sharding(eqn: Equation, name: str = "sharding") -> dict[str, Any]:
 
 
 def work_per_point(work: float, factors: Factors) -> float:
-    """FLOPs per point where the product of the factors says nothing about the work."""
-    return work / max(1, math.prod(factors.sizes))
+    """FLOPs per point where the product of the factors says nothing about the work.
+
+    An exact fraction, which counts as a number, where the points are more than a float can say, as those of all
+    dimensions of many operands may be.
+    """
+    points = max(1, math.prod(factors.sizes))
+    return work / points if points < sys.float_info.max else Fraction(work) / points  # type: ignore[return-value]
 
 
 def replicated(eqn: Equation) -> Rule:
