@@ -172,6 +172,9 @@ class _Piece(Local):
     def total(self, factor: int, x: Any, value: Value) -> Any:
         raise Unsplittable("pieces are added up on the way")
 
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        raise Unsplittable("pieces are compared on the way")
+
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         raise Unsplittable("windows reach from one piece into the next")
 

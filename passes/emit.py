@@ -83,6 +83,9 @@ class SpaceLocal(Local):
     def total(self, factor: int, x: Any, value: Value) -> Any:
         return psum_at_once(x, self.axes[factor], value) if self.is_split(factor) else x
 
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        return _combine("max" if largest else "min", x, self.axes[factor]) if self.is_split(factor) else x
+
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if not self.is_split(factor) or not (before or after):
             return x

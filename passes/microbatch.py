@@ -53,8 +53,14 @@ class _TimeLocal(Local):
         check_position(self.split.batch)
         return self.index * self.size(factor)
 
+    def number(self, factor: int) -> Any:
+        return self.index if self.is_split(factor) else 0
+
     def total(self, factor: int, x: Any, value: Value) -> Any:
         raise Unsplittable("examples are added up on the way")
+
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        raise Unsplittable("examples are compared on the way")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         if before or after:

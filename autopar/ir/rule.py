@@ -42,8 +42,15 @@ class Local(Protocol):
     def start(self, factor: int) -> Any:
         """Index (int32 scalar, traced) of the piece's first element along the factor; 0 if not split."""
 
+    def number(self, factor: int) -> Any:
+        """Of the piece, among those along the factor, which need not be consecutive there: int32 scalar, traced."""
+        return self.start(factor) // self.size(factor)
+
     def total(self, factor: int, x: Any, value: Value) -> Any:
         """The sum of every piece's `x`, partial sums of a value, on every piece; in its type or that of these."""
+
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        """The largest (or smallest) of every piece's `x`, element by element, on every piece."""
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
@@ -353,7 +360,7 @@ class Rule:
             return sum(k.flops / math.prod(split.get(f, 1) for f in k.held) for k in self.kernels)
         if not self.flops:
             return 0.0  # the points of a separable rule may be more than a float can say
-        return self.flops * self.points() / math.prod(split.values())
+        return float(self.flops * self.points() / math.prod(split.values()))
 
     def factor_of(self, choice: AxisChoice) -> int | None:
         """The factor that a mesh axis splits, gathered or not; None if it splits none."""
@@ -438,6 +445,10 @@ class Rule:
         """Whether the pieces of a factor need something of one another while they are computed."""
         communicating: list[InnerSum | Halo | ContextParallel] = [*self.sums, *self.halos, *self.contexts]
         return any(each.factor == factor for each in communicating)
+
+    def is_extreme(self, factor: int) -> bool:
+        """Whether the results are the largest or smallest of all pieces of a factor, of what has an order."""
+        return self.reduced.get(factor) in ("max", "min")
 
     def is_partial_sum(self, factor: int, result: int) -> bool:
         """Whether the pieces of a factor leave partial sums of a result."""

@@ -32,8 +32,12 @@ class Piece:
         return self.cut.units // self.local.size(self.factor)
 
     def index(self) -> Any:
-        """int32 scalar, traced."""
+        """int32 scalar, traced; of pieces that are consecutive, so that it says where they lie."""
         return self.local.start(self.factor) // self.local.size(self.factor)
+
+    def is_first(self) -> Any:
+        """Whether it is one of all pieces, wherever they lie: a bool scalar, traced."""
+        return self.local.number(self.factor) == 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,9 +62,17 @@ class _InBody(Local):
             return piece.index() * self.size(factor)
         return 0
 
+    def number(self, factor: int) -> Any:
+        return next((piece.local.number(piece.factor) for _, piece in self._cuts(factor)), 0)
+
     def total(self, factor: int, x: Any, value: Value) -> Any:
         for _, piece in self._cuts(factor):
             x = piece.local.total(piece.factor, x, value)
+        return x
+
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        for _, piece in self._cuts(factor):
+            x = piece.local.extreme(piece.factor, x, largest)
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
@@ -106,24 +118,33 @@ def evaluate(
             totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
         return totals[key]
 
+    def on_first(x: Any, over: Sequence[Piece]) -> Any:
+        for piece in over:
+            x = jnp.where(piece.is_first(), x, jnp.zeros_like(x))
+        return x
+
     def read(eqn: Equation, position: int) -> Any:
         v = eqn.inputs[position]
+        first = [piece for piece in pieces if (eqn.id, position) in piece.cut.on_first]
         if isinstance(v, Literal):
-            return v.value
+            return v.value if not first else on_first(jnp.asarray(v.value, v.dtype), first)
         summed = tuple(p for p in adding(v) if eqn.id not in p.cut.passing)
         x = total(v, summed)
         for piece in pieces:
             batch = piece.cut.slices.get((eqn.id, position))
             if batch is not None:
                 x = slice_units(x, batch, piece.count, piece.index())
-        return x
+        return on_first(x, first)
 
     for eqn in live_equations(body.equations, [body.outputs[o] for o in outputs]):
         rule = body.rules[eqn.id]
         operands = [read(eqn, i) for i in range(len(eqn.inputs))]
         splits = [(p.cut.splits[eqn.id], p) for p in pieces if eqn.id in p.cut.splits]
         partial_sums = [bool(adding(v)) for v in eqn.outputs]
-        for v, x in zip(eqn.outputs, emit_piece(rule, _InBody(rule, splits), eqn, operands, partial_sums), strict=True):
+        local = _InBody(rule, splits)
+        for v, x in zip(eqn.outputs, emit_piece(rule, local, eqn, operands, partial_sums), strict=True):
+            for factor in {split.factor for split, _ in splits if rule.is_extreme(split.factor)}:
+                x = local.extreme(factor, x, rule.reduced[factor] == "max")
             define(v, x)
     results = []
     for o in outputs:

@@ -30,6 +30,7 @@ from autopar.ir.rule import (
     bind,
 )
 from autopar.ir.same import Signature, program_signature
+from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
 from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, live_sets_of, outer_factors, unit_of
@@ -279,7 +280,8 @@ def _communicates(body: Body, cut: BodyCut) -> bool:
 
 def _communicating(body: Body, cut: BodyCut) -> int:
     """How many sums a round makes, and equations within which pieces send something."""
-    return len(cut.sums) + sum(body.rules[e].communicates(split.factor) for e, split in cut.splits.items())
+    inside = ((body.rules[e], split.factor) for e, split in cut.splits.items())
+    return len(cut.sums) + sum(rule.communicates(factor) or rule.is_extreme(factor) for rule, factor in inside)
 
 
 def _rule(
@@ -412,7 +414,12 @@ def _sums(body: Body, numbered: Sequence[tuple[int, BodyCut]], times: int) -> li
             held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
             sums.append((InnerSum(f, math.prod(v.shape), v.dtype.itemsize, v.sum_itemsize, held, times), v))
         for e in body.equations:
-            if e.id in cut.splits:
+            if e.id in cut.splits and body.rules[e.id].is_extreme(cut.splits[e.id].factor):
+                for v in e.outputs:
+                    held = frozenset(g for g, other in numbered if isinstance(other.states.get(v), BatchDim))
+                    itemsize = extreme_itemsize(v.dtype)
+                    sums.append((InnerSum(f, math.prod(v.shape), itemsize, itemsize, held, times), e.id))
+            elif e.id in cut.splits:
                 for s in body.rules[e.id].sums:
                     if s.factor == cut.splits[e.id].factor:
                         cuts = ((g, other.splits.get(e.id)) for g, other in numbered)
@@ -452,6 +459,6 @@ def _starts(body: Body, positions: Sequence[int], values: Sequence[Any], pieces:
     for i, x in zip(positions, values, strict=True):
         for piece in pieces:
             if piece.cut.states.get(body.inputs[i]) is PARTIAL:
-                x = jnp.where(piece.index() == 0, x, jnp.zeros_like(x)).astype(body.inputs[i].accumulator_dtype)
+                x = jnp.where(piece.is_first(), x, jnp.zeros_like(x)).astype(body.inputs[i].accumulator_dtype)
         starts.append(x)
     return starts

@@ -107,15 +107,27 @@ def _improved(cut: BodyCut, body: Body) -> BodyCut:
     """The cut with less to add up in each round."""
     # What is added up before it becomes wider no longer meets the carry that has the wider sum.
     ways = dict.fromkeys((_with_sums_before_widening(cut, body), cut))
-    return min((_with_partial_sums_carried(way, body) for way in ways), key=_sent)
+    best = min((_with_partial_sums_carried(way, body) for way in ways), key=_sent)
+    if not best.sums and not _summed_carries(best, body):
+        return best
+    other = Propagation(body, on_first=True).run(_seeds(cut, body))
+    if other is None or not cut.splits.keys() <= other.splits.keys():
+        return best
+    # What is whole counts on the first piece, rather than be carried as a partial sum to meet one.
+    other = _with_partial_sums_carried(other, body, on_first=True)
+    return min(best, other, key=lambda way: (_sent(way), _summed_carries(way, body)))
+
+
+def _summed_carries(cut: BodyCut, body: Body) -> int:
+    """How many values go from round to round as partial sums."""
+    return sum(cut.states.get(body.inputs[i]) is PARTIAL for i in body.carried.values())
 
 
 def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
     """The cut with sums made before partial sums become wider, where less is sent for it."""
     if not any(widens(e) and e.id in cut.passing for e in body.equations):
         return cut
-    seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
-    other = Propagation(body, before_widening=True).run(seeds)
+    other = Propagation(body, before_widening=True).run(_seeds(cut, body))
     if other is None or not cut.splits.keys() <= other.splits.keys():
         return cut
 
@@ -127,10 +139,14 @@ def _sent(cut: BodyCut) -> int:
     return sum(v.nbytes + v.sum_nbytes for v in cut.sums)
 
 
-def _with_partial_sums_carried(cut: BodyCut, body: Body) -> BodyCut:
+def _seeds(cut: BodyCut, body: Body) -> dict[Value, State]:
+    return {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
+
+
+def _with_partial_sums_carried(cut: BodyCut, body: Body, *, on_first: bool = False) -> BodyCut:
     """The cut in which carries are partial sums, added up after the loop, where that saves sums in every round."""
     entering = (v for i in body.carried.values() if is_number(v := body.inputs[i]))
-    return _carrying(cut, body, [v for v in entering if _meets(cut.sums, v, body)])
+    return _carrying(cut, body, [v for v in entering if _meets(cut.sums, v, body)], on_first)
 
 
 def _meets(sums: Set[Value], value: Value, body: Body) -> bool:
@@ -151,7 +167,7 @@ def _meets(sums: Set[Value], value: Value, body: Body) -> bool:
     return False
 
 
-def _carrying(cut: BodyCut, body: Body, entering: Sequence[Value]) -> BodyCut:
+def _carrying(cut: BodyCut, body: Body, entering: Sequence[Value], on_first: bool) -> BodyCut:
     """The cut with all of these as running sums if each saves a sum, else with what each half saves.
 
     Gradients that a loop adds up are as many as there are parameters: one propagation shows that all can be.
@@ -159,19 +175,18 @@ def _carrying(cut: BodyCut, body: Body, entering: Sequence[Value]) -> BodyCut:
     entering = [v for v in entering if v not in cut.states]
     if not entering or not cut.sums:
         return cut
-    seeds = {v: s for v in body.inputs if (s := cut.states.get(v)) is not None}
-    other = Propagation(body).run({**seeds, **dict.fromkeys(entering, PARTIAL)})
+    other = Propagation(body, on_first=on_first).run({**_seeds(cut, body), **dict.fromkeys(entering, PARTIAL)})
     if other is not None:
         kept = [v for v in entering if other.states.get(v) is PARTIAL]
         if len(kept) < len(entering):
-            return _carrying(cut, body, kept)
+            return _carrying(cut, body, kept, on_first)
         if len(other.sums) >= len(cut.sums) or cut.splits.keys() - other.splits.keys():
             return cut
         if len(other.sums) + len(kept) <= len(cut.sums):
             return other
     if len(entering) > 1:
         for part in (entering[: len(entering) // 2], entering[len(entering) // 2 :]):
-            cut = _carrying(cut, body, part)
+            cut = _carrying(cut, body, part, on_first)
     return cut
 
 
@@ -189,7 +204,7 @@ def _merged(a: BodyCut, b: BodyCut, body: Body) -> BodyCut | None:
         return None
     return BodyCut(
         units, {**a.states, **b.states}, {**a.splits, **b.splits}, a.passing | b.passing, a.sums | b.sums,
-        {**a.slices, **b.slices}, a.ends | b.ends,
+        {**a.slices, **b.slices}, a.ends | b.ends, a.on_first | b.on_first,
     )  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class Body:
         def find(eqn: int, batches: tuple[tuple[int, BatchDim], ...]) -> Split | None:
             rule = self.rules[eqn]
             try:
-                split = split_of(rule, dict(batches))
+                split = split_of(rule, dict(batches), takes_extremes=True)
             except Unsplittable:
                 return None
             return None if any(halo.factor == split.factor for halo in rule.halos) else split  # it has no neighbours
@@ -120,6 +120,8 @@ class BodyCut:
     sums: frozenset[Value]  # partial sums that some reader needs summed
     slices: Mapping[tuple[int, int], BatchDim]  # (equation id, operand): a whole value of which it takes a slice
     ends: frozenset[int]  # outputs whose partial sums are summed before they leave
+    # (equation id, operand): a whole value that is added to partial sums, and so counts on the first piece alone.
+    on_first: frozenset[tuple[int, int]] = frozenset()
 
     def leaving(self, body: Body, output: int) -> State:
         """How an output leaves the body."""
@@ -141,9 +143,10 @@ class _Failed(Exception):
 class Propagation:
     """Finds the cut that follows from splitting some inputs of a body."""
 
-    def __init__(self, body: Body, before_widening: bool = False) -> None:
+    def __init__(self, body: Body, *, before_widening: bool = False, on_first: bool = False) -> None:
         self.body = body
         self.before_widening = before_widening  # whether partial sums are added up before they become wider
+        self.may_be_on_first = on_first  # whether what is whole may be added to partial sums, see `BodyCut`
         self.given: dict[Value, State] = {}  # inputs
         self.chosen: dict[int, Split] = {}  # equations without split operands that make what others want split
         self.ends: set[int] = set()  # outputs whose partial sums are summed before they leave
@@ -166,6 +169,7 @@ class Propagation:
         self.sums: set[Value] = set()
         self.wanted: dict[Value, list[BatchDim | None]] = defaultdict(list)  # what readers want of whole values
         self.slices: dict[tuple[int, int], BatchDim] = {}
+        self.on_first: set[tuple[int, int]] = set()
         for eqn in self.body.equations:
             if eqn.id in self.chosen or any(self.states.get(v) is not None for v in eqn.values):
                 self._equation(eqn)
@@ -184,9 +188,11 @@ class Propagation:
         states = [_state(self.states, v) for v in eqn.inputs]
         partial = frozenset(i for i, s in enumerate(states) if s is PARTIAL)
         batches = {i: s for i, s in enumerate(states) if isinstance(s, BatchDim)}
-        passes = partial in rule.linear and not (self.before_widening and widens(eqn))
+        together = self._linear_in(eqn, partial)
+        passes = together is not None and not (self.before_widening and widens(eqn))
         if partial and not batches and eqn.id not in self.chosen and passes:
             self.passing.add(eqn.id)
+            self.on_first.update((eqn.id, i) for i in (together or partial) - partial)
             self.states.update(dict.fromkeys(eqn.outputs, PARTIAL))
             for i, v in enumerate(eqn.inputs):
                 if isinstance(v, Value) and i not in partial:
@@ -210,6 +216,16 @@ class Propagation:
             if states[i] is None:
                 self.wanted[v].append(piece)
         self.states.update((v, state) for v, state in zip(eqn.outputs, made, strict=True) if state is not None)
+
+    def _linear_in(self, eqn: Equation, partial: frozenset[int]) -> frozenset[int] | None:
+        """The operands in which an equation is linear, those that are partial sums among them; None if in none such.
+
+        There are others among them only where these may be taken on the first piece alone.
+        """
+        linear = self.body.rules[eqn.id].linear
+        if partial in linear or not self.may_be_on_first:
+            return partial if partial in linear else None
+        return next((members for members in linear if partial < members), None)
 
     def _leaving(self, output: int) -> State:
         state = _state(self.states, self.body.outputs[output])
@@ -341,7 +357,8 @@ class Propagation:
             if _state(states, operand) is None or operand in self.sums:
                 slices[e, i] = piece
         return BodyCut(
-            units, states, dict(self.splits), frozenset(self.passing), frozenset(self.sums), slices, ends
+            units, states, dict(self.splits), frozenset(self.passing), frozenset(self.sums), slices, ends,
+            frozenset(self.on_first),
         )  # fmt: skip
 
     def _needs_no_position(self, eqn: Equation) -> bool:
@@ -388,6 +405,9 @@ class _Anywhere(Local):
         return 0
 
     def total(self, factor: int, x: Any, value: Value) -> Any:
+        return x
+
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
         return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:

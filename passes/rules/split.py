@@ -95,8 +95,11 @@ def _merge(splits: Sequence[Split]) -> Split:
     return first
 
 
-def split_of(rule: Rule, batches: Mapping[int, BatchDim]) -> Split:
-    """The one factor along which the equation splits; `batches` are its batched operands by position."""
+def split_of(rule: Rule, batches: Mapping[int, BatchDim], *, takes_extremes: bool = False) -> Split:
+    """The one factor along which the equation splits; `batches` are its batched operands by position.
+
+    `takes_extremes`: it may be one of which the largest or smallest is taken.
+    """
     splits = []
     for position, batch in batches.items():
         dim = rule.inputs[position][batch.dim]
@@ -106,10 +109,11 @@ def split_of(rule: Rule, batches: Mapping[int, BatchDim]) -> Split:
     if factor in rule.whole:
         raise Unsplittable("it works along the batch")
     reduction = rule.reduced.get(factor)
-    if reduction not in (None, "sum"):
+    is_extreme = takes_extremes and rule.is_extreme(factor)
+    if reduction not in (None, "sum") and not is_extreme:
         raise Unsplittable(f"it takes the {reduction} over the batch")
     for k, dims in enumerate(rule.outputs):
-        alike = rule.is_partial_sum(factor, k) or k in rule.unaffected.get(factor, ())
+        alike = is_extreme or rule.is_partial_sum(factor, k) or k in rule.unaffected.get(factor, ())
         if not alike and batch_in_dims(split, dims, rule.factors) is None:
             raise Unsplittable("it mixes examples")
     for position, dims in enumerate(rule.inputs):

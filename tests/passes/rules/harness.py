@@ -126,6 +126,9 @@ class Piece(Local):
     def total(self, factor: int, x: Any, value: Value) -> Any:
         raise NotImplementedError("these pieces are computed apart")
 
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        raise NotImplementedError("these pieces are computed apart")
+
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         assert not before and not after, "these pieces are computed apart"
         return x

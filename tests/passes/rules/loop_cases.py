@@ -203,6 +203,39 @@ def until_all(w: Any, x: Any) -> Any:
     return lax.while_loop(lambda s: ~s[1].all() & (s[2] < 9), once, (x, jnp.zeros(len(x), bool), 0))
 
 
+def scaled(ws: Any, x: Any) -> Any:
+    """Layers whose products are in the scale of the largest of all activations, as those in 8 bits may be."""
+
+    def layer(x: Any, w: Any) -> Any:
+        scale, least = jnp.max(jnp.abs(x)), jnp.min(x, 0)
+        return x + jnp.tanh((x / scale) @ w) * scale + least, jnp.max(x, 1)
+
+    y, largest = lax.scan(layer, x, ws)
+    return (y**2).mean() + largest.sum()
+
+
+def by_vocabulary(w: Any, xs: Any, labels: Any) -> Any:
+    """The loss of one chunk of examples after the other: a softmax over classes that may be cut."""
+
+    def chunk(total: Any, x: Any) -> Any:
+        logits = x[0] @ w
+        picked = (jax.nn.one_hot(x[1], w.shape[1]) * logits).sum(-1)
+        return total + (jax.nn.logsumexp(logits, -1) - picked).sum(), None
+
+    return lax.scan(chunk, jnp.float32(0), (xs, labels))[0]
+
+
+def converging(w: Any, x: Any) -> Any:
+    """Until no element changes much."""
+
+    def once(state: Any) -> Any:
+        x, _, n = state
+        y = jnp.tanh(x @ w)
+        return y, jnp.max(jnp.abs(y - x)), n + 1
+
+    return lax.while_loop(lambda s: (s[1] > 1e-2) & (s[2] < 9), once, (x, jnp.float32(1), 0))
+
+
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
@@ -213,6 +246,8 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "many": (many, ([normal(i, 2, 8) + 1 for i in range(105)], normal(0, 8))),
     "stepping": (stepping, (normal(1, 8), normal(2, BATCH, 8))),
     "until all": (until_all, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
+    "converging": (converging, (normal(1, 8, 8) / 2, normal(2, BATCH, 8))),
+    "by vocabulary": (by_vocabulary, (normal(1, 8, 12), normal(2, 3, BATCH, 8), np.arange(12).reshape(3, BATCH))),
     "unread": (unread, (normal(1, 8, 8), normal(2, BATCH, 8), normal(3, BATCH))),
     "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
 }
@@ -222,6 +257,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "layers": (layers, (LAYER_WEIGHTS, normal(9, BATCH, TIME, WIDTH))),
     "accumulated": (accumulated, (normal(1, 6, 4), normal(2, 3, BATCH, 6))),
     "rematerialised": (rematerialised, (normal(1, LAYERS, 2, WIDTH, WIDTH), normal(2, BATCH, WIDTH))),
+    "scaled": (scaled, (normal(1, LAYERS, WIDTH, WIDTH), normal(2, BATCH, WIDTH))),
     "nested": (nested, (normal(1, 2, 8, 8), normal(2, 3, BATCH, 8))),
 }
 

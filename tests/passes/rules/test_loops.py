@@ -27,6 +27,7 @@ from autopar.ir.strategy import Gathered, Split
 from autopar.passes.intra_op.strategies import enumerate_assignments, inner_collectives, operand_shardings
 from autopar.passes.rules import propagation as bodies
 from autopar.passes.rules import table
+from autopar.passes.rules.building import replicated
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.tracing.trace import trace
 from tests.passes.rules import harness
@@ -51,6 +52,10 @@ class Together(Local):
 
     def total(self, factor: int, x: Any, value: Value) -> Any:
         return lax.psum(x, f"f{factor}")
+
+    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
+        compare: Any = lax.pmax if largest else lax.pmin
+        return compare(x, f"f{factor}")
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         assert not self.is_split(factor)
@@ -167,6 +172,29 @@ def test_whether_all_are_done_is_counted_over_the_pieces() -> None:
     rule = rule_of(eqn)
     (examples,) = [f for f in rule.splittable if rule.factors[f] == BATCH]
     assert [(s.size, s.itemsize) for s in rule.sums if s.factor == examples] == [(1, 4)]
+
+
+@pytest.mark.parametrize(("name", "size"), [("scaled", BATCH), ("by vocabulary", 12), ("converging", BATCH)])
+def test_the_largest_is_compared_in_the_loop(name: str, size: int) -> None:
+    """Where rounds go on with the largest of what is cut, in four bytes; a gradient's sums are as before."""
+    eqn, _, _ = loops(name)[0]
+    rule = rule_of(eqn)
+    (factor,) = [f for f in rule.splittable if rule.factors[f] == size]
+    assert any((s.size, s.itemsize, s.sum_itemsize) in ((1, 4, 4), (BATCH, 4, 4)) for s in rule.sums)
+    assert rule.communicates(factor)
+
+
+def test_the_points_of_a_whole_loop_may_be_more_than_a_float_can_say() -> None:
+    def sorted_with(x: Any, others: Any) -> Any:
+        return lax.scan(lambda x, _: (jnp.sort(x + sum(others), 0), None), x, None, length=2)[0]
+
+    large = jax.ShapeDtypeStruct((4096, 3), jnp.float32)
+    graph = trace(sorted_with, (large, [jax.ShapeDtypeStruct((1, 1), jnp.float32)] * 2), {}, name="sorted")
+    (eqn,) = [eqn for eqn in graph.equations if eqn.primitive.name == "scan"]
+    many = dataclasses.replace(eqn, inputs=eqn.inputs * 200)
+    rule = replicated(many)
+    assert rule.points() > 10**308
+    assert rule.work({}) == pytest.approx(sum(math.prod(v.shape) for v in (*many.inputs, *many.outputs)))
 
 
 def test_operands_that_nothing_reads_are_none() -> None:
