@@ -36,6 +36,7 @@ import numpy as np
 from autopar.errors import BatchAxisError, MicrobatchError
 from autopar.ir.graph import BatchDim, Equation, Graph, Phase, Value
 from autopar.ir.rule import Rule, RuleOf
+from autopar.passes.example_reductions import EXTREMES, in_two_steps, is_of_more
 from autopar.passes.rules.split import Split, Unsplittable, batch_in_dims, split_of
 from autopar.tracing.build import live_equations
 
@@ -159,13 +160,22 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
       BatchAxisError: no batch input, an axis out of range, or different batch sizes.
     """
     batch_size = _batch_size(graph, batch_axes)
-    analysis = _Analysis(graph, batch_axes, {eqn.id: rule_of(eqn) for eqn in graph.equations}, batch_size)
-    for eqn in graph.equations:
-        analysis.add(eqn)
+    analysis = _analysed(graph, batch_axes, rule_of, batch_size)
+    waiting = {eqn.id: batch for eqn in graph.equations if (batch := analysis.waits_for_examples(eqn)) is not None}
+    if waiting:
+        graph = in_two_steps(graph, waiting)
+        analysis = _analysed(graph, batch_axes, rule_of, batch_size)
     return BatchAnalysis(
         graph, analysis.rules, batch_size, analysis.states, analysis.when, analysis.splits, analysis.before,
         _on_the_way_to_a_gradient(graph, analysis.couplings), math.gcd(analysis.units, batch_size),
     )  # fmt: skip
+
+
+def _analysed(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf, batch_size: int) -> _Analysis:
+    analysis = _Analysis(graph, batch_axes, {eqn.id: rule_of(eqn) for eqn in graph.equations}, batch_size)
+    for eqn in graph.equations:
+        analysis.add(eqn)
+    return analysis
 
 
 class _Analysis:
@@ -189,6 +199,16 @@ class _Analysis:
         self.splits: dict[int, Split] = {}
         self.before: dict[int, frozenset[Value]] = {}
         self.couplings: list[Coupling] = []
+        self.examples_nbytes = sum(v.nbytes for v in batch_axes)
+        self.extremes: dict[Value, Coupling] = {}  # what is made of the largest of all examples, by what that is
+
+    def waits_for_examples(self, eqn: Equation) -> BatchDim | None:
+        """How examples lie in the operand of an equation that waits for all of them, but need not keep them whole."""
+        if eqn.primitive.name not in EXTREMES or self.when[eqn.id] is not When.AFTER:
+            return None
+        (operand,) = eqn.values
+        batch = self.states[operand].batch
+        return batch if batch is not None and is_of_more(eqn, batch) else None
 
     def add(self, eqn: Equation) -> None:
         """The next equation."""
@@ -238,8 +258,11 @@ class _Analysis:
     def _wait(self, eqn: Equation, reason: str, parameters: bool, *, coupled: bool) -> None:
         """An equation that is computed of the whole batch; `coupled`: though it has single examples."""
         self._all(eqn, When.AFTER, Kind.FINAL, parameters)
+        cause = next((self.extremes[v] for v in eqn.values if v in self.extremes), None)
         if coupled and eqn.phase is not Phase.UPDATE:
-            self.couplings.append(Coupling(eqn, reason))
+            self.couplings.append(cause or Coupling(eqn, reason))
+        if cause is not None:
+            self.extremes.update(dict.fromkeys(eqn.outputs, cause))
 
     def _all(self, eqn: Equation, when: When, kind: Kind, parameters: bool) -> None:
         """All results of an equation are of a kind."""
@@ -255,7 +278,12 @@ class _Analysis:
                 raise Unsplittable("its pieces need something of one another")
         except Unsplittable as error:
             if parameters:
-                self._wait(eqn, str(error), parameters, coupled=True)
+                # What each example gives is little to keep: only what needs the whole batch's result is coupled.
+                kept = sum(v.nbytes for v in eqn.values if self.states[v].kind is Kind.BATCHED)
+                is_little = eqn.primitive.name in EXTREMES and kept <= self.examples_nbytes
+                if is_little:
+                    self.extremes.update(dict.fromkeys(eqn.outputs, Coupling(eqn, str(error))))
+                self._wait(eqn, str(error), parameters, coupled=not is_little)
                 return
             self.before[eqn.id] = frozenset(eqn.values)
             self._all(eqn, When.BEFORE, Kind.FREE, False)

@@ -14,7 +14,6 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from typing import Any
 
-import jax
 from jax.extend import core
 
 from autopar.ir.graph import Equation, Graph, Operand, Phase, Value
@@ -24,8 +23,9 @@ from autopar.passes.residuals import made_again, reads_memory
 from autopar.passes.rules.nested import make_body
 from autopar.passes.rules.propagation import Body
 from autopar.tracing.axis_collectives import scan_counts
-from autopar.tracing.build import CALLS, REMAT, Builder, trace_emission
-from autopar.tracing.interpret import bind_again, tracing_interpreter
+from autopar.tracing.build import Builder, trace_emission
+from autopar.tracing.interpret import bind_again, literal_value, tracing_interpreter
+from autopar.tracing.loop_bodies import OneRound, scanned, with_all_values
 from autopar.tracing.trace import fingerprint
 
 
@@ -168,7 +168,9 @@ class _Thinning:
             known.update((v, taken[k]) for v, k in shared.items())
             anew = _Anew(first, known)
             args = [_Late(anew, gone[k]) if k in gone else taken[k] for k in range(len(inputs))]
-            results = tracing_interpreter({}, _literal, _bind_late).run(later.closed.jaxpr, later.closed.consts, args)
+            results = tracing_interpreter({}, literal_value, _bind_late).run(
+                later.closed.jaxpr, later.closed.consts, args
+            )
             return results[: later.carries], results[later.carries : later.count]
 
         return operands, lambda *operands: later.scanned(one_round, operands, later.consts + len(fixed))
@@ -205,7 +207,7 @@ class _Loop:
     @staticmethod
     def of(eqn: Equation, rule_of: RuleOf) -> _Loop:
         closed = eqn.params["jaxpr"]
-        count, every = len(closed.jaxpr.outvars), _with_all_values(closed)
+        count, every = len(closed.jaxpr.outvars), with_all_values(closed)
         body = make_body(every.in_avals, [(every, range(len(every.in_avals)))], rule_of)
         return _Loop(eqn, *scan_counts(eqn.params), count, every, body)
 
@@ -281,22 +283,15 @@ class _Loop:
         wanted = [*(self.carries + k for k in kept), *(self._at[v] for v in added)]
 
         def one_round(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-            results = tracing_interpreter({}, _literal).run(self.closed.jaxpr, self.closed.consts, operands)
+            results = tracing_interpreter({}, literal_value).run(self.closed.jaxpr, self.closed.consts, operands)
             every = [*results, *operands]
             return results[: self.carries], [every[k] for k in wanted]
 
         return self.scanned(one_round, operands, self.consts)
 
-    def scanned(
-        self, one_round: Callable[[Sequence[Any]], tuple[list[Any], list[Any]]], operands: Sequence[Any], consts: int
-    ) -> list[Any]:
+    def scanned(self, one_round: OneRound, operands: Sequence[Any], consts: int) -> list[Any]:
         """A loop as this one with another body and so many constants."""
-        p, fixed, stop = self.equation.params, operands[:consts], consts + self.carries
-        end, stacks = jax.lax.scan(
-            lambda carry, xs: one_round([*fixed, *carry, *xs]), [*operands[consts:stop]], [*operands[stop:]],
-            p["length"], reverse=p["reverse"], unroll=p.get("unroll", 1),
-        )  # fmt: skip
-        return [*end, *stacks]
+        return scanned(self.equation.params, one_round, operands, consts, self.carries)
 
 
 class _Anew:
@@ -305,11 +300,11 @@ class _Anew:
     def __init__(self, loop: _Loop, known: Mapping[Value, Any]) -> None:
         self.loop, self.known = loop, known
         self.made: dict[Any, Any] = dict(zip(loop.closed.jaxpr.constvars, loop.closed.consts, strict=True))
-        self.bind = tracing_interpreter({}, _literal).default
+        self.bind = tracing_interpreter({}, literal_value).default
 
     def get(self, var: Any) -> Any:
         if isinstance(var, core.Literal):
-            return _literal(var)
+            return literal_value(var)
         if var not in self.made:
             v = self.loop.value_of[var]
             if isinstance(v, GraphLiteral):
@@ -331,32 +326,3 @@ class _Late:
 
 def _bind_late(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return bind_again(eqn, [x.anew.get(x.anew.loop.variable(x.value)) if isinstance(x, _Late) else x for x in operands])
-
-
-def _literal(atom: Any) -> Any:
-    return atom.val
-
-
-def _with_all_values(closed: Any) -> Any:
-    """A jaxpr with its calls inlined, whose results are followed by all other values."""
-    values: list[Any] = []
-
-    def record(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        results = bind_again(eqn, operands)
-        values.extend(results)
-        return results
-
-    def call(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        body = eqn.params.get(CALLS[eqn.primitive.name])
-        if body is None or eqn.primitive.name in REMAT or eqn.params.get("sharding_rule") is not None:
-            return record(eqn, operands)
-        return interpreter.function_of(body)(*operands)
-
-    interpreter = tracing_interpreter(dict.fromkeys(CALLS, call), _literal, record)
-
-    def everything(*operands: Any) -> list[Any]:
-        results = interpreter.run(closed.jaxpr, closed.consts, operands)
-        return [*results, *values]
-
-    specs = [jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type) for x in closed.in_avals]
-    return jax.make_jaxpr(everything)(*specs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from autopar.ir.graph import Equation, Graph, Literal, Operand, Value
-from autopar.tracing.build import Builder, live_equations, trace_emission
+from autopar.tracing.rewrite import Replacement, rewritten
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
 _LARGEST_CONSTANT = 2**20  # elements of a captured array that are looked at
@@ -28,38 +28,19 @@ def index_within_examples(graph: Graph) -> Graph:
     made = {v: eqn for eqn in graph.equations for v in eqn.outputs}
     known = _Known(made, graph.constants)
     plans = {eqn.id: plan for eqn in graph.equations if (plan := _plan(eqn, known)) is not None}
-    if not plans:
-        return graph
-    builder = Builder(graph.next_value_id, least_sum_bytes=graph.least_sum_bytes)
-    new: dict[Value, Operand] = {}
+    return rewritten(graph, {eqn.id: _replacement(eqn, plans[eqn.id]) for eqn in graph.equations if eqn.id in plans})
 
-    def renamed(operands: Sequence[Operand]) -> list[Operand]:
-        return [new.get(v, v) if isinstance(v, Value) else v for v in operands]
 
-    for eqn in graph.equations:
-        inputs = renamed(eqn.inputs)
-        if eqn.id not in plans:
-            kept = dataclasses.replace(eqn, id=len(builder.equations), inputs=tuple(inputs))
-            builder.equations.append(kept)
-            continue
-        plan = plans[eqn.id]
-        columns = renamed(plan.columns)
-        operands = [inputs[0], *inputs[2:], *columns]
-        count = len(inputs) - 1
+def _replacement(eqn: Equation, plan: _Plan) -> Replacement:
+    arrays = [eqn.inputs[0], *eqn.inputs[2:]]
+    count = len(arrays)
 
-        def emit(*values: Any, eqn: Equation = eqn, plan: _Plan = plan, count: int = count) -> list[Any]:
-            arrays, vectors = values[:count], lax.concatenate(values[count:], len(eqn.inputs[1].shape) - 1)
-            params = {**eqn.params, "dimension_numbers": plan.numbers}
-            return [eqn.primitive.bind(arrays[0], vectors, *arrays[1:], **params)]
+    def emit(*values: Any) -> list[Any]:
+        (x, *updates), vectors = values[:count], lax.concatenate(values[count:], len(eqn.inputs[1].shape) - 1)
+        params = {**eqn.params, "dimension_numbers": plan.numbers}
+        return [eqn.primitive.bind(x, vectors, *updates, **params)]
 
-        closed, values = trace_emission(emit, operands)
-        results = builder.inline(closed.jaxpr, closed.consts, values, source=eqn.source, phase=eqn.phase)
-        new.update(zip(eqn.outputs, results, strict=True))
-    outputs = tuple(renamed(graph.outputs))
-    equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
-    used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
-    constants = {v: c for v, c in graph.constants.items() if v in used}
-    return dataclasses.replace(graph, equations=equations, outputs=outputs, constants=constants)
+    return [*arrays, *plan.columns], emit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -50,22 +50,31 @@ def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
     return results if eqn.primitive.multiple_results else [results]
 
 
+def literal_value(atom: Any) -> Any:
+    """What a literal of a jaxpr is."""
+    return atom.val
+
+
 def tracing_interpreter(
-    rules: Mapping[str, EquationRule], literal: Callable[[Any], Any], default: EquationRule = bind_again
-) -> Interpreter:
+    rules: Mapping[str, EquationRule], literal: Callable[[Any], Any], default: EquationRule = bind_again,
+    stack: Any = None,
+) -> Interpreter:  # fmt: skip
     """An interpreter of traced arrays, which by default binds primitives without a rule again.
 
-    What it makes is of the line and name stack of the equation that it is made for. `literal`: see `Interpreter`.
+    What it makes is of the line and name stack of the equation that it is made for, in `stack` if that is given.
+    `literal`: see `Interpreter`.
     """
-    at_their_lines = {name: _at_its_line(rule) for name, rule in rules.items()}
-    return Interpreter(at_their_lines, _at_its_line(default), literal)
+    at_their_lines = {name: _at_its_line(rule, stack) for name, rule in rules.items()}
+    return Interpreter(at_their_lines, _at_its_line(default, stack), literal)
 
 
-def _at_its_line(rule: EquationRule) -> EquationRule:
+def _at_its_line(rule: EquationRule, stack: Any) -> EquationRule:
     """A rule whose results are of the equation's line and name stack."""
 
     def run(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-        with source_info_util.user_context(eqn.source_info.traceback, name_stack=eqn.source_info.name_stack):
+        own = eqn.source_info.name_stack
+        name_stack = own if stack is None else stack + own
+        with source_info_util.user_context(eqn.source_info.traceback, name_stack=name_stack):
             return rule(eqn, operands)
 
     return run

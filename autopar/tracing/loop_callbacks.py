@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from autopar.tracing.axis_collectives import scan_counts
-from autopar.tracing.interpret import EquationRule, bind_again, tracing_interpreter
+from autopar.tracing.interpret import EquationRule, bind_again, literal_value, tracing_interpreter
 
 # What they are given is whole on one device, after the step has run; they return nothing.
 CALLBACKS = frozenset({"debug_callback", "debug_print"})
@@ -83,7 +83,7 @@ class _Silencer:
         rules: dict[str, EquationRule] = {
             **dict.fromkeys(CALLBACKS, self._call_back), **dict.fromkeys(calls, self._call), "scan": self._scan,
         }  # fmt: skip
-        self.interpreter = tracing_interpreter(rules, lambda atom: atom.val)
+        self.interpreter = tracing_interpreter(rules, literal_value)
 
     def _call_back(self, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
         literals = tuple(atom if isinstance(atom, core.Literal) else None for atom in eqn.invars)

@@ -97,6 +97,42 @@ def auxiliary_outputs() -> Case:
 
 
 @case
+def running_scale() -> Case:
+    """As products in 8 bits have it: what is largest now is the scale of the next step, and goes the gradient's way."""
+
+    @jax.custom_vjp
+    def scaled(x: Any, scale: Any) -> Any:
+        return x / scale
+
+    def forward(x: Any, scale: Any) -> Any:
+        return x / scale, (scale, 0.5 * scale + 0.5 * jnp.max(jnp.abs(x)))
+
+    scaled.defvjp(forward, lambda kept, g: (g / kept[0], jnp.maximum(kept[1], jnp.max(g))))
+
+    def step(p: Any, b: Any) -> Any:
+        def loss(w: Any, scale: Any) -> Any:
+            return jnp.mean(jnp.tanh(scaled(b["x"], scale) @ w) ** 2)
+
+        value, (g, scale) = jax.value_and_grad(loss, (0, 1))(p["w"], p["scale"])
+        return {"w": p["w"] - 0.1 * g, "scale": scale}, value
+
+    state = {"w": draw(WIDTH, WIDTH, seed=1), "scale": np.float32(2)}
+    return Case(step, state, {"x": draw(BATCH, TIME, WIDTH, seed=2)}, batch_axes=(None, 0))
+
+
+@case
+def largest_of_merged_examples() -> Case:
+    """Of examples within a dimension that times begin."""
+
+    def loss(p: Any, b: Any) -> Any:
+        hidden = jnp.tanh(b["x"].reshape(TIME * BATCH, WIDTH) @ p["w"])
+        return jnp.mean(hidden**2), (hidden.max(), hidden.min(0), (hidden > 0.5).any(), jnp.isfinite(hidden).all())
+
+    x = draw(TIME, BATCH, WIDTH, seed=3)
+    return Case(trained_on(loss, has_aux=True), {"w": params()["w"]}, {"x": x}, batch_axes=(None, {"x": 1}))
+
+
+@case
 def accuracy_outside_the_gradient() -> Case:
     def step(p: Any, b: Any) -> Any:
         value, g = jax.value_and_grad(lambda p: losses(p, b).mean())(p)
@@ -353,6 +389,16 @@ def forward_only() -> Case:
 
 
 # Steps whose examples are coupled.
+
+
+@case
+def scale_of_this_batch() -> Case:
+    def loss(p: Any, b: Any) -> Any:
+        hidden = b["x"] @ p["w"]
+        return jnp.mean(jnp.tanh(hidden / jnp.max(jnp.abs(hidden))) ** 2)
+
+    x = draw(BATCH, TIME, WIDTH, seed=2)
+    return Case(trained_on(loss), {"w": params()["w"]}, {"x": x}, batch_axes=(None, 0), coupled="reduce_max")
 
 
 @case

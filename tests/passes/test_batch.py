@@ -179,6 +179,7 @@ PERTURBED = [
     "masked_mean_loss", "weights_that_sum_to_one", "auxiliary_outputs", "clipped_by_global_norm", "time_major",
     "batch_and_time_merged", "time_and_batch_merged", "groups_of_examples", "index_of_the_example", "gathered_rows",
     "dropout", "rematerialized", "custom_vjp", "hand_written_backward_pass", "batch_normalization", "contrastive",
+    "running_scale", "largest_of_merged_examples",
 ]  # fmt: skip
 
 
