@@ -36,7 +36,7 @@ class Piece:
         return self.local.start(self.factor) // self.local.size(self.factor)
 
     def is_first(self) -> Any:
-        """Whether it is one of all pieces, wherever they lie: a bool scalar, traced."""
+        """True on one of all pieces, which need not be consecutive: a bool scalar, traced."""
         return self.local.number(self.factor) == 0
 
 
