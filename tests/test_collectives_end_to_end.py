@@ -251,6 +251,36 @@ def test_sums_of_16_bits_in_a_loop_are_scattered_in_32_and_gathered_in_16() -> N
     agree(planned, executable.sources, executable.programs)
 
 
+def _scaled_by_the_largest() -> Planned:
+    def layer(x: Any, w: Any) -> Any:
+        scale = jnp.max(jnp.abs(x))
+        return x + jnp.tanh((x / scale) @ w) * scale, None
+
+    def loss(params: Any, batch: dict[str, Any]) -> Any:
+        x, _ = jax.lax.scan(layer, batch["x"], params["w"])
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    step, state, batch = _step("sgd", loss, {"w": jnp.ones((3, 32, 32))}, models.block_batch(16, 8, 32))
+    return plan_step(step, (state, batch), EIGHT, recipes.data_parallel(), 1)
+
+
+def test_the_largest_in_a_loop_is_compared_in_each_round() -> None:
+    planned = _scaled_by_the_largest()
+    (program,) = planned.lowered.programs
+    # Four bytes in each of three rounds, forward; backward the sums of the scale's gradient, and how many are largest.
+    assert planned.priced(program)[Collective("all_reduce", ("x",), 4)] >= 3
+    executable = planned.build(jax.devices())
+    agree(planned, executable.sources, executable.programs)
+
+
+@needs_cuda_compiler
+def test_the_largest_in_a_loop_is_compared_on_h100s(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler, "Worker", lambda sources, *_: sources)
+    planned = _scaled_by_the_largest()
+    sources: Any = planned.build(h100_devices(8))
+    agree(planned, sources, [source.lower().compile() for source in sources], cpu=False)
+
+
 @pytest.mark.parametrize("m", [1, 2])
 def test_expert_parallelism_is_four_all_to_alls(m: int) -> None:
     # 64 examples of 16 tokens are 32 groups of 32 tokens, each with room for 2 * 32 / 8 = 8 tokens of width 16 in each
