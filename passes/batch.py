@@ -159,7 +159,7 @@ def analyse_batch(graph: Graph, batch_axes: Mapping[Value, int], rule_of: RuleOf
     Raises:
       BatchAxisError: no batch input, an axis out of range, or different batch sizes.
     """
-    batch_size = _batch_size(graph, batch_axes)
+    batch_size = batch_size_of(graph, batch_axes)
     analysis = _analysed(graph, batch_axes, rule_of, batch_size)
     waiting = {eqn.id: batch for eqn in graph.equations if (batch := analysis.waits_for_examples(eqn)) is not None}
     if waiting:
@@ -313,7 +313,12 @@ def _stays_partial(rule: Rule, partial: Sequence[int], kinds: Any) -> bool:
     return frozenset(partial) in rule.linear and not {Kind.BATCHED, Kind.FINAL} & set(kinds)
 
 
-def _batch_size(graph: Graph, batch_axes: Mapping[Value, int]) -> int:
+def batch_size_of(graph: Graph, batch_axes: Mapping[Value, int]) -> int:
+    """How many examples there are; 1 if no argument holds any.
+
+    Raises:
+      BatchAxisError: an axis is out of range, or batch sizes differ.
+    """
     sizes: dict[int, str] = {}
     for value, path in zip(graph.inputs, graph.input_paths, strict=True):
         axis = batch_axes.get(value)

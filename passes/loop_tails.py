@@ -30,7 +30,6 @@ from autopar.tracing.loop_bodies import scanned, with_all_values
 from autopar.tracing.rewrite import Replacement, rewritten
 
 _REDUCTIONS = frozenset({*EXTREMES, "reduce_sum"})
-_HEAVY = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot", "scaled_matmul"})
 _SMALL = 1 / 8  # of what a round hands on: so much more a loop may return
 
 
@@ -41,13 +40,13 @@ def without_tails(graph: Graph, batch_size: int, rule_of: RuleOf) -> Graph:
     """
     if batch_size < 2:
         return graph
-    left = len(_Loops(graph, batch_size, rule_of).scans)
-    while left:  # those before have been looked at; the number of those behind one does not change when it is rewritten
-        loops = _Loops(graph, batch_size, rule_of)
+    loops = _Loops(graph, batch_size, rule_of)
+    # The number of those behind one does not change when it is rewritten.
+    for left in range(len(loops.scans), 0, -1):
         tail = loops.tail(loops.scans[-left])
         if tail is not None:
             graph = rewritten(graph, {tail.equation.id: tail.replacement()})
-        left -= 1
+            loops = _Loops(graph, batch_size, rule_of)
     return graph
 
 
@@ -173,12 +172,6 @@ class _Body:
                 stacks[v].append(k)
         return stacks
 
-    def from_outside(self, v: Value) -> Sequence[Value] | None:
-        """What has to be computed, in any order, to have a value outside of the loop; None if that is much."""
-        needed = list(_before(self, [v], self.entering))
-        made = [x for x in needed if x not in self.entering]
-        return None if any(x not in self.maker or _has_to_stay(self.maker[x]) for x in made) else made
-
 
 def _before(body: _Body, values: Sequence[Value], known: Set[Value]) -> Iterator[Value]:
     """These values and all that they are computed from, but for what is behind known ones."""
@@ -196,13 +189,6 @@ def _before(body: _Body, values: Sequence[Value], known: Set[Value]) -> Iterator
 
 def _is_barrier(eqn: Equation) -> bool:
     return eqn.primitive is barrier()
-
-
-def _has_to_stay(eqn: Equation) -> bool:
-    """Whether an equation is work, has a body that may be, or is not the same for all rounds at once as in each."""
-    name = eqn.primitive.name
-    is_random = name.startswith(("random_", "rng_"))
-    return name in _HEAVY or is_random or any(True for _ in jex_core.jaxprs_in_params(eqn.params))
 
 
 def _can_be_mapped(eqn: Equation) -> bool:
@@ -256,7 +242,7 @@ class _Search:
             waiting += new
         makers = {body.maker[v].id: body.maker[v] for v in follows}.values()
         maker = body.maker.get(seed)
-        if any(_has_to_stay(e) for e in makers):
+        if any(map(self._has_to_stay, makers)):
             return None
         is_sum = maker is not None and maker.primitive.name == "reduce_sum"
         if is_sum and all(self._keeps_sums(e, {*follows, seed}) for e in makers):
@@ -266,6 +252,18 @@ class _Search:
         moved = follows | own if maker is not None else follows
         is_unread = maker is None and not follows  # the loop can do without it
         return self._with_operands(frozenset(moved), results) if results or is_unread else None
+
+    def _has_to_stay(self, eqn: Equation) -> bool:
+        """Whether an equation is work, has a body that may be, or is not the same for all rounds at once as in each."""
+        is_random = eqn.primitive.name.startswith(("random_", "rng_"))
+        has_body = any(True for _ in jex_core.jaxprs_in_params(eqn.params))
+        return is_random or has_body or self.rule_of(eqn).unit == "matmul"
+
+    def _from_outside(self, v: Value) -> Sequence[Value] | None:
+        """What has to be computed, in any order, to have a value outside of the loop; None if that is much."""
+        body = self.body
+        made = [x for x in _before(body, [v], body.entering) if x not in body.entering]
+        return None if any(x not in body.maker or self._has_to_stay(body.maker[x]) for x in made) else made
 
     def _keeps_sums(self, eqn: Equation, values: Set[Value]) -> bool:
         positions = frozenset(i for i, v in enumerate(eqn.inputs) if v in values)
@@ -287,7 +285,7 @@ class _Search:
                     continue
                 if v in body.stacks:
                     continue  # there is a stack of it that stays
-                if (made := body.from_outside(v)) is not None:
+                if (made := self._from_outside(v)) is not None:
                     again.update(made)
                 else:
                     returned.add(v)

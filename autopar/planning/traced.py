@@ -23,7 +23,7 @@ from autopar.ir.method import Method
 from autopar.ir.pieces import Pieces
 from autopar.ir.placed_examples import PlacedExamples
 from autopar.ir.plan import Plan
-from autopar.passes.batch import BatchAnalysis, analyse_batch
+from autopar.passes.batch import BatchAnalysis, analyse_batch, batch_size_of
 from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.loop_residuals import thin_loops
 from autopar.passes.loop_tails import without_tails
@@ -137,17 +137,11 @@ def trace_step(
     warn_missing(graph.equations)
     state = frozenset() if state_of is None else frozenset(state_of(graph))
     axes = resolve_batch_axes(graph, options.batch_axes, state)
-    graph = without_tails(with_examples(graph, axes.keys()), _size(axes), rule_of)
+    graph = without_tails(with_examples(graph, axes.keys()), batch_size_of(graph, axes), rule_of)
     analysis = analyse_batch(graph, axes, rule_of)
     args_tree, _ = analysis.graph.in_tree.children()
     donated = function.donated(call, args_tree, frozenset(analysis.graph.carried.values()))
     return TracedStep(analysis, donated, options)
-
-
-def _size(batch_axes: Mapping[Value, int]) -> int:
-    """How many examples the first batch argument has; 1 if there is none, or what it says does not fit it."""
-    sizes = [v.shape[axis] for v, axis in batch_axes.items() if axis < len(v.shape)]
-    return sizes[0] if sizes else 1
 
 
 def _pinned_leaves(graph: Graph, hints: Mapping[str, Hint]) -> dict[int, Hint]:
