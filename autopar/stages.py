@@ -25,6 +25,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.verification import Verification
 from autopar.planned import Planned, inputs_of, planned_for
 from autopar.planning.finisher import Finisher, LeafHome
+from autopar.planning.plans_ahead import make_ahead
 from autopar.planning.slow_hosts import as_remembered, when_slower
 from autopar.planning.traced import TracedStep, TraceOptions, trace_step
 from autopar.runtime.buffers import Buffers
@@ -166,13 +167,14 @@ class Traced:
         return self._compile(planned)
 
     def _compile(self, planned: Planned | None) -> Executable:
-        job, led = this_job(), self.led
+        job, led, method = this_job(), self.led, self.options.method
         devices = tuple(self.options.devices or devices_by_host()) if led is None else led.leader._devices
         if led is None or planned is not None:
             cluster = self.options.target if planned is None else planned.cluster
             check_devices(cluster.num_devices, devices)
             if job is not None and job.index == 0 and led is None:
                 _say_idle(self.graph.name, devices, cluster.num_devices)
+        is_own = led is None and (planned is None or planned.planner is not None)
         if job is not None and led is None:
             planned = self._planned_by_first(job, planned)
         elif planned is None:
@@ -180,6 +182,9 @@ class Traced:
         planned = planned.with_programs()
         lowered = planned.made[1]
         step = lowered.placed.step
+        is_free = is_own and self.options.cluster is None and self.options.devices is None
+        if is_free and isinstance(method, Method) and (job is None or job.index == 0):
+            make_ahead(self.step, method, devices)
         with jax.disable_jit(False):
             worker = build(lowered, planned.schedule, devices, inputs_of(self.step.donated, step.graph), job)
         worker.buffers = self.buffers

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +21,16 @@ import jax
 
 from autopar.errors import ArgumentError
 from autopar.runtime.liveness import HANGS_CODE, LOST_CODE
-from autopar.runtime.preemption import EXIT_CODE
+from autopar.runtime.preemption import EXIT_CODE, ROOM
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES, LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
 _PLANS = "AUTOPAR_PLAN_CACHE"  # see `autopar.planning.plan_cache`
 WHEN_SLOWER = "AUTOPAR_REPLAN_WHEN_SLOWER"  # see `autopar.planning.slow_hosts`
+ELASTIC = "AUTOPAR_ELASTIC"  # of how many processes a job may be, MIN:MAX; see `autopar.planning.plans_ahead`
 _SIGNALS = 128  # exit codes above are of processes that a signal ended, as shells tell it
 _GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
+_LOOK = 60.0  # seconds between looks whether there are more devices than the job has
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,15 +46,16 @@ class Elastic:
 def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process: int | None) -> int:
     """As `launch`, as many processes as there is room for; once processes are lost, all are started again.
 
-    A job whose script fails is not started again, nor one that was asked to end. Plans are kept, so that a step that
+    A job whose script fails is not started again, nor one that was asked to end. When there is room for more processes
+    than there are, the job is asked to save, to end, and is started with as many. Plans are kept, so that a step that
     was planned for as many devices before is not planned again.
 
     Raises:
       ArgumentError: there is no room for so few.
     """
     variables = {_PLANS: os.environ.get(_PLANS) or os.fspath(cache_folder() / "plans")}
-    code = 0
-    for restart in range(elastic.restarts + 1):
+    restarts = 0  # after processes were lost
+    while True:
         room = _room(devices_per_process)
         count = elastic.most if room is None else min(elastic.most, room)
         if count < elastic.least:
@@ -59,16 +63,46 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
                 f"--elastic {elastic.least}:{elastic.most}: there is room for {count} processes "
                 f"({devices_per_process} GPUs each), and that is too few."
             )
-        if restart:
-            _say(f"start {count} processes again ({restart} of {elastic.restarts} times at most)")
-        if elastic.replans and restart == elastic.restarts:  # nobody would start it again
+        if restarts:
+            _say(f"start {count} processes again ({restarts} of {elastic.restarts} times at most)")
+        if elastic.replans and restarts == elastic.restarts:  # nobody would start it again
             variables[WHEN_SLOWER] = ""
-        with _forwarding() as forwarding:
-            code = _run(command, count, devices_per_process, variables, forwarding)
+        most = count  # in the end: on CPUs the next start has as many
+        if room is not None:
+            most, variables[ELASTIC] = elastic.most, f"{elastic.least}:{elastic.most}"
+        with _forwarding() as forwarding, _asking_to_grow(count, most, devices_per_process) as file:
+            code = _run(command, count, devices_per_process, {**variables, ROOM: os.fspath(file)}, forwarding)
+            grows = code == EXIT_CODE and file.exists()
         codes = {LOST_CODE, HANGS_CODE} | ({EXIT_CODE} if elastic.replans else set())
-        if forwarding.has_asked or not (code in codes or code > _SIGNALS):
-            break
-    return code
+        is_lost = code in codes or code > _SIGNALS
+        if forwarding.has_asked or not (grows or (is_lost and restarts < elastic.restarts)):
+            return code
+        restarts += not grows
+
+
+@contextlib.contextmanager
+def _asking_to_grow(count: int, most: int, devices_per_process: int | None) -> Iterator[pathlib.Path]:
+    """A file that is made once there is room for more processes than `count`, of which there are `most` at most."""
+    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+        file, over = pathlib.Path(folder) / "room", threading.Event()
+
+        def look() -> None:
+            last = count
+            while not over.wait(_LOOK):
+                room = min(most, _room(devices_per_process) or 0)
+                if count < room == last:  # twice, since what has just come back may go again
+                    _say(f"there is room for {room} processes: after the next autopar.save they are started as so many")
+                    with contextlib.suppress(OSError):  # the job has just ended
+                        file.touch()
+                    return
+                last = room
+
+        if count < most:
+            threading.Thread(target=look, name="autopar: room", daemon=True).start()
+        try:
+            yield file
+        finally:
+            over.set()
 
 
 def cache_folder() -> pathlib.Path:

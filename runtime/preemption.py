@@ -1,4 +1,8 @@
-"""Requests to end, as schedulers send them (SIGTERM) before they take a machine away: a checkpoint comes before."""
+"""Requests to end, for which a checkpoint is written before.
+
+Schedulers send them (SIGTERM) before they take a machine away; `autopar run --elastic` makes a file when it has more
+devices, so that a job that never saves is not ended by it.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from autopar.errors import PeerError, PlanMismatchError
 from autopar.runtime.processes import Processes, this_job
 
 EXIT_CODE = os.EX_TEMPFAIL  # 75: "try again later", by which a launcher knows that the job is to be queued again
+ROOM = "AUTOPAR_ROOM"  # the variable that names a file, which `autopar run --elastic` makes when it has more devices
 _ENDING = "ending"
 _LOOK = 1.0  # seconds between looks for a request to another process
 _TOGETHER = 2.0  # seconds within which requests are one: a launcher hands on what goes to the whole group
@@ -58,7 +63,7 @@ class Preemption:
             return False
         with self._counting:
             self._calls += 1
-            return self._calls >= self._last if this_job() is not None else math.isfinite(self._asked)
+            return self._calls >= self._last if this_job() is not None else math.isfinite(self._asked) or _has_room()
 
     def _hear(self, number: int, _: Any) -> None:
         now, job = time.monotonic(), this_job()
@@ -77,7 +82,7 @@ class Preemption:
 
         This thread says it, since another process may wait in a step for one that has not begun it.
         """
-        while not self._wakes.wait(_LOOK) and not job.anyone_said(_ENDING):
+        while not (self._wakes.wait(_LOOK) or _has_room() or job.anyone_said(_ENDING)):
             pass
         if self._is_over:
             return
@@ -91,6 +96,12 @@ class Preemption:
         self._is_over = True
         self._wakes.set()
         listener.join()
+
+
+def _has_room() -> bool:
+    """Whether the job is to end since there are more devices for its next start."""
+    path = os.environ.get(ROOM)
+    return path is not None and os.path.exists(path)
 
 
 def _is_main() -> bool:

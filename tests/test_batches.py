@@ -257,6 +257,19 @@ def test_grain_goes_on_where_it_was(tmp_path: pathlib.Path, source: Any) -> None
     assert len(found) == 11 and found == expected[5:]
 
 
+def test_grain_goes_on_with_batches_of_another_size() -> None:
+    """As docs/how-to/follow-the-devices.md says of it."""
+
+    def rows(size: int) -> Any:
+        return grain.MapDataset.range(64).shuffle(seed=3).repeat(2).to_iter_dataset().batch(size)
+
+    first, second = iter(rows(8)), iter(rows(5))
+    taken = [*next(first), *next(first)]
+    second.set_state(first.get_state())
+    taken += [*next(second), *next(second)]
+    assert taken == [*next(iter(rows(26)))]
+
+
 def test_who_needs_what() -> None:
     step = compiled(METHODS["zero3"])
     found = list(step.batches(batches(3)))

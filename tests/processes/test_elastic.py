@@ -40,6 +40,18 @@ if what == "back":
 if what == "asked":
     os.kill(os.getppid(), signal.SIGTERM)
     time.sleep(60)
+if what in ("grows", "ignores"):
+    (folder / "gpus").write_text("0, GPU-a\\n1, GPU-b\\n")
+    while not os.path.exists(os.environ["AUTOPAR_ROOM"]):  # as `autopar.save` looks there
+        time.sleep(0.05)
+    what = "75" if what == "grows" else "0"
+if what == "flickers":
+    (folder / "flickers").touch()
+    (folder / "gpus").write_text("0, GPU-a\\n1, GPU-b\\n")
+    looks = len((folder / "looks").read_text())
+    while len((folder / "looks").read_text()) < looks + 6:
+        time.sleep(0.05)
+    what = str(int(os.path.exists(os.environ["AUTOPAR_ROOM"])))
 if what == "plans":
     (folder / "plans").write_text(os.environ["AUTOPAR_PLAN_CACHE"])
     what = "0"
@@ -76,23 +88,51 @@ def test_a_job_that_is_to_be_planned_anew_is_started_again(tmp_path: pathlib.Pat
     assert _starts(tmp_path, *"00", "asked", elastic=Elastic(1, 2, 3, replans=True))[1] == [2] * 3
 
 
-def test_as_many_as_there_are_gpus_for(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in = tmp_path / "nvidia-smi"
-    stand_in.write_text(f"#!/bin/bash\ncat {tmp_path}/gpus\n")
+@pytest.fixture
+def gpus(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
+    """What a stand-in for `nvidia-smi` says; where there is a file `flickers`, every other time one line."""
+    stand_in, file = tmp_path / "nvidia-smi", tmp_path / "gpus"
+    stand_in.write_text(
+        f"#!/bin/bash\ncd {tmp_path}\necho >> looks\n"
+        "if [ -e flickers ] && [ $(($(wc -l < looks) % 2)) = 0 ]; then head -n 1 gpus; else cat gpus; fi\n"
+    )
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
-    (tmp_path / "gpus").write_text("0, GPU-a\n1, GPU-b\n")
+    file.write_text("0, GPU-a\n1, GPU-b\n")
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     config = types.SimpleNamespace(values={"jax_platforms": ""})  # not for CPUs alone, as tests are
     monkeypatch.setattr(local_job, "jax", types.SimpleNamespace(config=config))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(local_job, "_LOOK", 0.1)
+    return file
+
+
+def test_as_many_as_there_are_gpus_for(
+    gpus: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert _starts(tmp_path, "gpu", "back", elastic=Elastic(1, 2, 5)) == (0, [2, 1, 2])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert _starts(tmp_path, elastic=Elastic(1, 2, 5)) == (0, [2, 1, 2, 1])
-    (tmp_path / "gpus").write_text("0, GPU-a\n2, GPU-c\n")  # the second that is visible has failed
+    gpus.write_text("0, GPU-a\n2, GPU-c\n")  # the second that is visible has failed
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,1")
     assert _starts(tmp_path, elastic=Elastic(1, 2, 5))[1][-1] == 1
     with pytest.raises(ArgumentError, match=r"--elastic 2:4: there is room for 1 processes \(1 GPUs each\)"):
         launch_elastic(["true"], Elastic(2, 4, 5), 1)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "starts"),
+    [
+        (("grows", "0"), 0, [1, 2]),
+        (("ignores",), 0, [1]),  # it never saves, and so goes on
+        (("flickers",), 0, [1]),  # what comes back goes again
+        (("grows", "kill", "kill", "kill"), 128 + signal.SIGKILL, [1, 2, 2]),  # to grow is no restart
+    ],
+)  # fmt: skip
+def test_a_job_becomes_larger_when_there_is_room(
+    what: Sequence[str], code: int, starts: Sequence[int], gpus: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    gpus.write_text("0, GPU-a\n")
+    assert _starts(tmp_path, *what, elastic=Elastic(1, 2, 1)) == (code, starts)
 
 
 def test_plans_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,3 +182,47 @@ job.main(pathlib.Path(sys.argv[1]), 30)
     assert starts[0] == 0 and 0 < starts[1] <= 9 and 9 < starts[2] <= 19
     assert log[-1]["step"] == 30
     assert done.stderr.count("start 2 processes again") == 2
+
+
+@pytest.mark.slow
+def test_a_job_that_grows_goes_on_under_a_plan_that_was_made_ahead(
+    gpus: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = """
+import os, pathlib, sys, time, jax, benchmarks.faults_processes as job
+from autopar.planning.traced import TracedStep
+folder, real = pathlib.Path(sys.argv[1]), job.batch_of
+def search(*_, **__):
+    raise AssertionError("it is planned again")
+def batch_of(step):
+    if step == 5:
+        while len(list((folder / "cache" / "autopar" / "plans").glob("*.json"))) < 2:
+            time.sleep(0.1)
+        (folder / "gpus").write_text("0, GPU-a\\n1, GPU-b\\n")
+    if 5 < step < 100 and jax.process_count() == 1:
+        time.sleep(0.05)
+    return real(step)
+job.batch_of = batch_of
+if jax.process_count() == 2:
+    TracedStep.search = search
+job.main(folder, 200)
+"""
+    gpus.write_text("0, GPU-a\n")
+    (tmp_path / "script.py").write_text(script)
+    for name, value in environment(2).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    command = [sys.executable, "-m", "autopar", "run", os.fspath(tmp_path / "script.py"), os.fspath(tmp_path)]
+    assert launch_elastic(command, Elastic(1, 2, 1), 1) == 0
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    starts = [(line["start"], line["processes"]) for line in log if "start" in line]
+    assert [count for _, count in starts] == [1, 2]
+    losses: dict[int, float] = {}
+    for line in log:
+        if "step" in line:
+            assert losses.setdefault(line["step"], line["loss"]) == pytest.approx(line["loss"], rel=1e-5)
+    assert sorted(losses) == list(range(1, 201))
+    last = max(line["step"] for line in log[: [bool(x.get("start")) for x in log].index(True)] if "step" in line)
+    assert starts[1][0] == last  # nothing was lost
+    said = capsys.readouterr().err
+    assert "a plan for 2 devices is made ahead" in said and "there is room for 2 processes" in said
