@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import html.parser
+import re
 from typing import Any
 
 import jax
@@ -73,3 +75,42 @@ def details_of(report: Report) -> Details:
     """Of a report that has some."""
     assert report.details is not None
     return report.details
+
+
+class Page(html.parser.HTMLParser):
+    """What stands in a page, with its nesting checked."""
+
+    EMPTY = frozenset({"meta", "link", "input", "br", "img", "hr"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.addresses: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        named = dict(attributes)
+        self.ids += [named["id"] or ""] if "id" in named else []
+        self.addresses += [value or "" for key, value in attributes if key in ("src", "href")]
+        if tag not in self.EMPTY:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attributes)
+        if tag not in self.EMPTY:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if "script" not in self.open and "style" not in self.open:
+            self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return re.sub(r"\s+", " ", " ".join(self.words))

@@ -276,11 +276,12 @@ def test_run_measures_beside_the_prediction() -> None:
 
 @pytest.mark.usefixtures("folder")
 def test_profile_shows_programs_beside_the_prediction() -> None:
-    options = ("--steps", "2", "--devices", "4", "--method", "gpipe(2,2)", "--trace", "trace.json")
+    options = ("--steps", "2", "--devices", "4", "--method", "gpipe(2,2)", "--trace", "trace.json", "--html", "p.html")
     profile = answer("profile", "a_model:train", *options)
     assert len(profile["seconds"]) == 2 and profile["method"] == "gpipe"
     assert {(row["stage"], row["what"]) for row in profile["rows"]} >= {(0, "forward"), (1, "copy")}
     assert json.loads(pathlib.Path("trace.json").read_text())["traceEvents"]
+    assert "figure-measured" in pathlib.Path("p.html").read_text()
     assert "predicted idle" in invoke("profile", "a_model:train", "--steps", "1", "--devices", "2").stdout
 
 

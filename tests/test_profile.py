@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
+import importlib.util
 import itertools
 import json
 import pathlib
@@ -19,12 +22,14 @@ from autopar import recipes
 from autopar.errors import ArgumentError, ReportError
 from autopar.ir.graph import Phase
 from autopar.ir.instructions import Copy, Run
+from autopar.ir.units import seconds_text
 from autopar.profiling import profile_of
 from autopar.reporting.profile import Timeline, _seconds
 from autopar.reporting.record import Copying, TimelineSpan
 from autopar.runtime import recorder as recording
 from autopar.runtime import worker
 from autopar.runtime.recorder import Event, Recorder, spans_of
+from tests.reports import Page
 
 WIDTH = 32
 
@@ -83,6 +88,35 @@ def test_all_that_runs_is_in_it(method: Any, waits: bool, monkeypatch: pytest.Mo
     assert 0 <= profile.measured.bubble < 1
     assert profile.predicted.seconds == executable.cost
     assert profile.predicted.bubble == pytest.approx(executable.plan.bubble, abs=1e-6)
+
+
+@pytest.mark.parametrize("method", [recipes.gpipe(2, 4), recipes.zero(3)])
+def test_a_page_of_it(method: Any, tmp_path: pathlib.Path) -> None:
+    profile = _compiled(method).profile(PARAMS, BATCH, steps=2, kernels=True)
+    profile.save(tmp_path / "profile.html")
+    text = (tmp_path / "profile.html").read_text(encoding="utf-8")
+    page = Page(text)
+    assert len(page.ids) == len(set(page.ids))
+    assert {"figure-measured", "figure-predicted", "program-table", "kernel-table", "device-table"} <= set(page.ids)
+    assert ("transfer-table" in page.ids) == (len(profile.plan.stages) > 1)
+    assert all(address.startswith(("#", "data:")) for address in page.addresses)
+    assert "default-src 'none'" in text
+    for row in profile.rows:
+        assert seconds_text(row.measured) in page.text
+    downloads = [address.partition(",")[2] for address in page.addresses if address.startswith("data:application")]
+    trace, content = (json.loads(gzip.decompress(base64.b64decode(each))) for each in downloads)
+    assert trace == json.loads(profile.to_trace()) and content == json.loads(profile.to_json())
+    with pytest.raises(ReportError, match="nowhere"):
+        profile.save(tmp_path / "nowhere" / "profile.html")
+
+
+def test_what_draws_the_page_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = _compiled(recipes.gpipe(1)).profile(PARAMS, BATCH, steps=1)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "jinja2" else found(name))
+    with pytest.raises(ReportError, match=r"needs jinja2, not installed: pip install 'autopar\[report\]'"):
+        profile.to_html()
+    assert str(profile)
 
 
 def test_state_goes_on_from_it() -> None:

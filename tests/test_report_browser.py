@@ -5,11 +5,13 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Iterator
 
+import jax
+import numpy as np
 import pytest
 
 from autopar.reporting.report import Report
 from benchmarks.browser import PHONE, Opened, missing, opened
-from tests.reports import LAYERS, from_file, plan_of
+from tests.reports import LAYERS, from_file, plan_of, step_and_args
 
 pytestmark = [
     pytest.mark.browser,
@@ -140,6 +142,22 @@ def test_a_plan_from_a_file_has_a_page_without_figures(tmp_path: pathlib.Path, w
         assert found.errors() == []
         assert found.overflow <= 0
         assert found.run("return document.querySelectorAll('#leaf-rows tr').length") > 0
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_profile_is_drawn_beside_its_prediction(tmp_path: pathlib.Path, width: int) -> None:
+    step, (state, batch) = step_and_args("gpipe")
+    state, batch = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (state, batch))
+    step.compile(state, batch).profile(state, batch, steps=1).save(tmp_path / "profile.html")
+    with opened(tmp_path / "profile.html", width) as found:
+        assert found.errors() == []
+        assert found.overflow <= 0
+        for figure in ("#figure-measured", "#figure-predicted"):
+            assert {BLUE, ORANGE} <= set(found.run(COLOURS, figure))
+        size = "const r = Bokeh.documents[0].get_model_by_name('timeline-range'); return r.end - r.start"
+        whole = found.run(size)
+        click(found, "[data-by=in]")
+        assert found.run(size) == pytest.approx(whole / 2)
 
 
 def click(page: Opened, selector: str) -> None:

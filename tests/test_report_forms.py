@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import html.parser
 import importlib.util
 import io
 import itertools
 import json
 import pathlib
-import re
 from collections import defaultdict
 
 import pytest
@@ -17,7 +15,7 @@ from rich.console import Console
 
 from autopar.errors import ReportError
 from autopar.reporting.report import Report
-from tests.reports import NAMES, details_of, from_file, plan_of
+from tests.reports import NAMES, Page, details_of, from_file, plan_of
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,52 +53,13 @@ def test_the_trace_is_the_timeline(name: str) -> None:
     assert set(rows) <= named
 
 
-class _Page(html.parser.HTMLParser):
-    """What stands in a page, with its nesting checked."""
-
-    EMPTY = frozenset({"meta", "link", "input", "br", "img", "hr"})
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.words: list[str] = []
-        self.feed(text)
-        self.close()
-        assert not self.open
-
-    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        named = dict(attributes)
-        self.ids += [named["id"] or ""] if "id" in named else []
-        self.addresses += [value or "" for key, value in attributes if key in ("src", "href")]
-        if tag not in self.EMPTY:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attributes)
-        if tag not in self.EMPTY:
-            self.open.pop()
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if "script" not in self.open and "style" not in self.open:
-            self.words.append(data)
-
-    @property
-    def text(self) -> str:
-        return re.sub(r"\s+", " ", " ".join(self.words))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_page_is_well_formed_and_needs_no_network(name: str) -> None:
     plan = plan_of(name)
     other = plan_of("one program" if name == "one stage" else "one stage")
     report = plan.report(explain=2, against=other)
     text = report.to_html()
-    page = _Page(text)
+    page = Page(text)
     assert len(page.ids) == len(set(page.ids))
     for part in ("answer", "time", "figure-timeline", "figure-memory", "graph", "operators", "links", "leaves", "diff"):
         assert part in page.ids
@@ -119,11 +78,11 @@ def test_names_cannot_break_the_page() -> None:
     report = dataclasses.replace(plan.report(explain=0), plan=dataclasses.replace(plan, leaves=leaves, function=bad))
     text = report.to_html()
     assert "<script>alert" not in text
-    assert bad in _Page(text).text
+    assert bad in Page(text).text
 
 
 def test_a_page_of_a_plan_from_a_file() -> None:
-    page = _Page(Report(from_file(plan_of("pipeline"))).to_html())
+    page = Page(Report(from_file(plan_of("pipeline"))).to_html())
     assert "figure-timeline" not in page.ids
     assert "leaves" in page.ids
     assert "report on step.plan(state, batch, method=plan)" in page.text
@@ -155,12 +114,12 @@ def test_plans_and_clusters_are_shown_in_notebooks_and_terminals() -> None:
     plan = plan_of("pipeline")
     for noun, words in ((plan, "of memory"), (plan.cluster, "kept free")):
         html = noun._repr_html_()
-        page = _Page(html)
+        page = Page(html)
         assert words in page.text
         assert "script" not in html
         console = Console(file=io.StringIO(), width=200)
         console.print(noun)
         assert words in console.file.getvalue()  # type: ignore[attr-defined]
-    assert all(line in _Page(plan._repr_html_()).text for line in ("4 stages", "state[0]['embedding']"))
+    assert all(line in Page(plan._repr_html_()).text for line in ("4 stages", "state[0]['embedding']"))
     bad = dataclasses.replace(plan.cluster, name="[bold]<b>")
-    assert "[bold]<b>" in _Page(bad._repr_html_()).text
+    assert "[bold]<b>" in Page(bad._repr_html_()).text

@@ -40,9 +40,9 @@ from autopar.planning.baselines import usual_methods
 from autopar.planning.slow_hosts import when_slower
 from autopar.profiling import profile_of
 from autopar.reporting.comparison import Comparison
-from autopar.reporting.page import check_page
 from autopar.reporting.progress import ProgramBar
 from autopar.reporting.report import Report
+from autopar.reporting.template import check_page
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.launcher import initialize, is_launched, run_script
 from autopar.runtime.local_job import WHEN_SLOWER, Elastic, launch, launch_elastic
@@ -410,22 +410,28 @@ def _compiled(target: str, source: PlanSource, devices: int | None) -> Executabl
 @click.option("--steps", type=click.IntRange(min=1), default=5, show_default=True, help="How many to measure.")
 @click.option("--devices", type=click.IntRange(min=1), help="The first so many; on CPUs, so many virtual ones.")
 @click.option("--kernels/--no-kernels", default=False, help="What kernels take by kind of operator, by JAX's profiler.")
+@click.option("--html", "page", type=OUTPUT, help="Write one page that needs no network (needs autopar[report]).")
 @click.option("--trace", type=OUTPUT, help="Write measured and predicted timelines to this file, for Perfetto.")
 def profile(
-    target: str, source: PlanSource, steps: int, devices: int | None, kernels: bool, trace: pathlib.Path | None
-) -> tuple[Answer, bool]:
+    target: str, source: PlanSource, steps: int, devices: int | None, kernels: bool, page: pathlib.Path | None,
+    trace: pathlib.Path | None,
+) -> tuple[Answer, bool]:  # fmt: skip
     """Run steps on the devices at hand, and say what programs, transfers and idle time take beside the prediction.
 
     Arguments are made up as `autopar run TARGET` does. In a script: `executable.profile(state, batch)`.
 
     \b
       autopar profile model:train --kernels
-      autopar profile model:train --devices 8 --method 'gpipe(2,4)' --trace profile.json
+      autopar profile model:train --devices 8 --method 'gpipe(2,4)' --html profile.html
     """
+    if page is not None:
+        check_page()  # before the steps
     with _waiting(f"profiling {target}"):
         executable = _compiled(target, source, devices)
         args, kwargs = made_up_arguments(executable)
         answer = profile_of(executable, args, kwargs, steps, kernels=kernels)
+    if page is not None:
+        answer.save(page)
     if trace is not None:
         answer.save_trace(trace)
     return answer, True

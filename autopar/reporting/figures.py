@@ -6,13 +6,15 @@ Of very many events and changes of memory as many are drawn as a browser takes e
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from autopar.ir.units import ranges_text, seconds_text
 
 if TYPE_CHECKING:
-    from autopar.reporting.record import Details, MemoryCurve, ReportRecord
+    from autopar.reporting.record import Copying, Details, Group, MemoryCurve, ReportRecord, TimelineSpan
+
+    Events: TypeAlias = tuple[Sequence[TimelineSpan], Sequence[Copying]]  # programs, and what stages send
 
 _MOST_EVENTS = 20_000  # that the timeline draws
 _MOST_CHANGES = 600  # of the memory of one group of devices
@@ -38,28 +40,32 @@ def axis_unit(seconds: float) -> tuple[str, float]:
     return ("s", 1.0) if seconds >= 10 else ("ms", 1e3) if seconds >= 1e-2 else ("µs", 1e6)
 
 
-def _drawn(details: Details) -> tuple[list[Any], list[Any]]:
+def _drawn(spans: Sequence[TimelineSpan], copies: Sequence[Copying]) -> Events:
     """The events that are drawn: all, or the first and last microbatches if there are too many."""
-    if len(details.spans) + len(details.copies) <= _MOST_EVENTS:
-        return list(details.spans), list(details.copies)
-    last = max(span.microbatch for span in details.spans)
-    kept = max(1, int((last + 1) * _MOST_EVENTS / (len(details.spans) + len(details.copies)) / 2))
+    if len(spans) + len(copies) <= _MOST_EVENTS:
+        return spans, copies
+    last = max(span.microbatch for span in spans)
+    kept = max(1, int((last + 1) * _MOST_EVENTS / (len(spans) + len(copies)) / 2))
 
     def near_an_end(events: Iterable[Any]) -> list[Any]:
         return [e for e in events if e.microbatch < kept or e.microbatch > last - kept]
 
-    return near_an_end(details.spans), near_an_end(details.copies)
+    return near_an_end(spans), near_an_end(copies)
 
 
-def drawn_text(details: Details | None) -> str:
-    """What of the timeline is not drawn; "" if all of it is."""
-    if details is None:
-        return ""
-    drawn = sum(map(len, _drawn(details)))
-    there = len(details.spans) + len(details.copies)
+def drawn_text(spans: Sequence[TimelineSpan], copies: Sequence[Copying]) -> str:
+    """What of a timeline is not drawn; "" if all of it is."""
+    drawn = sum(map(len, _drawn(spans, copies)))
+    there = len(spans) + len(copies)
     if drawn == there:
         return ""
     return f"Drawn are the first and the last microbatches, {drawn:,} of {there:,} events; the trace has all."
+
+
+def phases_met(spans: Iterable[TimelineSpan]) -> dict[str, tuple[str, str]]:
+    """Of the phases that are drawn, the title and the colour."""
+    met = {span.phase for span in spans}
+    return {name: value for name, value in PHASES.items() if name in met}
 
 
 def figures(report: ReportRecord) -> tuple[str, dict[str, str]]:
@@ -67,12 +73,45 @@ def figures(report: ReportRecord) -> tuple[str, dict[str, str]]:
     details = report.details
     if details is None:
         return "", {}
+    seconds = report.plan.step_time
+    return _components(
+        {
+            "timeline": _timeline(report.groups, (details.spans, details.copies), seconds, _whole(seconds)),
+            "memory": _memory(report, details),
+        }
+    )
+
+
+def compared_figures(
+    groups: Sequence[Group], measured: Events, predicted: Events, seconds: float
+) -> tuple[str, dict[str, str]]:
+    """Scripts, and where the timelines "measured" and "predicted" go, which are zoomed into as one.
+
+    `seconds`: of the longer one.
+    """
+    whole = _whole(seconds)
+    return _components(
+        {
+            "measured": _timeline(groups, measured, seconds, whole),
+            "predicted": _timeline(groups, predicted, seconds, whole),
+        }
+    )
+
+
+def _components(figures: Mapping[str, Any]) -> tuple[str, dict[str, str]]:
     from bokeh.embed import components
     from bokeh.resources import Resources
 
-    figures = {"timeline": _timeline(report, details), "memory": _memory(report, details)}
-    script, places = components(figures)
+    script, places = components(dict(figures))
     return Resources(mode="inline", components=["bokeh"]).render() + script, dict(places)
+
+
+def _whole(seconds: float) -> Any:
+    """What is seen of a timeline: at first all."""
+    from bokeh.models import Range1d
+
+    end = seconds * axis_unit(seconds)[1]
+    return Range1d(start=0, end=end, bounds=(-0.02 * end, 1.02 * end), name="timeline-range")
 
 
 def _figure(**options: Any) -> Any:
@@ -103,19 +142,16 @@ def _figure(**options: Any) -> Any:
     return plot
 
 
-def _timeline(report: ReportRecord, details: Details) -> Any:
+def _timeline(groups: Sequence[Group], events: Events, seconds: float, whole: Any) -> Any:
     """A row for each group of devices: its programs, and lines for what is sent."""
     from bokeh.models import ColumnDataSource, FixedTicker, HoverTool, Range1d
 
-    unit, scale = axis_unit(report.plan.step_time)
-    groups = report.groups
-    spans, copies = _drawn(details)
-    end = report.plan.step_time * scale
-    whole = Range1d(start=0, end=end, bounds=(-0.02 * end, 1.02 * end), name="timeline-range")
+    unit, scale = axis_unit(seconds)
+    spans, copies = _drawn(*events)
     plot = _figure(
         height=max(170, min(640, 70 + 34 * len(groups))), x_range=whole,
         y_range=Range1d(start=0.4 - len(groups), end=0.6),
-        x_axis_label=f"{unit} since the step began", name="timeline",
+        x_axis_label=f"{unit} since the step began",
     )  # fmt: skip
     plot.yaxis.ticker = FixedTicker(ticks=[-k for k in range(len(groups))][:: max(1, len(groups) // 24)])
     plot.yaxis.major_label_overrides = {-k: f"stage {ranges_text(group.stages)}" for k, group in enumerate(groups)}
@@ -142,7 +178,7 @@ def _timeline(report: ReportRecord, details: Details) -> Any:
         {
             "x0": [copy.start * scale for copy in copies], "x1": [copy.end * scale for copy in copies],
             "y0": [-row[copy.source] for copy in copies], "y1": [-row[copy.target] for copy in copies],
-            "what": [f"{copy.source} → {copy.target}, {PHASES[copy.phase][0]}" for copy in copies],
+            "what": [", ".join([f"{x.source} → {x.target}", *PHASES.get(x.phase, [])[:1]]) for x in copies],
             "microbatch": ["–" if copy.microbatch < 0 else str(copy.microbatch) for copy in copies],
             "took": [seconds_text(copy.end - copy.start) for copy in copies],
             "from": [seconds_text(copy.start) for copy in copies],

@@ -6,18 +6,12 @@ draws as many as a browser takes easily, and says so. The trace has all.
 
 from __future__ import annotations
 
-import base64
-import gzip
-import importlib.util
-import json
 import math
-import pathlib
 import re
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import ReportError
 from autopar.ir.plan_record import LeafPlan
 from autopar.ir.plan_text import fold
 from autopar.ir.units import array_text, bytes_text, count_text, metric_text, ranges_text, seconds_text
@@ -35,16 +29,17 @@ from autopar.reporting.figures import (
     drawn_text,
     figures,
     memory_columns,
+    phases_met,
 )
 from autopar.reporting.perfetto import trace_json
 from autopar.reporting.report_json import report_to_json
+from autopar.reporting.template import check_page, download, embedded, file_name, rendered
 from autopar.reporting.text import NEEDS_STEP, PART_TITLES, PREDICTED, rate_text, sharding_of
 
 if TYPE_CHECKING:
     from autopar.ir.why import Alternative, Why
     from autopar.reporting.record import Details, Operator, ReportRecord
 
-_NEEDED = ("bokeh", "jinja2")
 _MOST_LEAVES = 20_000  # that can be searched
 
 _PART_COLOURS = dict(zip(PART_TITLES, (BLUE, ORANGE, PURPLE, GREY, SKY, "#dfe3e8"), strict=True))
@@ -58,14 +53,6 @@ _PART_MEANINGS = {
 }
 
 
-def check_page() -> None:
-    """Raise ReportError if what writes and draws the page is not installed."""
-    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise ReportError(
-            f"a report as a page needs {' and '.join(missing)}, not installed: pip install 'autopar[report]'."
-        )
-
-
 def page(report: ReportRecord) -> str:
     """The page.
 
@@ -73,33 +60,8 @@ def page(report: ReportRecord) -> str:
       ReportError: Bokeh or Jinja2 is not installed.
     """
     check_page()
-    import jinja2
-    from markupsafe import Markup
-
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"bytes": bytes_text, "seconds": seconds_text, "ranges": ranges_text}
-    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     scripts, places = figures(report)
-    context = _context(report)
-    return template.render(
-        **context, scripts=Markup(scripts), figures={name: Markup(text) for name, text in places.items()},
-        data=Markup(_embedded(_data(report))),
-    )  # fmt: skip
-
-
-_TEMPLATE = pathlib.Path(__file__).with_name("report_page.html")
-
-
-def _embedded(data: Any) -> str:
-    """JSON that may stand inside a script element."""
-    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c").replace("\u2028", " ").replace("\u2029", " ")
-
-
-def _download(text: str) -> str:
-    """A link's address that holds a compressed file."""
-    return "data:application/gzip;base64," + base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
+    return rendered("report_page.html", scripts, places, **_context(report), data=embedded(_data(report)))
 
 
 # What the template shows
@@ -131,11 +93,11 @@ def _context(report: ReportRecord) -> dict[str, Any]:
         "splits": []
         if details is None
         else [(_group_name(s.stages, s.devices), _bar(s.parts)) for s in details.splits],
-        "phases": _phases_met(details),
+        "phases": {} if details is None else phases_met(details.spans),
         "kinds": KINDS,
         "memory_bars": _memory_bars(report),
         "far_below": details is not None and max(curve.peak for curve in details.memory) < FAR * fullest.capacity,
-        "drawn": drawn_text(details),
+        "drawn": "" if details is None else drawn_text(details.spans, details.copies),
         "stage_colours": colours,
         "graph": None if details is None else _graph(details, colours),
         "operators": [] if details is None else [_operator(each, report, colours) for each in details.operators],
@@ -150,9 +112,9 @@ def _context(report: ReportRecord) -> dict[str, Any]:
         "left_out": LEFT_OUT,
         "needs_step": NEEDS_STEP,
         "predicted": PREDICTED,
-        "trace": None if details is None else _download(trace_json(report)),
-        "json": _download(report_to_json(report)),
-        "file": re.sub(r"\W+", "-", plan.function).strip("-") or "plan",
+        "trace": None if details is None else download(trace_json(report)),
+        "json": download(report_to_json(report)),
+        "file": file_name(plan.function),
     }
 
 
@@ -165,11 +127,6 @@ def _bar(parts: dict[str, float]) -> list[tuple[str, float, float]]:
 def _group_name(stages: Sequence[int], devices: Sequence[int]) -> str:
     noun = "Stage" if len(stages) == 1 else "Stages"
     return f"{noun} {ranges_text(stages)} · dev {ranges_text(devices)}"
-
-
-def _phases_met(details: Details | None) -> dict[str, tuple[str, str]]:
-    met = set() if details is None else {span.phase for span in details.spans}
-    return {name: value for name, value in PHASES.items() if name in met}
 
 
 def _memory_bars(report: ReportRecord) -> list[dict[str, Any]]:

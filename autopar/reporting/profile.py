@@ -23,6 +23,7 @@ from autopar.ir.plan_text import render
 from autopar.ir.rendering import as_html
 from autopar.ir.units import count_text, metric_text, ranges_text, seconds_text
 from autopar.reporting.perfetto import name_of, slice_of
+from autopar.reporting.profile_page import profile_page
 from autopar.reporting.record import Copying, ReportRecord, TimelineSpan
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ class KernelRow:
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
-    """Steps as they ran, beside the plan's prediction: `print` it, or look at its trace.
+    """Steps as they ran, beside the plan's prediction: `print` it, or `save` one page of it.
 
     Attributes:
       plan: what ran.
@@ -173,6 +174,22 @@ class Profile:
                 events.append(slice_of(title, "transfer", process, thread, copy.start, copy.end, copy.microbatch))
         about = {"function": self.plan.function, "method": self.plan.method, "cluster": self.plan.cluster.name}
         return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}, separators=(",", ":"))
+
+    def to_html(self) -> str:
+        """One page that needs no network: both timelines, one above the other, and what took how long.
+
+        Raises:
+          ReportError: what draws it is not installed.
+        """
+        return profile_page(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the page to a file, whole or not at all.
+
+        Raises:
+          ReportError: the file cannot be written, or as for `to_html`.
+        """
+        write_path(path, self.to_html(), "profile", ReportError)
 
     def save_trace(self, path: str | os.PathLike[str]) -> None:
         """Write both timelines to a file, whole or not at all.
