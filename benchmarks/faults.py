@@ -11,6 +11,8 @@ On this machine's loopback, on CPU devices:
   no file may become longer than some bytes, as on a full disk, for one process: the job ends, and goes on from the
   latest complete one; a second job that saves into the same folder is refused, and the first goes on; the clock of one
   process is an hour behind;
+- recovery: the GPT of `make train` on two processes of `autopar run --elastic`, one of which is killed: how long it
+  takes until the first step after that, where plans and XLA's programs are kept;
 - endurance: 10,000 steps with a checkpoint every 500; what each process holds at the end over what it held after 2,000,
   both in medians of three checkpoints, since threads of JAX's transfers come and go.
 """
@@ -42,7 +44,7 @@ SCRIPT = FOLDER / "faults_processes.py"
 HEARTBEAT = 5  # seconds
 NAMED, SLACK = 2.0, 5.0  # seconds until one that is killed is named; after the heartbeat's, one that is stopped
 FIRST = 30.0  # seconds from a start until the first step
-STEPS = 45
+STEPS, GPT_STEPS = 45, 6
 GROWTH = 0.02  # of what a process holds
 ENDURANCE_LIMIT = 1200.0
 LIMIT = 120.0  # seconds after which a job that should have ended hangs
@@ -342,6 +344,34 @@ def skewed(trial: int, right: Sequence[float]) -> dict[str, Any]:
         return row if good else {**row, "codes": codes, "said": job.said()[-2000:]}
 
 
+def recovery(trial: int) -> dict[str, Any]:
+    """The GPT of `make train` on two processes, one of which is killed: until the first step of the next start.
+
+    Plans and XLA's programs are kept, as the first start has made them.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        command = [
+            sys.executable, "-m", "autopar", "run", "--elastic", "2:2", "--devices-per-process", "1",
+            os.fspath(FOLDER / "faults_gpt.py"), name, str(GPT_STEPS), str(trial % 2),
+        ]  # fmt: skip
+        kept = {
+            "AUTOPAR_PLAN_CACHE": os.fspath(folder / "plans"), "JAX_COMPILATION_CACHE_DIR": os.fspath(folder / "xla"),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        }  # fmt: skip
+        began = time.monotonic()
+        with _job(folder, command, [kept]) as job:
+            if not job.wait([0], ENDURANCE_LIMIT) or job.processes[0].returncode:
+                raise RuntimeError(f"a GPT did not recover: {job.said()}")
+        log, killed = job.log(), float((folder / "killed").read_text())
+    after = [line for line in log if line["at"] > killed]
+    lost = max(line["step"] for line in log if line["at"] <= killed) + 1 - after[0]["step"]
+    return {
+        "what": "recovery", "trial": trial, "seconds": after[0]["at"] - killed, "steps lost": lost,
+        "first start": log[0]["at"] - began,
+    }  # fmt: skip
+
+
 def endurance() -> dict[str, Any]:
     """How much more two processes hold after five times as many steps."""
     with tempfile.TemporaryDirectory() as name:
@@ -390,6 +420,8 @@ def bars_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, common.Bar]:
         bars["seconds_until_the_first_step"] = common.Bar(max(firsts, default=float("inf")), FIRST, n=len(firsts))
         errors = [row["error"] for row in starts if "error" in row]
         bars["largest_error_of_losses"] = common.Bar(max(errors, default=float("inf")), TOLERANCE, n=len(errors))
+    if recovered := [row["seconds"] for row in rows if row["what"] == "recovery"]:
+        bars["gpt_seconds_from_a_kill_to_a_step"] = common.Bar(max(recovered), FIRST, n=len(recovered))
     if growths := [row["growth"] for row in rows if row["what"] == "endurance"]:
         bars["growth_over_10000_steps"] = common.Bar(max(growths), GROWTH, n=2, unit="%")
     for name in ("flipped", "cut", "full", "two runs", "clock"):
@@ -416,6 +448,7 @@ def main() -> None:
     for trial in range(arguments.damages):
         rows += [_say(damage(kind, trial, right)) for kind in ("flipped", "cut")]
         rows += [_say(check(trial, right)) for check in (full, two_runs, skewed)]
+        rows.append(_say(recovery(trial)))
     if arguments.damages:
         rows.append(_say(endurance()))
     common.report(bars_of(rows), rows, arguments.json)

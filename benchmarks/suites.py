@@ -216,7 +216,8 @@ SUITES = (
         "complete checkpoint, the most seconds until a first step, and the largest relative error of a loss against a "
         "run that nothing happened to. "
         "Checkpoints with a flipped bit or a file cut short, files that may not grow as on a full disk, a second run "
-        "in the same folder, a clock that is an hour behind: how many were not survived. And the most by which memory, "
+        "in the same folder, a clock that is an hour behind: how many were not survived. The GPT of `make train` on "
+        "two processes: the most seconds from a kill to the next step. And the most by which memory, "
         "threads, open files or arrays of a process grow from 2,000 to 10,000 steps, in medians of three checkpoints.",
         quick=("--trials", "2", "--kills", "2", "--damages", "1"),
     ),
