@@ -300,7 +300,7 @@ class Executable(HasExecutable):
                 path, mark = self._first_said(found[:1]) or ("", "")
                 if not path:
                     return results
-                _, why = self._first_said(self._why(mark, leaves)) or (0, _NOWHERE)
+                why = self._why(mark, leaves)
             finally:
                 self._checked.launches = {}
         raise NotFiniteError(f"invalid value ({mark}) encountered in {path} of {self.graph.name}{why}")
@@ -318,15 +318,21 @@ class Executable(HasExecutable):
         said = text if job is None else job.combined(text, _least, f"to say whether {self.graph.name} is finite")
         return json.loads(said) if said else None
 
-    def _why(self, mark: str, leaves: Sequence[Any]) -> list[Any]:
-        """What this process knows of where it comes from: [[when in the step, in words]], or [] if nothing."""
-        plan = self.plan.with_programs()
-        for launch in self._checked.launches[mark]:
-            if (origin := origin_of(plan.made[1], plan.schedule, launch, mark)) is not None:
-                return [[self._checked.position_of(launch), f". It arises in {origin}."]]
+    def _why(self, mark: str, leaves: Sequence[Any]) -> str:
+        """Where it comes from, on all processes: the first run of a program that is found to make it.
+
+        They look at these runs one after the other, since those that share a program have to do so together.
+        """
+        plan, worker = self.plan.with_programs(), self._checked
+        mine = {worker.position_of(launch): launch for launch in worker.launches[mark]}
+        while (position := self._first_said(sorted(mine)[:1])) is not None:
+            launch = mine.pop(position, None)
+            origin = None if launch is None else origin_of(plan.made[1], plan.schedule, launch, mark)
+            if found := self._first_said([f". It arises in {origin}."] if origin is not None else []):
+                return str(found)
         given = [path for path, leaf in zip(self.graph.input_paths, leaves, strict=True) if _holds(mark, leaf)]
         names = f"{', '.join(given[:3])}{', ..' if len(given) > 3 else ''}"
-        return [[_AT_LAST, f", which was called with such in {names}."]] if given else []
+        return self._first_said([f", which was called with such in {names}."] if given else []) or _NOWHERE
 
     def _call_back(self, values: Sequence[Any]) -> None:
         """On the process of the first device."""
@@ -368,7 +374,6 @@ class Executable(HasExecutable):
         return pieces
 
 
-_AT_LAST = 10**9  # after all programs of a step
 _NOWHERE = (
     ". No operator is known that made it of finite operands: sums over devices may overflow, or it may come from "
     "infinities that are meant, as those of a mask."

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ def _any_of(find: Callable[[Any], jax.Array], x: Any) -> jax.Array:
     return jnp.any(find(x))
 
 
-_MOST = 8  # launches that are kept, with their operands, until the step is over
+_MOST = 8  # launches that are kept, of the programs of the same processes, with their operands until the step is over
 
 _ANY = {mark: jax.jit(functools.partial(_any_of, find)) for mark, find in (("nan", jnp.isnan), ("inf", jnp.isinf))}
 
@@ -40,6 +40,12 @@ def has(mark: str, x: Any) -> bool:
     return bool(_ANY[mark](x))
 
 
+@functools.cache
+def _whole_everywhere(mesh: jax.sharding.Mesh) -> Callable[[jax.Array], jax.Array]:
+    """The array on each device of a mesh."""
+    return jax.jit(lambda x: x, out_shardings=jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec()))
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
     """A run of a program that made what is looked for of operands without it."""
@@ -47,11 +53,22 @@ class Launch:
     program: int  # index into the lowered step's programs
     number: int  # of its runs in the step before
     operands: tuple[jax.Array, ...]
+    processes: frozenset[int]  # that have a part of it
 
-    @property
-    def is_here(self) -> bool:
-        """Whether all its operands are this process's."""
-        return all(x.is_fully_addressable for x in self.operands)
+    def whole_operands(self) -> list[jax.Array]:
+        """On one device of this process. All processes that have a part of the program come here."""
+        whole: list[jax.Array] = []
+        for x in self.operands:
+            if not x.is_fully_addressable:
+                x = _whole_everywhere(x.sharding.mesh)(x).addressable_data(0)  # type: ignore[attr-defined]
+            device = min(whole[0].devices() if whole else x.devices(), key=lambda device: device.id)
+            whole.append(jax.device_put(x, device))
+        return whole
+
+
+def _processes_of(arrays: Sequence[jax.Array]) -> frozenset[int]:
+    devices: Iterable[Any] = itertools.chain.from_iterable(x.sharding.device_set for x in arrays)
+    return frozenset(device.process_index for device in devices)
 
 
 class CheckedWorker(Worker):
@@ -80,7 +97,10 @@ class CheckedWorker(Worker):
         for mark, launches in self.launches.items():
             # Asked first, and of every program: processes that share one look at it together.
             begins = any(has(mark, x) for x in outputs) and not any(has(mark, x) for x in arguments)
-            if begins and len(launches) < _MOST:
-                launches.append(Launch(program, self._runs[program], tuple(arguments)))
+            if begins:
+                launch = Launch(program, self._runs[program], tuple(arguments), _processes_of(outputs))
+                # Processes that share programs keep the same of these, since they look at them together later on.
+                if sum(launch.processes == other.processes for other in launches) < _MOST:
+                    launches.append(launch)
         self._runs[program] += 1
         return outputs

@@ -30,6 +30,7 @@ WHEN_SLOWER = "AUTOPAR_REPLAN_WHEN_SLOWER"  # see `autopar.planning.slow_hosts`
 ELASTIC = "AUTOPAR_ELASTIC"  # of how many processes a job may be, MIN:MAX; see `autopar.planning.plans_ahead`
 _SIGNALS = 128  # exit codes above are of processes that a signal ended, as shells tell it
 _GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
+_ASKING = 60.0  # seconds that nvidia-smi may take
 _LOOK = 60.0  # seconds between looks whether there are more devices than the job has
 
 
@@ -83,17 +84,17 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
 @contextlib.contextmanager
 def _asking_to_grow(count: int, most: int, devices_per_process: int | None) -> Iterator[pathlib.Path]:
     """A file that is made once there is room for more processes than `count`, of which there are `most` at most."""
-    with tempfile.TemporaryDirectory(prefix="autopar-") as folder:
+    with tempfile.TemporaryDirectory(prefix="autopar-", ignore_cleanup_errors=True) as folder:
         file, over = pathlib.Path(folder) / "room", threading.Event()
 
         def look() -> None:
             last = count
             while not over.wait(_LOOK):
                 room = min(most, _room(devices_per_process) or 0)
-                if count < room == last:  # twice, since what has just come back may go again
+                if count < room == last and not over.is_set():  # twice, since what has just come back may go again
                     _say(f"there is room for {room} processes: after the next autopar.save they are started as so many")
-                    with contextlib.suppress(OSError):  # the job has just ended
-                        file.touch()
+                    file.parent.mkdir(exist_ok=True)  # those who clean up such folders may have come by
+                    file.touch()
                     return
                 last = room
 
@@ -117,7 +118,9 @@ def _room(devices_per_process: int | None) -> int | None:
         return None
     query = ["nvidia-smi", "--query-gpu=index,uuid", "--format=csv,noheader"]
     # One that has failed is said in other words, and the exit code may be another one.
-    told = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+    told = ""
+    with contextlib.suppress(subprocess.TimeoutExpired):  # it can hang where a GPU has failed
+        told = subprocess.run(query, capture_output=True, text=True, check=False, timeout=_ASKING).stdout
     rows = [line.split(",") for line in told.splitlines()]
     gpus = [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2 and row[0].strip().isdecimal()]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")

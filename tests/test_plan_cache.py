@@ -157,6 +157,18 @@ def test_nothing_is_kept_of_a_search_that_time_ends_or_with_hints(folder: pathli
     assert not folder.exists()
 
 
+def test_what_is_made_on_the_way_makes_no_other_version() -> None:
+    """Numba keeps what it has compiled beside the code, once the first plan is made."""
+    kept = pathlib.Path(plan_cache.__file__).parent / "__pycache__" / "made-on-the-way.nbi"
+    before = plan_cache._sources.__wrapped__()
+    kept.parent.mkdir(exist_ok=True)
+    kept.write_text("")
+    try:
+        assert plan_cache._sources.__wrapped__() == before
+    finally:
+        kept.unlink()
+
+
 def test_another_process_finds_it(folder: pathlib.Path) -> None:
     for seed in "12":
         script = "from tests import test_plan_cache as t; t._planned(); t._planned(step=t._step_with(jax.nn.gelu))"

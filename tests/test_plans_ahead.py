@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import time
@@ -17,6 +18,7 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import autopar
 from autopar.cost_model.hardware import cluster_from_devices
@@ -190,7 +192,23 @@ def _traced(step: Callable[..., Any], *arguments: Any) -> TracedStep:
     return autopar.parallelize(step).trace(*arguments).step
 
 
-STEPS = {"small": _small, "flax": _flax, "scanned": _scanned, "fused": _fused}
+def _partitioned() -> TracedStep:
+    """A function whose sharding rule is the user's."""
+
+    @custom_partitioning
+    def scaled(x: Any) -> Any:
+        return 2.0 * x
+
+    def partition(mesh: Any, arguments: Any, result: Any) -> Any:
+        return mesh, lambda x: 2.0 * x, result.sharding, (arguments[0].sharding,)
+
+    scaled.def_partition(partition=partition, sharding_rule="i j -> i j")
+    return _traced(
+        lambda w, x: (w + 0.1, scaled(x @ w).sum(1)), np.zeros((16, 16), np.float32), np.zeros((8, 16), np.float32)
+    )
+
+
+STEPS = {"small": _small, "flax": _flax, "scanned": _scanned, "fused": _fused, "partitioned": _partitioned}
 
 
 def test_another_program_makes_the_same_plans(folder: pathlib.Path) -> None:
@@ -260,6 +278,23 @@ def test_where_the_devices_are_given_there_are_no_others(
     step.compile(*arguments)
     plan = autopar.parallelize(small_steps.train_step, method=autopar.recipes.zero(2)).plan(*arguments)
     autopar.parallelize(small_steps.train_step, method=plan).compile(*arguments)
+
+
+def _as_another_program(payload: bytes, job: int) -> subprocess.CompletedProcess[bytes]:
+    command = [sys.executable, "-c", f"from autopar.planning.plans_ahead import main; main({job})"]
+    return subprocess.run(command, input=payload, env=environment(1), capture_output=True, timeout=LIMIT, check=True)
+
+
+def test_it_ends_with_the_job() -> None:
+    done = _as_another_program(b"", job=1)  # which is not what has started it
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
+def test_what_does_not_arrive_is_said_in_a_line() -> None:
+    payload = pickle.dumps(_small).replace(b"test_plans_ahead", b"test_plans_aheam")
+    said = _as_another_program(payload, job=os.getpid()).stderr.decode()
+    assert "plans for fewer or more devices are not made ahead: ModuleNotFoundError" in said
+    assert "Traceback" not in said
 
 
 def test_what_cannot_be_handed_on_is_said(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

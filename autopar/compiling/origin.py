@@ -52,18 +52,16 @@ class Origin:
 
 
 def origin_of(lowered: LoweredStep, schedule: ScheduleName, launch: Launch, mark: str) -> Origin | None:
-    """Where what is looked for arises in a run of a program.
+    """Where what is looked for arises in a run of a program. All processes that have a part of it come here.
 
-    Without the operator where the program's operands are on devices of several processes, or need more memory than one
-    device has. None where the equations one by one make nothing of the kind, as where a sum over devices alone
-    overflows.
+    Without the operator where the program's operands need more memory than one device has. None where the equations one
+    by one make nothing of the kind, as where a sum over devices alone overflows.
     """
     local = lowered.programs[launch.program]
     program, step = local.program, lowered.placed.step
     found: _Line | None = _Line(None, {}, (), (), "", program.phase)
-    if launch.is_here:
-        with contextlib.suppress(Exception):  # nothing that cannot be run again hides what was found
-            found = _found_in(local, launch, mark)
+    with contextlib.suppress(Exception):  # nothing that cannot be run again hides what was found
+        found = _found_in(local, launch, mark)
     if found is None:
         return None
     phase = found.phase or program.phase
@@ -82,11 +80,10 @@ def origin_of(lowered: LoweredStep, schedule: ScheduleName, launch: Launch, mark
 
 
 def _found_in(local: LocalProgram, launch: Launch, mark: str) -> _Line | None:
-    """The equation of a program in which it arises, on the first of its devices."""
-    device = launch.operands[0].sharding.mesh.devices.flat[0] if launch.operands else None  # type: ignore[attr-defined]
+    """The equation of a program in which it arises."""
     values = {
-        port.value: _whole(x, port.value, bool(port.sharding.partial), device)
-        for port, x in zip(local.inputs, launch.operands, strict=True)
+        port.value: _added_up(x, port.value) if port.sharding.partial else x
+        for port, x in zip(local.inputs, launch.whole_operands(), strict=True)
     }
     added = [op.partial_sum for op in local.ops if isinstance(op, Accumulate)]
     return _run(_lines_of(local.program.equations), values, [*local.program.outputs, *added], mark)[0]
@@ -135,10 +132,9 @@ def _lines_of(equations: Sequence[Equation]) -> list[_Line]:
     return [_Line(eqn.primitive, eqn.params, eqn.inputs, eqn.outputs, eqn.source, eqn.phase) for eqn in equations]
 
 
-def _whole(x: jax.Array, value: Value, partial: bool, device: Any) -> jax.Array:
-    """An operand of a program on one device; of a partial sum the pieces are added up."""
-    x = jax.device_put(x, device)
-    return jnp.sum(x, 0, dtype=x.dtype).astype(value.dtype) if partial else x
+def _added_up(x: jax.Array, value: Value) -> jax.Array:
+    """The pieces of a partial sum."""
+    return jnp.sum(x, 0, dtype=x.dtype).astype(value.dtype)
 
 
 def _run(

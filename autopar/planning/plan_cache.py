@@ -145,8 +145,9 @@ def _sources() -> str:
     package = pathlib.Path(__file__).parents[1]
     digest = hashlib.sha256()
     found = []
-    for folder, _, names in os.walk(package, followlinks=True):
-        found += [os.path.join(folder, name) for name in names if not name.endswith((".pyc", ".pyo"))]
+    for folder, folders, names in os.walk(package, followlinks=True):
+        folders[:] = [name for name in folders if name != "__pycache__"]  # Python's, and Numba's, made on the way
+        found += [os.path.join(folder, name) for name in names]
     for path in sorted(found):
         digest.update(os.path.relpath(path, package).encode())
         digest.update(pathlib.Path(path).read_bytes())

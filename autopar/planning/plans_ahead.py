@@ -18,6 +18,7 @@ import importlib
 import io
 import os
 import pickle
+import re
 import subprocess
 import sys
 import threading
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 _NICE = 19  # the lowest priority
 _LINES = ("co_filename", "co_name", "co_qualname", "co_firstlineno", "co_linetable")
 _OURS = "autopar."
+# Variables by which a program finds the job that it is of: modules of the user's, which are imported, might join it.
+_OF_A_JOB = re.compile(
+    "JAX_(COORDINATOR|NUM_PROC|PROCESS_ID|LOCAL_DEV)|(AUTOPAR|SLURM|OMPI|PMI|PMIX|PRTE|MPI|RAY|TPU)_"
+)
 _LOOK = 1.0  # seconds between looks whether the job is still there
 # What a next start sets again by itself, and this program does not; of the variables of the environment both know.
 _SETTINGS = (
@@ -83,29 +88,34 @@ def make_ahead(step: TracedStep, method: Method, devices: Sequence[jax.Device]) 
       ArgumentError: the variable AUTOPAR_ELASTIC holds no MIN:MAX.
     """
     bounds = _bounds()
-    if bounds is None or not os.environ.get(plan_cache.FOLDER):
-        return
+    if bounds is not None and os.environ.get(plan_cache.FOLDER):
+        try:
+            _begin(step, method, [*other_clusters(devices, *bounds)])
+        except Exception as error:  # no reason to end a job: what cannot be pickled, memory that is short, ..
+            warn(
+                f"{step.graph.name}: plans for fewer or more devices are not made ahead, since the step cannot be "
+                f"handed to another program: {type(error).__name__}: {error}"
+            )
+
+
+def _begin(step: TracedStep, method: Method, clusters: Sequence[Cluster]) -> None:
+    """Have those planned that have not been."""
     wanted = []
-    for cluster in other_clusters(devices, *bounds):
+    for cluster in clusters:
         entry = plan_cache.entry_of(step, cluster, method)
         if entry is not None and entry.read() is None:
             wanted.append(_Wanted(entry.path, cluster))
     if not wanted:
         return
     settings = {name: getattr(jax.config, name) for name in _SETTINGS if hasattr(jax.config, name)}
-    try:
-        payload = _pickled((settings, _without_constants(step), method, wanted))
-    except Exception as error:  # whatever objects say that cannot be pickled
-        warn(
-            f"{step.graph.name}: plans for fewer or more devices are not made ahead, since the step cannot be handed "
-            f"to another program: {type(error).__name__}: {error}"
-        )
-        return
+    payload = _pickled((settings, _without_constants(step), method, wanted))
     environment = {
-        **os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        **{name: value for name, value in os.environ.items() if not _OF_A_JOB.match(name)},
+        "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "3",
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        plan_cache.FOLDER: os.environ[plan_cache.FOLDER],
     }  # fmt: skip
-    command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()"]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import main; main({os.getpid()})"]
     program = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, env=environment,
         start_new_session=True,  # interrupts are for the job
@@ -178,7 +188,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it says nothing of
         self._places = {
             id(value): (module, name)
             for module, names in list(sys.modules.items())
-            if module != "__main__" and names is not None
+            if names is not None and names is not sys.modules["__main__"]  # which may have other names, too
             for name, value in list(vars(names).items())
             if isinstance(value, core.Primitive)
         }
@@ -193,6 +203,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # it says nothing of
             return _Frames, (tuple(map(self._lines, codes)), tuple(lasts))
         if isinstance(obj, linear_util.WrappedFun):  # how to differentiate what is differentiated already
             return _Unused, (repr(obj),)
+        if isinstance(obj, tuple) and type(obj).__new__ is not tuple.__new__ and not hasattr(obj, "_fields"):
+            return type(obj), tuple(obj)  # made of its elements one by one, as JAX's are that say a sharding rule
         if isinstance(obj, np.ndarray) and hasattr(obj, "aval"):  # JAX's literals, whose own way loses their types
             return type(obj), (np.asarray(obj), obj.aval)
         if type(obj).__module__.startswith(_OURS) and dataclasses.is_dataclass(obj) and not isinstance(obj, type):
@@ -250,10 +262,11 @@ def _without_constants(step: TracedStep) -> TracedStep:
 
 
 def _hand_on(program: subprocess.Popen[bytes], payload: bytes) -> None:
-    """Of another thread, since it takes what it is given only once it has started."""
+    """Of another thread, since it takes what it is given only once it has started; until it has ended."""
     assert program.stdin is not None, "it is a pipe"
     with contextlib.suppress(BrokenPipeError), program.stdin as pipe:
         pipe.write(payload)
+    program.wait()
 
 
 def _end(program: subprocess.Popen[bytes]) -> None:
@@ -265,13 +278,17 @@ def _end(program: subprocess.Popen[bytes]) -> None:
 # The other program
 
 
-def main() -> None:
-    """Make the plans that are asked for on stdin."""
+def main(job: int) -> None:
+    """Make the plans that are asked for on stdin, as long as the process of this id lives, which has started this."""
     os.nice(_NICE)
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    settings, step, method, wanted = pickle.load(sys.stdin.buffer)
-    for name, value in settings.items():
-        jax.config.update(name, value)
+    threading.Thread(target=_end_with, args=(job,), daemon=True).start()
+    try:
+        settings, step, method, wanted = pickle.load(sys.stdin.buffer)
+        for name, value in settings.items():
+            jax.config.update(name, value)
+    except Exception as error:  # a module of the user's is not found here, say
+        _say(f"plans for fewer or more devices are not made ahead: {type(error).__name__}: {error}")
+        return
     for path, cluster in wanted:
         _make(step, method, path, cluster)
 
@@ -289,9 +306,9 @@ def _make(step: TracedStep, method: Method, path: pathlib.Path, cluster: Cluster
         _say(f"{what} is made ahead of a start with so many")
 
 
-def _end_with(parent: int) -> None:
+def _end_with(job: int) -> None:
     """As soon as the job's process has ended."""
-    while os.getppid() == parent:
+    while os.getppid() == job:
         time.sleep(_LOOK)
     os._exit(0)
 

@@ -56,7 +56,7 @@ def _context(profile: Profile) -> dict[str, Any]:
         "unaccounted": measured.unaccounted,
         "phases": phases_met([*measured.programs, *predicted.programs]),
         "has_copies": bool(measured.copies or predicted.copies),
-        "drawn": drawn_text(measured.programs, measured.copies),
+        "drawn": drawn_text(measured.programs, measured.copies) or drawn_text(predicted.programs, predicted.copies),
         "programs": _rows([row for row in profile.rows if row.to is None]),
         "copies": [
             {**row, "rate": _rate(profile.payloads.get((row["stage"], row["to"]), 0), row["measured"], "B/s")}

@@ -201,6 +201,22 @@ def test_where_it_arises_is_known_to_all_who_save_the_step(tmp_path: pathlib.Pat
     assert saved["args"][0]["count"] == 3 and np.isinf(saved["args"][1]["y"]).all()
 
 
+@pytest.mark.parametrize(
+    ("method", "processes", "where"),
+    [
+        ("zero", 2, "in the forward pass."),
+        ("gpipe", 4, "in the forward pass, stage 1 of 2, microbatch 1 of 2."),
+        _slow("data_parallel", 3, "in the forward pass."),
+    ],
+)
+def test_the_line_is_known_where_processes_share_a_stage(method: str, processes: int, where: str) -> None:
+    done = run_job(SCRIPT.with_name("not_finite.py"), [method], processes, 1, LIMIT)
+    assert done.returncode == 0, done.stderr
+    for process in range(processes):
+        (told,) = (line for line in _lines(done.stdout, process) if line.startswith("told"))
+        assert re.search(rf"It arises in log at \S*not_finite.py:\d+:\d+ \(loss_of\), {re.escape(where)}", told), told
+
+
 # Joining
 
 
