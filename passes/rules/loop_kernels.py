@@ -47,11 +47,12 @@ def live_sets_of(
         for s in way.operands
         for v in layout.stacked_in[s.position][:-1]
     }
-    kept = {v for o in body.carried if isinstance(v := body.outputs[o], Value)}  # to the next round
+    # To the next round, in an order that is the same in each process.
+    kept = dict.fromkeys(v for o in body.carried if isinstance(v := body.outputs[o], Value))
     slices = [body.inputs[i] for i in layout.stacked_in]
     made = {v for o in layout.stacked_out if isinstance(v := body.outputs[o], Value)}
-    traffic = memory_traffic(body.equations, body.rules, body.inputs, kept | made)
-    in_memory = stored(body.equations, body.rules, (), kept | made)
+    traffic = memory_traffic(body.equations, body.rules, body.inputs, made.union(kept))
+    in_memory = stored(body.equations, body.rules, (), made.union(kept))
     told = ProgramKernels()
     inner: dict[Value, list[LiveSet]] = {}  # by the first value that the equation makes
 
