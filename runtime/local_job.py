@@ -106,6 +106,14 @@ def _asking_to_grow(count: int, most: int, devices_per_process: int | None) -> I
             over.set()
 
 
+def bounds_of(text: str) -> tuple[int, int] | None:
+    """Of how many processes a job may be, by MIN:MAX; None: the text says something else."""
+    least, _, most = text.partition(":")
+    if least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most):
+        return int(least), int(most)
+    return None
+
+
 def cache_folder() -> pathlib.Path:
     """This user's folder for what can be made again."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "autopar"

@@ -45,7 +45,7 @@ from autopar.reporting.report import Report
 from autopar.reporting.template import check_page
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.launcher import initialize, is_launched, run_script
-from autopar.runtime.local_job import WHEN_SLOWER, Elastic, launch, launch_elastic
+from autopar.runtime.local_job import WHEN_SLOWER, Elastic, bounds_of, launch, launch_elastic
 from autopar.wrapped import WrappedStep
 
 __all__ = ["main"]
@@ -293,10 +293,10 @@ class _Elastic(click.ParamType):  # type: ignore[type-arg]  # generic in the new
     name = "range"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
-        least, _, most = str(value).partition(":")
-        if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+        bounds = bounds_of(str(value))
+        if bounds is None:
             self.fail(f"{value!r} is no MIN:MAX, two numbers of processes such as 1:4.", param, ctx)
-        return int(least), int(most)
+        return bounds
 
 
 @main.command(cls=_RunsScripts)

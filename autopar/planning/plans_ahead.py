@@ -38,7 +38,7 @@ from autopar.ir.mesh import Cluster
 from autopar.ir.method import Method
 from autopar.planning import plan_cache
 from autopar.planning.traced import TracedStep
-from autopar.runtime.local_job import ELASTIC, LAUNCHED
+from autopar.runtime.local_job import ELASTIC, LAUNCHED, bounds_of
 
 if TYPE_CHECKING:
     import pathlib
@@ -169,10 +169,10 @@ def _bounds() -> tuple[int, int] | None:
     text = os.environ.get(ELASTIC)
     if not text:
         return None
-    least, _, most = text.partition(":")
-    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
+    bounds = bounds_of(text)
+    if bounds is None:
         raise ArgumentError(f"{ELASTIC}={text!r} is no MIN:MAX, two numbers of processes such as 1:4.")
-    return int(least), int(most)
+    return bounds
 
 
 # ----------------------------------------------------------------------------------------------------------------------

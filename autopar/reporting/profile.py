@@ -99,6 +99,12 @@ class KernelRow:
         """Measured over predicted."""
         return self.measured / self.predicted if self.predicted else None
 
+    @property
+    def speed(self) -> str:
+        """What it reaches: FLOP/s, or bytes per second where it computes nothing; "" where neither is known."""
+        amount, unit = (self.flops, "FLOP/s") if self.flops else (self.nbytes, "B/s")
+        return metric_text(amount / self.measured, unit) if amount and self.measured else ""
+
 
 @dataclasses.dataclass(frozen=True)
 class Profile:
@@ -134,6 +140,11 @@ class Profile:
             predicted = _seconds(expected[key], to) if key in expected else None
             rows.append(Row(what, stage, to, len(found[key]), _seconds(found[key], to), predicted))
         return tuple(rows)
+
+    def bandwidth(self, row: Row) -> str:
+        """Of copies from one stage to another; "" where nothing is sent."""
+        sent = 0 if row.to is None else self.payloads.get((row.stage, row.to), 0)
+        return metric_text(sent / row.measured, "B/s") if sent and row.measured else ""
 
     def to_json(self) -> str:
         """All of it but what the last step returned."""
@@ -238,9 +249,7 @@ class Profile:
             return []
         table = _table("Kernels of a device", "kind", "kernels", "measured", "predicted", "ratio", "speed")
         for row in self.kernels:
-            speed = metric_text(row.flops / row.measured, "FLOP/s") if row.flops else ""
-            speed = speed or (metric_text(row.nbytes / row.measured, "B/s") if row.nbytes else "")
-            table.add_row(row.kind, f"{row.kernels:,.0f}", *_compared(row), speed)
+            table.add_row(row.kind, f"{row.kernels:,.0f}", *_compared(row), row.speed)
         return [table, Text()]
 
     def _copies(self) -> list[RenderableType]:
@@ -250,9 +259,7 @@ class Profile:
         table = _table("Transfers", "from", "to", "messages", "measured", "predicted", "ratio", "bandwidth")
         for row in rows:
             assert row.to is not None, "those of programs are left out"
-            sent = self.payloads.get((row.stage, row.to))
-            rate = "" if not sent else metric_text(sent / row.measured, "B/s")
-            table.add_row(str(row.stage), str(row.to), str(row.count), *_compared(row), rate)
+            table.add_row(str(row.stage), str(row.to), str(row.count), *_compared(row), self.bandwidth(row))
         return [table, Text()]
 
     def _devices(self) -> Table:

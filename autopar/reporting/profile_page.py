@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from typing import TYPE_CHECKING, Any
 
-from autopar.ir.units import count_text, metric_text, ranges_text, seconds_text
+from autopar.ir.units import count_text, ranges_text, seconds_text
 from autopar.reporting.figures import axis_unit, compared_figures, drawn_text, phases_met
 from autopar.reporting.record import ReportRecord
 from autopar.reporting.template import check_page, download, embedded, file_name, rendered
@@ -14,7 +15,7 @@ from autopar.reporting.text import rate_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from autopar.reporting.profile import KernelRow, Profile, Row
+    from autopar.reporting.profile import Profile, Row
 
 _LATE = 1.1  # times the prediction
 
@@ -57,12 +58,9 @@ def _context(profile: Profile) -> dict[str, Any]:
         "phases": phases_met([*measured.programs, *predicted.programs]),
         "has_copies": bool(measured.copies or predicted.copies),
         "drawn": drawn_text(measured.programs, measured.copies) or drawn_text(predicted.programs, predicted.copies),
-        "programs": _rows([row for row in profile.rows if row.to is None]),
-        "copies": [
-            {**row, "rate": _rate(profile.payloads.get((row["stage"], row["to"]), 0), row["measured"], "B/s")}
-            for row in _rows([row for row in profile.rows if row.to is not None])
-        ],
-        "kernels": [_kernel(row) for row in profile.kernels],
+        "programs": _rows(profile, [row for row in profile.rows if row.to is None]),
+        "copies": _rows(profile, [row for row in profile.rows if row.to is not None]),
+        "kernels": profile.kernels,
         "devices": _devices(profile),
         "trace": download(profile.to_trace()),
         "json": download(profile.to_json()),
@@ -70,29 +68,16 @@ def _context(profile: Profile) -> dict[str, Any]:
     }
 
 
-def _rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _rows(profile: Profile, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """With the length of a bar for each, of the longest."""
     longest = max((max(row.measured, row.predicted or 0.0) for row in rows), default=0.0) or 1.0
     return [
         {
-            "stage": row.stage, "to": row.to, "what": row.what, "count": row.count, "measured": row.measured,
-            "predicted": row.predicted, "ratio": row.ratio, "length": row.measured / longest,
-            "predicted_length": (row.predicted or 0.0) / longest,
+            **dataclasses.asdict(row), "ratio": row.ratio, "rate": profile.bandwidth(row),
+            "length": row.measured / longest, "predicted_length": (row.predicted or 0.0) / longest,
         }
         for row in rows
     ]  # fmt: skip
-
-
-def _kernel(row: KernelRow) -> dict[str, Any]:
-    speed = _rate(row.flops, row.measured, "FLOP/s") or _rate(row.nbytes, row.measured, "B/s")
-    return {
-        "kind": row.kind, "kernels": f"{row.kernels:,.0f}", "measured": row.measured, "predicted": row.predicted,
-        "ratio": row.ratio, "speed": speed,
-    }  # fmt: skip
-
-
-def _rate(amount: float, seconds: float, unit: str) -> str:
-    return metric_text(amount / seconds, unit) if amount and seconds else ""
 
 
 def _devices(profile: Profile) -> list[dict[str, Any]]:
