@@ -17,6 +17,7 @@ from autopar.api import Parallelized
 from autopar.errors import ArgumentError
 from autopar.executable import Executable
 from autopar.planning.details import model_flops
+from autopar.profiling import Recording
 from autopar.reporting.record import tokens_per_step
 from autopar.runtime.processes import this_job
 from autopar.runtime.spent import Since, wait_for
@@ -39,6 +40,8 @@ class StepMetrics:
       mfu: model FLOPs utilisation, the FLOPs of the step's own matrix products over what all devices could do at their
         peak, by the cluster's description.
       predicted_bubble: the share of the stages' time that is idle, by the plan.
+      bubble: the same of the last of these steps, as it ran; None where there is one stage, or that step was not
+        recorded.
       peak_bytes: the most memory that a device of this process has had in use; None: its backend does not say.
     """
 
@@ -52,6 +55,7 @@ class StepMetrics:
     tokens_per_second: float | None
     mfu: float
     predicted_bubble: float
+    bubble: float | None
     peak_bytes: int | None
 
     def numbers(self) -> dict[str, float]:
@@ -67,6 +71,8 @@ class StepMetrics:
             f"(predicted {1e3 * self.predicted_seconds:.4g})",
             f"{rate:,.0f} {of}/s", f"MFU {self.mfu:.1%}",
         ]  # fmt: skip
+        if self.bubble is not None:
+            parts.append(f"bubble {self.bubble:.1%} (predicted {self.predicted_bubble:.1%})")
         if self.peak_bytes is not None:
             parts.append(f"{self.peak_bytes / 2**30:.2f} GiB")
         for what, seconds in (("input", self.input_seconds), ("checkpoints", self.checkpoint_seconds)):
@@ -87,24 +93,42 @@ class Metered(CountedStep):
         super().__init__(step, start)
         self._sinks, self._every, self._tokens = sinks, every, tokens
         self._since, self._ideal_seconds = Since.now(start), 0.0
+        self._recording: Recording | None = None  # of the executable
+        self._is_warm = False  # what records has compiled what it needs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recording = self._recording
+        if recording is None or (self._is_warm and not self._is_due(self._number + 1)):
+            return super().__call__(*args, **kwargs)
+        wait_for((args, kwargs))
+        with recording:
+            recording.begin()
+            return super().__call__(*args, **kwargs)
+
+    def _is_due(self, number: int) -> bool:
+        return number - self._since.number >= self._every
 
     def _begin(self, executable: Executable | None) -> None:
+        self._recording, self._is_warm = None, False
         if executable is not None:
             _, self._ideal_seconds = model_flops(executable.graph, executable.plan.cluster)
+            self._recording = Recording(executable) if len(executable.plan.stages) > 1 else None
         self._since = Since.now(self._number)
 
     def _count(self, executable: Executable, result: Any) -> None:
-        if self._number - self._since.number < self._every:
+        was_warm, self._is_warm = self._is_warm, True
+        if not self._is_due(self._number):
             return
         wait_for(result)
+        bubble = None if self._recording is None or not was_warm else self._recording.bubble()
         job = this_job()
         if job is None or job.index == 0:
-            metrics = self._measured(executable, Since.now(self._number))
+            metrics = self._measured(executable, Since.now(self._number), bubble)
             for sink in self._sinks:
                 sink(metrics)
         self._since = Since.now(self._number)
 
-    def _measured(self, executable: Executable, now: Since) -> StepMetrics:
+    def _measured(self, executable: Executable, now: Since, bubble: float | None) -> StepMetrics:
         since, ideal = self._since, self._ideal_seconds
         plan, steps = executable.plan, now.number - since.number
         seconds = (now.time - since.time) / steps
@@ -113,7 +137,7 @@ class Metered(CountedStep):
         return StepMetrics(
             plan.function, now.number, seconds, plan.step_time, spent["input"], spent["checkpoints"],
             plan.batch_size / seconds, None if tokens is None else tokens / seconds, ideal / seconds, plan.bubble,
-            _peak_bytes(),
+            bubble, _peak_bytes(),
         )  # fmt: skip
 
 
@@ -129,7 +153,8 @@ def meter(
     """A step that tells, every so many calls, how long a step takes, what it achieves, and what else takes time.
 
     The first call for arguments of certain shapes, which plans and compiles, is left out. A report waits for the step
-    to end, so `every` should not be 1 where steps are short. In a job of several processes, process 0 reports.
+    to end, so `every` should not be 1 where steps are short; of a pipeline its last step also waits for the one before,
+    and it is recorded when its programs run. In a job of several processes, process 0 reports.
 
     Args:
       to: what is called with `StepMetrics`: one or several of `autopar.metrics.terminal()`, `.csv(path)`,
@@ -176,12 +201,12 @@ def csv(path: Any) -> Sink:
     names = [field.name for field in dataclasses.fields(StepMetrics)]
 
     def write(metrics: StepMetrics) -> None:
-        is_new = not file.exists() or not file.stat().st_size
-        if is_new:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("a", newline="") as lines:
-            writer = csv_files.DictWriter(lines, names)
-            if is_new:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a+", newline="") as lines:
+            lines.seek(0)
+            there = next(csv_files.reader(lines), None)  # which an earlier version may have begun, with other columns
+            writer = csv_files.DictWriter(lines, there or names, extrasaction="ignore")
+            if there is None:
                 writer.writeheader()
             writer.writerow(dataclasses.asdict(metrics))
 

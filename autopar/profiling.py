@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import time
@@ -42,40 +43,79 @@ def profile_of(
     for name in ("jax_debug_nans", "jax_debug_infs", "jax_disable_jit"):
         if getattr(config, name):
             raise ArgumentError(f"profile: {name} is on, so that the step runs otherwise than it does: switch it off.")
-    worker, job, plan = executable._worker, this_job(), executable.plan
-    wiring = worker.wiring
-    groups = ReportRecord(plan, None).groups
-    group_of = {stage: k for k, group in enumerate(groups) for stage in group.stages}
-    recorder = Recorder(
-        wiring.instructions.instructions, group_of, None if worker.mail is None else worker.mail.channel
-    )
+    calls, recording = _Calls(executable, args, kwargs), Recording(executable)
     recorded: list[tuple[float, list[Event]]] = []
-    calls = _Calls(executable, args, kwargs)
-    worker.recorder = recorder
-    try:
+    with recording:
         for _ in range(_WARM_UP + steps):
             calls.prepare()
-            if job is not None:
-                job.combined("", lambda _: "", "to begin a step together")
-            recorder.begin()
-            began = time.perf_counter()
+            recording.begin()
             calls.run()
-            seconds, events = time.perf_counter() - began, recorder.ended()
-            recorded.append((max([seconds, *(event.ended for event in events)]), events))  # threads see ends a bit late
-    finally:
-        worker.recorder = None
-        recorder.close()
-    rows = _kernel_rows(executable, calls, steps, job) if kernels else ()
-    told = [_of_job(job, seconds, events, wiring) for seconds, events in recorded[_WARM_UP:]]
-    predicted = played_timeline(*plan.played())
-    in_turns = all(event.is_waited_for for _, events in told for event in events if event.to is None)
-    num_groups = predicted.num_groups if in_turns else len(groups)
-    measured = mean_of(
-        [_timeline(seconds, spans_of(events, group_of), group_of, num_groups) for seconds, events in told]
-    )
+            recorded.append(recording.ended())
+    rows = _kernel_rows(executable, calls, steps) if kernels else ()
+    lines = [recording.timeline(*each) for each in recorded[_WARM_UP:]]
     return Profile(
-        plan, tuple(seconds for seconds, _ in told), measured, predicted, _payloads(wiring), rows, calls.result
-    )
+        executable.plan, tuple(line.seconds for line in lines), mean_of(lines), recording.predicted,
+        _payloads(executable._worker.wiring), rows, calls.result,
+    )  # fmt: skip
+
+
+class Recording:
+    """Steps of an executable of which is recorded when instructions begin and end.
+
+    A context: what is called in it is recorded. All processes of a job make and call it together.
+    """
+
+    def __init__(self, executable: Executable) -> None:
+        self._plan, self._worker, self._job = executable.plan, executable._worker, this_job()
+        self._num_groups = len(groups := ReportRecord(executable.plan, None).groups)
+        self._group_of = {stage: k for k, group in enumerate(groups) for stage in group.stages}
+        self._recorder: Recorder | None = None
+        self._began = 0.0
+
+    @functools.cached_property
+    def predicted(self) -> Timeline:
+        """By the plan, which may have to be priced again for it."""
+        return played_timeline(*self._plan.played())
+
+    def __enter__(self) -> Recording:
+        worker = self._worker
+        channel = None if worker.mail is None else worker.mail.channel
+        worker.recorder = self._recorder = Recorder(worker.wiring.instructions.instructions, self._group_of, channel)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._recorder is not None, "it was entered"
+        self._worker.recorder = None
+        self._recorder.close()
+
+    def begin(self) -> None:
+        """The next step, whose arguments are there."""
+        assert self._recorder is not None, "it was entered"
+        if self._job is not None:
+            self._job.combined("", lambda _: "", "to begin a step together")
+        self._recorder.begin()
+        self._began = time.perf_counter()
+
+    def ended(self) -> tuple[float, list[Event]]:
+        """The seconds of the step, whose results are there, and what this process has seen of it."""
+        assert self._recorder is not None, "it was entered"
+        seconds, events = time.perf_counter() - self._began, self._recorder.ended()
+        return max([seconds, *(event.ended for event in events)]), events  # threads see ends a bit late
+
+    def timeline(self, seconds: float, events: Sequence[Event]) -> Timeline:
+        """Of a step of which this process has seen so much, on all processes of a job."""
+        seconds, told = _of_job(self._job, seconds, events, self._worker.wiring)
+        in_turns = all(event.is_waited_for for event in told if event.to is None)
+        num_groups = self.predicted.num_groups if in_turns else self._num_groups
+        return _timeline(seconds, spans_of(told, self._group_of), self._group_of, num_groups)
+
+    def bubble(self) -> float | None:
+        """The share of the groups' time in which they ran no program, of the step that has ended; None: it ran none.
+
+        On all processes of a job.
+        """
+        line = self.timeline(*self.ended())
+        return line.bubble if line.programs else None
 
 
 class _Calls:
@@ -107,9 +147,7 @@ class _Calls:
         wait_for(self.result)
 
 
-def _kernel_rows(
-    executable: Executable, calls: _Calls, steps: int, job: Processes | None
-) -> tuple[KernelRow, ...]:  # fmt: skip
+def _kernel_rows(executable: Executable, calls: _Calls, steps: int) -> tuple[KernelRow, ...]:
     """What kernels take by kind of operator, of a device and a step in the mean."""
 
     def run() -> None:
@@ -118,7 +156,7 @@ def _kernel_rows(
             calls.run()
 
     found = traced_kernels(run, executable.as_text().values())
-    if job is not None:
+    if (job := this_job()) is not None:
         found = _summed(job, found)
     work = executable.plan.work()
     per_device = 1 / executable.plan.cluster.num_devices

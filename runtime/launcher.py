@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import platform
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 
 from autopar.errors import ArgumentError, warn
-from autopar.runtime.liveness import HEARTBEAT_TIMEOUT, start_coordinator
+from autopar.runtime.liveness import HEARTBEAT_TIMEOUT, LOST_CODE, start_coordinator
 from autopar.runtime.local_job import COORDINATOR, COUNT, DEVICES, INDEX, LAUNCHED, free_port
 from autopar.runtime.preemption import EXIT_CODE
-from autopar.runtime.processes import this_job
+from autopar.runtime.processes import say, this_job
 
 _BIND = "JAX_COORDINATOR_BIND_ADDRESS"
-_HEARTBEAT = "AUTOPAR_HEARTBEAT_TIMEOUT"
 # What launchers that JAX does not know say of a process: its number, and how many there are (Open MPI, also where its
 # runtime is PRRTE; MPICH, Intel MPI).
 _LAUNCHERS = (("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"), ("PMI_RANK", "PMI_SIZE"))
-_JOINING = 300  # seconds in which all processes have to be found, as JAX has it
+_JOINING = 300  # seconds in which all processes have to join, as JAX has it
+_SOON = 30.0  # seconds after which it is said that some are waited for
+_LATER = 60  # seconds longer that JAX waits, which aborts the process
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,14 +130,14 @@ class _Place:
         return self.coordinator.rpartition(":")[2]
 
 
-def _found_place(member: Membership, local: Sequence[int] | None) -> _Place:
-    """With what JAX finds out by itself."""
+def _found_place(member: Membership, local: Sequence[int] | None, seconds: int) -> _Place:
+    """With what JAX finds out by itself, within so many seconds."""
     from jax._src import clusters
 
     if local is None and (numbers := os.environ.get("JAX_LOCAL_DEVICE_IDS")):
         local = [int(number) for number in numbers.split(",")]
     coordinator, count, index, local = clusters.ClusterEnv.auto_detect_unset_distributed_params(
-        os.environ.get(COORDINATOR), member.count, member.index, local, None, _JOINING
+        os.environ.get(COORDINATOR), member.count, member.index, local, None, seconds
     )
     if coordinator is None or count is None or index is None:
         raise ArgumentError(
@@ -170,16 +174,47 @@ def check_joined() -> None:
         )
 
 
-def _heartbeat(given: int | None) -> int:
-    """Seconds, as told by an argument or by the environment."""
-    text = os.environ.get(_HEARTBEAT, str(HEARTBEAT_TIMEOUT))
-    said, name = (text, _HEARTBEAT) if given is None else (str(given), "heartbeat_timeout")
+def _seconds(name: str, given: int | None, default: int) -> int:
+    """A timeout, as told by an argument, or by the environment in capitals."""
+    variable = f"AUTOPAR_{name.upper()}"
+    text = os.environ.get(variable, str(default))
+    said, where = (text, variable) if given is None else (str(given), name)
     if not said.strip().isdecimal() or not 2 <= int(said) <= 10**6:
-        raise ArgumentError(f"{name}={said!r} is no number of seconds: a whole number from 2 to 1000000.")
+        raise ArgumentError(f"{where}={said!r} is no number of seconds: a whole number from 2 to 1000000.")
     return int(said)
 
 
-def initialize(devices_per_process: int | None = None, heartbeat_timeout: int | None = None) -> bool:
+@contextlib.contextmanager
+def _joining(place: _Place, seconds: int) -> Iterator[None]:
+    """In it this process waits for all others of its job. Where they do not come, it says so, and ends."""
+    joined = threading.Event()
+    me = f"process {place.index} on {platform.node()}"
+
+    def watch() -> None:
+        soon = min(_SOON, seconds / 2)
+        if joined.wait(soon):
+            return
+        say(f"{me} waits for all {place.count} processes of this job to join it at {place.coordinator}")
+        if joined.wait(seconds - soon):
+            return
+        say(
+            f"stopped, since not all {place.count} processes of this job have joined it at {place.coordinator} within "
+            f"{seconds} seconds; {me} has. One that is missing was not started, cannot reach that address, or ended "
+            "before: see what it has printed. To wait longer, set AUTOPAR_INITIALIZATION_TIMEOUT."
+        )
+        os._exit(LOST_CODE)
+
+    threading.Thread(target=watch, name="autopar: others that join", daemon=True).start()
+    try:
+        yield
+    finally:
+        joined.set()
+
+
+def initialize(
+    devices_per_process: int | None = None, heartbeat_timeout: int | None = None,
+    initialization_timeout: int | None = None,
+) -> bool:  # fmt: skip
     """Join the job that this process was started in; True if there is one. A process that is alone goes on as it is.
 
     To be called before JAX is used: by scripts that are not started by `autopar run`, which does it by itself. What
@@ -194,11 +229,14 @@ def initialize(devices_per_process: int | None = None, heartbeat_timeout: int | 
       devices_per_process: so many virtual devices on CPUs; of the GPUs of a host its process number i takes the i-th
         so many. Default: JAX's own, which is one GPU under Slurm and Open MPI 4, and else all.
       heartbeat_timeout: in seconds, the same on all processes. Default: the variable AUTOPAR_HEARTBEAT_TIMEOUT, or 60.
+      initialization_timeout: so many seconds this process waits for all others to join the job; then it says who waits
+        where, and ends with exit code 69. Default: the variable AUTOPAR_INITIALIZATION_TIMEOUT, or 300.
 
     Raises:
       ArgumentError: the launcher does not say where process 0 is, or process 0 cannot listen there.
     """
-    heartbeat = _heartbeat(heartbeat_timeout)
+    heartbeat = _seconds("heartbeat_timeout", heartbeat_timeout, HEARTBEAT_TIMEOUT)
+    joining = _seconds("initialization_timeout", initialization_timeout, _JOINING)
     devices = devices_per_process or int(os.environ.get(DEVICES, "0")) or None
     if devices is not None:
         jax.config.update("jax_num_cpu_devices", devices)
@@ -220,16 +258,18 @@ def initialize(devices_per_process: int | None = None, heartbeat_timeout: int | 
         place = _Place(_rays_coordinator(worker.index), worker.count, worker.index, local)
         bind = f"[::]:{place.port}"
     else:
-        place = _found_place(member, local)
+        place = _found_place(member, local, joining)
         bind = os.environ.get(_BIND, f"[::]:{place.port}")
     coordinator = start_coordinator(bind, place.count, heartbeat) if place.index == 0 else None
     try:
-        # JAX starts a service on process 0 in any case: one that nobody asks.
-        jax.distributed.initialize(
-            coordinator_address=place.coordinator, num_processes=place.count, process_id=place.index,
-            local_device_ids=place.local, cluster_detection_method="deactivate", heartbeat_timeout_seconds=heartbeat,
-            coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",
-        )  # fmt: skip
+        with _joining(place, joining):
+            # JAX starts a service on process 0 in any case: one that nobody asks.
+            jax.distributed.initialize(
+                coordinator_address=place.coordinator, num_processes=place.count, process_id=place.index,
+                local_device_ids=place.local, cluster_detection_method="deactivate",
+                initialization_timeout=joining + _LATER, heartbeat_timeout_seconds=heartbeat,
+                coordinator_bind_address=f"127.0.0.1:{free_port('127.0.0.1')}",
+            )  # fmt: skip
         job = this_job()
         if job is not None:
             job.keep_lifeline(coordinator, place.coordinator.rpartition(":")[0].strip("[]"))

@@ -22,6 +22,7 @@ import jax
 from autopar.errors import ArgumentError
 from autopar.runtime.liveness import HANGS_CODE, LOST_CODE
 from autopar.runtime.preemption import EXIT_CODE, ROOM
+from autopar.runtime.processes import say
 
 COORDINATOR, COUNT, INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 DEVICES, LAUNCHED = "AUTOPAR_DEVICES_PER_PROCESS", "AUTOPAR_LAUNCHED"
@@ -32,6 +33,7 @@ _SIGNALS = 128  # exit codes above are of processes that a signal ended, as shel
 _GRACE = 10.0  # seconds that the others have to end by themselves, once one has failed
 _ASKING = 60.0  # seconds that nvidia-smi may take
 _LOOK = 60.0  # seconds between looks whether there are more devices than the job has
+_PATIENCE = 600.0  # seconds that a job waits for devices, where there are too few to start it again
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,20 +54,21 @@ def launch_elastic(command: Sequence[str], elastic: Elastic, devices_per_process
     was planned for as many devices before is not planned again.
 
     Raises:
-      ArgumentError: there is no room for so few.
+      ArgumentError: there is no room for so few; when it is to be started again, not for ten minutes.
     """
     variables = {_PLANS: os.environ.get(_PLANS) or os.fspath(cache_folder() / "plans")}
-    restarts = 0  # after processes were lost
+    restarts, patience = 0, 0.0  # after processes were lost; what is gone then may come back
     while True:
-        room = _room(devices_per_process)
+        room = _room_for(elastic.least, devices_per_process, patience)
         count = elastic.most if room is None else min(elastic.most, room)
         if count < elastic.least:
             raise ArgumentError(
                 f"--elastic {elastic.least}:{elastic.most}: there is room for {count} processes "
                 f"({devices_per_process} GPUs each), and that is too few."
             )
+        patience = _PATIENCE
         if restarts:
-            _say(f"start {count} processes again ({restarts} of {elastic.restarts} times at most)")
+            say(f"start {count} processes again ({restarts} of {elastic.restarts} times at most)")
         if elastic.replans and restarts == elastic.restarts:  # nobody would start it again
             variables[WHEN_SLOWER] = ""
         most = count  # in the end: on CPUs the next start has as many
@@ -92,7 +95,7 @@ def _asking_to_grow(count: int, most: int, devices_per_process: int | None) -> I
             while not over.wait(_LOOK):
                 room = min(most, _room(devices_per_process) or 0)
                 if count < room == last and not over.is_set():  # twice, since what has just come back may go again
-                    _say(f"there is room for {room} processes: after the next autopar.save they are started as so many")
+                    say(f"there is room for {room} processes: after the next autopar.save they are started as so many")
                     file.parent.mkdir(exist_ok=True)  # those who clean up such folders may have come by
                     file.touch()
                     return
@@ -117,6 +120,17 @@ def bounds_of(text: str) -> tuple[int, int] | None:
 def cache_folder() -> pathlib.Path:
     """This user's folder for what can be made again."""
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "autopar"
+
+
+def _room_for(least: int, devices_per_process: int | None, patience: float) -> int | None:
+    """As `_room`, once it is enough for so many processes, or after so many seconds."""
+    until, is_said = time.monotonic() + patience, False
+    while (room := _room(devices_per_process)) is not None and room < least and time.monotonic() < until:
+        if not is_said:
+            is_said = True
+            say(f"there is room for {room} processes: wait up to {patience / 60:.0f} minutes for room for {least}")
+        time.sleep(_LOOK)
+    return room
 
 
 def _room(devices_per_process: int | None) -> int | None:
@@ -175,11 +189,6 @@ def _run(
     for reader in readers:
         reader.join(timeout=_GRACE)
     return code
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"autopar: {text}\n")
-    sys.stderr.flush()
 
 
 def free_port(address: str) -> int:

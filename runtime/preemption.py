@@ -20,6 +20,7 @@ from autopar.runtime.processes import Processes, this_job
 
 EXIT_CODE = os.EX_TEMPFAIL  # 75: "try again later", by which a launcher knows that the job is to be queued again
 ROOM = "AUTOPAR_ROOM"  # the variable that names a file, which `autopar run --elastic` makes when it has more devices
+_ROOM_FILE = os.environ.pop(ROOM, None)  # it is meant for this process, and not for programs that the script starts
 _ENDING = "ending"
 _LOOK = 1.0  # seconds between looks for a request to another process
 _TOGETHER = 2.0  # seconds within which requests are one: a launcher hands on what goes to the whole group
@@ -100,8 +101,7 @@ class Preemption:
 
 def _has_room() -> bool:
     """Whether the job is to end since there are more devices for its next start."""
-    path = os.environ.get(ROOM)
-    return path is not None and os.path.exists(path)
+    return _ROOM_FILE is not None and os.path.exists(_ROOM_FILE)
 
 
 def _is_main() -> bool:

@@ -206,7 +206,7 @@ class Processes:
                 )
             if not said and time.monotonic() - started > _SOON:
                 said = True
-                _print(
+                say(
                     f"process {self.index} waits for {whom} {subject}: has every process called it, with arguments of "
                     "the same shapes?"
                 )
@@ -268,7 +268,7 @@ class Processes:
         port = int(self._wait_for(_LIFELINES, "to start the coordinator", "process 0", needs=[0]))
         self._lifeline = Lifeline(
             self._client, self.index, self.count, (host, port), self._seen, self._lose,
-            lambda said: _print(f"process {self.index} waits, and {said}"),
+            lambda said: say(f"process {self.index} waits, and {said}"),
         )  # fmt: skip
 
     def _seen(self) -> Seen:
@@ -309,7 +309,7 @@ class Processes:
         """End at once: at exit, JAX would wait for the other processes."""
         with self._stopping:  # for ever: this process says one thing, and ends
             if reason:
-                _print(f"stopped, since {reason}")
+                say(f"stopped, since {reason}")
             sys.stdout.flush()
             sys.stderr.flush()
             with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -468,7 +468,8 @@ def _of_peer(failed: Mapping[str, Any]) -> str:
     return f"process {failed['process']} of this job failed: {failed['error']}"
 
 
-def _print(text: str) -> None:
+def say(text: str) -> None:
+    """On stderr, whole."""
     sys.stderr.write(f"autopar: {text}\n")
     sys.stderr.flush()
 

@@ -68,6 +68,6 @@ class Since:
 
 
 def wait_for(results: Any) -> None:
-    """Until a step has ended, as far as this process has a part in its results."""
-    here = [x for x in jax.tree.leaves(results) if isinstance(x, jax.Array) and x.addressable_shards]
-    jax.block_until_ready(here)
+    """Until a step has ended, as far as this process has a part in its results and they are not given away."""
+    arrays = (x for x in jax.tree.leaves(results) if isinstance(x, jax.Array) and not x.is_deleted())
+    jax.block_until_ready([x for x in arrays if x.addressable_shards])

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar import recipes
 from autopar.errors import ArgumentError, PlanError
 from autopar.metrics import StepMetrics
 from autopar.runtime import spent
@@ -30,9 +31,23 @@ def train_step(params: Any, batch: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
 
 
+@autopar.parallelize(method=recipes.gpipe(2, 4), devices=jax.devices()[:4])
+def pipelined(params: Any, batch: Any) -> Any:
+    def loss(params: Any) -> Any:
+        return (jnp.tanh(params["table"][batch["tokens"]] @ params["w"]) @ params["w"]).mean()
+
+    value, gradients = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+
 PARAMS = {"table": np.ones((50, 16), np.float32), "w": np.ones((16, 16), np.float32)}
 BATCH = {"tokens": np.zeros((8, 12), np.int32)}
 PRODUCTS = 3 * 2 * 8 * 12 * 16 * 16  # FLOPs of the step's matrix products: forward, and for both operands
+
+
+def _deleted(x: Any) -> Any:
+    x.delete()
+    return x
 
 
 def _run(step: Any, clock: Clock, seconds: list[float]) -> Any:
@@ -65,7 +80,7 @@ def test_numbers_are_of_the_steps_since_the_ones_before(monkeypatch: pytest.Monk
     assert first.predicted_seconds == executable.cost and first.predicted_bubble == executable.plan.bubble
     peak = sum(host.num_devices * host.kind.peak_flops["float32"] for host in executable.plan.cluster.hosts)
     assert first.mfu == pytest.approx(PRODUCTS / peak / 2.0)
-    assert first.peak_bytes is None  # of CPUs
+    assert first.peak_bytes is None and first.bubble is None  # of CPUs, and of one stage
 
 
 def test_what_it_tells_is_of_the_step_that_ran(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,6 +115,32 @@ def test_what_is_told_takes_no_time_of_the_steps(monkeypatch: pytest.MonkeyPatch
 
     _run(autopar.meter(train_step, slow, every=1), clock, [1.0, 1.0, 1.0])
     assert [each.step_seconds for each in told] == [1.0, 1.0]
+
+
+def test_the_bubble_of_a_pipeline_is_measured() -> None:
+    told: list[StepMetrics] = []
+    metered = autopar.meter(pipelined, told.append, every=3)
+    params: Any = PARAMS
+    for _ in range(7):
+        params, _ = metered(params, BATCH)
+    assert [each.step for each in told] == [4, 7]
+    assert all(each.bubble is not None and 0 <= each.bubble < 1 for each in told)
+
+
+def test_the_first_step_of_a_pipeline_that_is_recorded_is_not_told_of() -> None:
+    """It compiles what waits for the programs."""
+    told: list[StepMetrics] = []
+    metered = autopar.meter(pipelined, told.append, every=1)
+    params: Any = PARAMS
+    for _ in range(3):
+        params, _ = metered(params, BATCH)
+    assert [each.bubble is None for each in told] == [True, False]
+    with jax.debug_nans(True):  # another worker runs it
+        params, _ = metered(params, BATCH)
+    assert len(told) == 3 and told[-1].bubble is None
+    with pytest.raises(autopar.errors.StateError):
+        metered(jax.tree.map(_deleted, params), BATCH)
+    assert pipelined.executable_for("test")._worker.recorder is None
 
 
 def test_a_plain_function_that_stands_in_for_the_step_is_not_told_of() -> None:
@@ -146,13 +187,16 @@ def test_input_and_checkpoints_take_time(tmp_path: pathlib.Path) -> None:
 
 
 def _metrics(step: int, **others: Any) -> StepMetrics:
-    made = StepMetrics("train_step", step, 0.5, 0.4, 0.1, 0.0, 16.0, 192.0, 0.25, 0.125, 3 * 2**30)
+    made = StepMetrics("train_step", step, 0.5, 0.4, 0.1, 0.0, 16.0, 192.0, 0.25, 0.125, None, 3 * 2**30)
     return dataclasses.replace(made, **others)
 
 
 def test_a_line() -> None:
     assert str(_metrics(20)) == (
         "train_step 20: 500 ms a step (predicted 400), 192 tokens/s, MFU 25.0%, 3.00 GiB, input 20%"
+    )
+    assert str(_metrics(20, bubble=0.25, peak_bytes=None, input_seconds=0.0)) == (
+        "train_step 20: 500 ms a step (predicted 400), 192 tokens/s, MFU 25.0%, bubble 25.0% (predicted 12.5%)"
     )
     assert str(_metrics(7, tokens_per_second=None, peak_bytes=None, input_seconds=0.0, checkpoint_seconds=0.25)) == (
         "train_step 7: 500 ms a step (predicted 400), 16 examples/s, MFU 25.0%, checkpoints 50%"
@@ -183,6 +227,17 @@ def test_a_csv_file_goes_on(tmp_path: pathlib.Path) -> None:
     assert [row["step"] for row in rows] == ["10", "20"]
     assert float(rows[0]["tokens_per_second"]) == 192.0 and rows[1]["tokens_per_second"] == ""
     assert list(rows[0]) == [field.name for field in dataclasses.fields(StepMetrics)]
+
+
+def test_a_csv_file_of_an_earlier_version_keeps_its_columns(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("function,step,step_seconds,peak_bytes\r\ntrain_step,10,0.5,\r\n")
+    autopar.metrics.csv(path)(_metrics(20, step_seconds=0.75))
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["step_seconds"], row["peak_bytes"]) for row in rows] == [
+        ("10", "0.5", ""), ("20", "0.75", str(3 * 2**30)),
+    ]  # fmt: skip
 
 
 def test_tensorboard(tmp_path: pathlib.Path) -> None:

@@ -52,6 +52,10 @@ if what == "flickers":
     while len((folder / "looks").read_text()) < looks + 6:
         time.sleep(0.05)
     what = str(int(os.path.exists(os.environ["AUTOPAR_ROOM"])))
+if what == "gone":  # and back after a while
+    looks = len((folder / "looks").read_text())
+    (folder / "gone").write_text(str(looks + 4 if len(sys.argv) > 3 else 1000))
+    sys.exit(69)
 if what == "plans":
     (folder / "plans").write_text(os.environ["AUTOPAR_PLAN_CACHE"])
     what = "0"
@@ -90,10 +94,14 @@ def test_a_job_that_is_to_be_planned_anew_is_started_again(tmp_path: pathlib.Pat
 
 @pytest.fixture
 def gpus(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-    """What a stand-in for `nvidia-smi` says; where there is a file `flickers`, every other time one line."""
+    """What a stand-in for `nvidia-smi` says.
+
+    Where there is a file `flickers`, every other time one line; nothing until as many looks as a file `gone` says.
+    """
     stand_in, file = tmp_path / "nvidia-smi", tmp_path / "gpus"
     stand_in.write_text(
         f"#!/bin/bash\ncd {tmp_path}\necho >> looks\n"
+        "if [ -e gone ] && [ $(wc -l < looks) -lt $(cat gone) ]; then exit; fi\n"
         "if [ -e flickers ] && [ $(($(wc -l < looks) % 2)) = 0 ]; then head -n 1 gpus; else cat gpus; fi\n"
     )
     stand_in.chmod(stand_in.stat().st_mode | stat.S_IXUSR)
@@ -117,6 +125,18 @@ def test_as_many_as_there_are_gpus_for(
     assert _starts(tmp_path, elastic=Elastic(1, 2, 5))[1][-1] == 1
     with pytest.raises(ArgumentError, match=r"--elastic 2:4: there is room for 1 processes \(1 GPUs each\)"):
         launch_elastic(["true"], Elastic(2, 4, 5), 1)
+
+
+def test_a_job_that_was_there_waits_for_devices(
+    gpus: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _starts(tmp_path, "gone", "0", elastic=Elastic(1, 2, 5)) == (0, [2, 2])
+    assert "there is room for 0 processes: wait up to 10 minutes for room for 1" in capsys.readouterr().err
+    (tmp_path / "gone").unlink()
+    monkeypatch.setattr(local_job, "_PATIENCE", 0.3)
+    (tmp_path / "starts-0").unlink()
+    with pytest.raises(ArgumentError, match="there is room for 0 processes"):
+        _starts(tmp_path, "gone", elastic=Elastic(1, 2, 5))
 
 
 @pytest.mark.parametrize(

@@ -343,8 +343,11 @@ def test_a_thousand_steps_hold_no_more_than_two_hundred() -> None:
 def test_all_processes_have_the_whole_profile() -> None:
     done = run_job(SCRIPT.parent / "profiled.py", [], 2, 1, LIMIT)
     assert done.returncode == 0, done.stderr
-    (first,), (second,) = (_lines(done.stdout, process) for process in range(2))
+    (first, bubbles), (second, untold) = (_lines(done.stdout, process) for process in range(2))
     assert first == second
+    measured = json.loads(bubbles)
+    assert len(measured) == 2 and all(0 < bubble < 1 for bubble in measured)
+    assert json.loads(untold) == []  # process 0 tells of the job
     kernels = {row["kind"]: row for row in json.loads(first)["kernels"]}
     assert kernels.keys() == {"products", "memory"} and all(row["measured"] > 0 for row in kernels.values())
     rows = {(row["stage"], row["to"], row["what"]): row["count"] for row in json.loads(first)["rows"]}

@@ -68,6 +68,30 @@ def test_one_that_is_lost_is_named_on_all_others(what: str, victim: int, process
             assert "done" not in out
 
 
+def test_one_that_never_joins_is_not_waited_for_longer_than_is_said() -> None:
+    job = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "3"}
+    timeout = {"AUTOPAR_INITIALIZATION_TIMEOUT": "6"}
+    started = {
+        index: subprocess.Popen(
+            [sys.executable, "-m", "autopar", "run", os.fspath(SCRIPT), "stop", "1"], cwd=REPOSITORY, text=True,
+            env={**environment(3), **job, **timeout, "JAX_PROCESS_ID": str(index)}, stderr=subprocess.PIPE,
+        )
+        for index in (0, 2)
+    }  # fmt: skip
+    try:
+        for index, process in started.items():
+            _, err = process.communicate(timeout=LIMIT)
+            assert process.returncode == LOST, err
+            waits, stops = [line for line in err.splitlines() if line.startswith("autopar: ")]
+            assert f"process {index} on" in waits and "waits for all 3 processes of this job" in waits
+            assert f"not all 3 processes of this job have joined it at {job['JAX_COORDINATOR_ADDRESS']}" in stops
+            assert "within 6 seconds" in stops and "Check failure" not in err
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
+
+
 @pytest.mark.slow
 def test_who_keeps_the_others_waiting_is_said_and_goes_on() -> None:
     with _started("slow", 1, 3) as job:
