@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import time
@@ -45,6 +46,7 @@ def profile_of(
             raise ArgumentError(f"profile: {name} is on, so that the step runs otherwise than it does: switch it off.")
     calls, recording = _Calls(executable, args, kwargs), Recording(executable)
     recorded: list[tuple[float, list[Event]]] = []
+    gc.collect()  # else what planning has left is searched for garbage in the midst of a step
     with recording:
         for _ in range(_WARM_UP + steps):
             calls.prepare()
