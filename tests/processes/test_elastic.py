@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import signal
 import stat
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 
 from autopar.errors import ArgumentError
@@ -19,6 +22,7 @@ from autopar.runtime import local_job
 from autopar.runtime.liveness import LOST_CODE
 from autopar.runtime.local_job import Elastic, launch_elastic
 from tests.processes.start import REPOSITORY, environment
+from tests.processes.test_preemption import NUMBER, expected
 
 # Each start adds its processes to a file; what a process of a start does then is in the arguments.
 SCRIPT = """
@@ -153,6 +157,35 @@ def test_a_job_becomes_larger_when_there_is_room(
 ) -> None:
     gpus.write_text("0, GPU-a\n")
     assert _starts(tmp_path, *what, elastic=Elastic(1, 2, 1)) == (code, starts)
+
+
+def test_the_next_save_ends_a_job_that_can_grow(
+    gpus: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment(1).items():
+        monkeypatch.setenv(name, value)
+    gpus.write_text("0, GPU-a\n")
+    timer = threading.Timer(0.5, gpus.write_text, ["0, GPU-a\n1, GPU-b\n"])
+    timer.start()
+    script = REPOSITORY / "tests" / "processes" / "preempted.py"
+    steps = [os.fspath(tmp_path / "run"), "0", "-1", str(NUMBER)]
+    command = [sys.executable, "-m", "autopar", "run", os.fspath(script), *steps]
+    code, said = launch_elastic(command, Elastic(1, 2, 0), 1), capsys.readouterr()
+    timer.join()
+    assert code == 0, said.err
+    assert "there is room for 2 processes" in said.err and f"in {tmp_path / 'run'} is complete" in said.err
+    ended = re.findall(r"ended (\S+)", said.out)
+    np.testing.assert_allclose([float(text) for text in ended], [expected()] * 2, rtol=1e-5)
+
+
+def test_what_a_script_starts_is_not_asked_to_grow(tmp_path: pathlib.Path) -> None:
+    inner = "import os; print(os.environ.get('AUTOPAR_ROOM'))"
+    outer = f"import autopar, subprocess, sys; subprocess.run([sys.executable, '-c', {inner!r}], check=True)"
+    room = {"AUTOPAR_ROOM": os.fspath(tmp_path / "room")}
+    done = subprocess.run(
+        [sys.executable, "-c", outer], env={**environment(1), **room}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["None"], done.stderr
 
 
 def test_plans_are_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
