@@ -23,7 +23,7 @@ from autopar.ir.why import Why
 from autopar.passes.lower import LoweredStep
 from autopar.planning import plan_cache
 from autopar.planning.alternatives import explain
-from autopar.planning.baselines import plan_beside_recipes, usual_methods
+from autopar.planning.baselines import usual_methods
 from autopar.planning.details import gather_details, work_of
 from autopar.planning.finisher import Finisher, Restored
 from autopar.planning.garbage import uncollected
@@ -207,7 +207,7 @@ class Planned(Plan):
 
         def planned(method: Method) -> Plan:
             limited = dataclasses.replace(method, memory_limit=self.memory_limit)
-            return plan_beside_recipes(self.step.analysis, plan.cluster, limited, None)[0]
+            return self.step.padded(()).best(plan.cluster, limited, None)[0]
 
         others = [method for method in usual_methods(plan.cluster) if method.name != plan.method]
         trials: list[Trial] = [
@@ -230,12 +230,12 @@ def planned_for(step: TracedStep, cluster: Cluster, method: Method | Plan, *, wi
         if entry is not None and (kept := entry.read()) is not None:
             with contextlib.suppress(PlanError):  # of a file that was edited, say: it is planned anew
                 restored = step.restore(kept, cluster)
-                return Planned.of_restored(restored, step, method, time.perf_counter() - started)
+                return Planned.of_restored(restored, step.padded(kept.padding), method, time.perf_counter() - started)
         plan, lowered = step.search(cluster, method, with_relaxations=with_relaxations)
         if entry is not None:
             entry.write(plan)
-        return Planned.of(plan, step, method, time.perf_counter() - started, lowered)
-    return Planned.of_restored(step.restore(method, cluster), step, method, None)
+        return Planned.of(plan, step.padded(plan.padding), method, time.perf_counter() - started, lowered)
+    return Planned.of_restored(step.restore(method, cluster), step.padded(method.padding), method, None)
 
 
 def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:

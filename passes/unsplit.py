@@ -29,6 +29,7 @@ from autopar.passes.lower import LoweredStep
 _LEAST_SHARE = 0.05  # of a step's time or of the state on a device: what is less is not worth a note
 _DEAR_TIME, _DEAR_MEMORY = 0.25, 0.1  # shares
 _NAMED = 3  # leaves or lines in one note
+_LITTLE, _MOST_ADDED = 1 / 64, 1 / 3  # of a dimension: so much is padded without need, and no more at all
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -87,7 +88,7 @@ class Unsplit:
         if self.cause.examples:
             remedy = f"Make it a multiple of {self.unit}, or use fewer microbatches or data shards"
         else:
-            remedy = f"Pad it from {size} to {math.ceil(size / self.unit) * self.unit}"
+            remedy = f"Pad it from {size} to {_rounded(size, self.unit)}"
         kind = "a dimension of examples" if self.cause.examples else "a dimension"
         return f"{where}: {kind} of size {size} cannot be split over {over} in {' and in '.join(what)}. {remedy}"
 
@@ -113,6 +114,41 @@ def find_unsplit(
                 by_cause[entry.cause].append(entry)
     unsplit = [_merged(cause, entries, step_time) for cause, entries in by_cause.items()]
     return sorted((u for u in unsplit if u.share >= _LEAST_SHARE), key=lambda u: -u.share)
+
+
+def undivided(lowered: LoweredStep) -> dict[int, int]:
+    """Sizes of dimensions that axes do not divide and products have which these do not cut by examples.
+
+    With the size that each would have to be padded to. What takes part in few of the step's operations is left out.
+    """
+    examples = batch_factors(lowered.placed.step, lowered.rules)
+    flops: dict[int, float] = defaultdict(float)
+    units: dict[int, int] = defaultdict(lambda: 1)
+    total = 0.0
+    for local in lowered.programs:
+        often = lowered.loop_microbatches if local.program.in_loop else 1
+        for op in local.ops:
+            if not isinstance(op, Compute) or op.product is None:
+                continue
+            rule, told_apart = lowered.rules[op.equation.id], examples.get(op.equation.id, frozenset())
+            total += often * op.flops
+            missed: dict[int, int] = {}
+            for axis, chosen in zip(local.mesh.axes, op.strategy[0], strict=True):
+                devices = local.mesh.axis_size(axis)
+                if devices > 1 and rule.factor_of(chosen) not in told_apart:
+                    for f in rule.splittable:
+                        if f not in told_apart and rule.factors[f] % devices:
+                            missed[rule.factors[f]] = math.lcm(devices, missed.get(rule.factors[f], 1))
+            for size, unit in missed.items():
+                flops[size] += often * op.flops
+                whole = _rounded(size, local.mesh.size)
+                units[size] = math.lcm(units[size], local.mesh.size if whole <= (1 + _LITTLE) * size else unit)
+    found = {size: _rounded(size, units[size]) for size in sorted(flops) if flops[size] >= _LEAST_SHARE * total}
+    return {size: to for size, to in found.items() if to <= (1 + _MOST_ADDED) * size}
+
+
+def _rounded(size: int, unit: int) -> int:
+    return math.ceil(size / unit) * unit
 
 
 @dataclasses.dataclass

@@ -223,6 +223,7 @@ class Graph:
     hints: Mapping[int, Hint] = dataclasses.field(default_factory=dict)  # by number of the argument leaf
     heeds_hints: bool = True  # those of equations
     examples: frozenset[Value] = frozenset()  # inputs that hold them, once that is known
+    padding: tuple[tuple[int, int], ...] = ()  # sizes of dimensions of products, and what they are within the step
 
     @property
     def least_sum_bytes(self) -> int:

@@ -312,8 +312,9 @@ _FIELDS: Mapping[str, Reader] = {
     "lower_bound": number("seconds"),
     "gap": number("a share, 0 or more", least=0),
     "notes": sequence(read_string, "a list of sentences"),
+    "padding": sequence(sequence(_COUNT, "a size and what it is padded to", length=2), "a list of pairs of sizes"),
 }
-_read_fields = versioned(FORMAT, VERSION, _FIELDS, _REMEDY)
+_read_fields = versioned(FORMAT, VERSION, _FIELDS, _REMEDY, {"padding": ()})
 
 
 def _read_plan(value: Any, path: str) -> dict[str, Any]:

@@ -93,6 +93,7 @@ class PlanRecord:
     lower_bound: float  # seconds; of the sum of the stages' solver objectives
     gap: float  # (objective - lower bound) / objective of the stages' solvers
     notes: tuple[str, ...]  # what was left whole, and why
+    padding: tuple[tuple[int, int], ...] = ()  # sizes of dimensions of products, and what they are within the step
 
     def fields(self) -> dict[str, Any]:
         """What it holds, by name."""

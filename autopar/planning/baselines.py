@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from autopar import recipes
@@ -17,7 +19,9 @@ from autopar.ir.plan import Plan
 from autopar.ir.units import count_text, seconds_text
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.lower import LoweredStep
+from autopar.passes.padding import Padding, padding_text
 from autopar.passes.submeshes import mesh_at
+from autopar.passes.unsplit import undivided
 from autopar.planning.candidate import Finished
 from autopar.planning.evaluator import Evaluator, OutOfTime
 from autopar.planning.planner import Planner
@@ -27,24 +31,58 @@ _ROOMY = 0.9  # of the memory: where a recipe takes less, more microbatches are 
 
 
 def plan_beside_recipes(
-    analysis: BatchAnalysis, cluster: Cluster, method: Method, num_microbatches: int | None
-) -> tuple[Plan, LoweredStep]:
+    analysis: BatchAnalysis, cluster: Cluster, method: Method, num_microbatches: int | None,
+    padding: Callable[[Padding], BatchAnalysis | None] = lambda _: None,
+) -> tuple[Plan, LoweredStep]:  # fmt: skip
     """The planner's plan, with a note of what recipes within one stage take; one of these where it is quicker.
 
     Each recipe has as many microbatches as is best for it, unless their number is fixed. Where the planner finds
     nothing, the best of these and of Megatron-LM's degrees of parallelism. Without time for any plan, it is the best of
-    a few recipes, with a warning.
+    a few recipes, with a warning. Where devices do not divide dimensions of products, the plan has these padded if that
+    is quicker.
+
+    `padding`: gives the step with such dimensions padded, None where they cannot be.
 
     Raises:
       InfeasiblePlanError: nothing fits, or no recipe does and there was too little time for anything else.
     """
+    started = time.monotonic()
     planner = Planner(analysis, cluster, method)
     try:
-        best, by, text = _best_of(planner, num_microbatches)
+        chosen = _best_of(planner, num_microbatches)
     except OutOfTime:
-        best, by, text = _best_recipe(planner, num_microbatches)
-    plan, lowered = by.noted(best)
-    return dataclasses.replace(plan, notes=(*plan.notes, *text)), lowered
+        chosen = _best_recipe(planner, num_microbatches)
+    if method.time_limit is not None:
+        method = dataclasses.replace(method, time_limit=method.time_limit - (time.monotonic() - started))
+    chosen = _padded(chosen, cluster, method, padding) or chosen
+    plan, lowered = chosen.by.noted(chosen.plan)
+    return dataclasses.replace(plan, notes=(*plan.notes, *chosen.notes)), lowered
+
+
+def _padded(
+    chosen: _Chosen, cluster: Cluster, method: Method, padding: Callable[[Padding], BatchAnalysis | None]
+) -> _Chosen | None:  # fmt: skip
+    """The plan of the padded step with the stages and meshes of the one chosen, where that is quicker."""
+    plan, lowered = chosen.plan
+    shapes = {stage.mesh.shape for stage in plan.stages}
+    if len(shapes) > 1 or (method.time_limit is not None and method.time_limit <= 0):
+        return None
+    sizes = tuple(undivided(lowered).items())
+    analysis = padding(sizes) if sizes else None
+    if analysis is None:
+        return None
+    if method.mesh_shape is None and method.stages is None:
+        (shape,) = shapes
+        method = dataclasses.replace(
+            method, num_stages=len(plan.stages), mesh_shape=shape, schedule=plan.schedule, baselines=False
+        )
+    rival = Planner(analysis, cluster, method)
+    with warnings.catch_warnings(action="ignore"), contextlib.suppress(OutOfTime, UserError):
+        found = rival.plan(plan.num_microbatches)
+        if found[0].step_time < plan.step_time:
+            note = f"padded within the step, so that it can be split: {padding_text(sizes)}."
+            return _Chosen(found, rival, (*chosen.notes, note))
+    return None
 
 
 class _Chosen(NamedTuple):

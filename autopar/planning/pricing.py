@@ -270,7 +270,7 @@ class Prices:
         leaves = _leaves(analysis, lowered)
         return Plan(
             graph.name, graph.fingerprint, method, self.cluster, m, analysis.batch_size, schedule, tuple(stages),
-            leaves, timeline.makespan, timeline.bubble_fraction, flops, bound, gap, (),
+            leaves, timeline.makespan, timeline.bubble_fraction, flops, bound, gap, (), graph.padding,
         )  # fmt: skip
 
     def _turns(self, schedule: Schedule, lowered: LoweredStep) -> tuple[int, ...]:

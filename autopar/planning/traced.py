@@ -7,6 +7,7 @@ Nothing here runs a program or knows how one is run, so that what is planned, an
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Mapping, Set
 from typing import Any
@@ -28,6 +29,7 @@ from autopar.passes.batch_axes import resolve_batch_axes
 from autopar.passes.loop_residuals import thin_loops
 from autopar.passes.loop_tails import without_tails
 from autopar.passes.lower import LoweredStep
+from autopar.passes.padding import Padding, padded
 from autopar.passes.positions import index_within_examples
 from autopar.passes.rules.table import rule_of, warn_missing
 from autopar.planning.baselines import plan_beside_recipes
@@ -56,6 +58,7 @@ class TracedStep:
     analysis: BatchAnalysis
     donated: frozenset[int]  # argument leaves that a step may overwrite
     options: TraceOptions
+    unpadded: TracedStep | None = None  # where this one is padded: the step as it was traced
 
     @property
     def graph(self) -> Graph:
@@ -78,12 +81,31 @@ class TracedStep:
         if shards > 1:
             self.analysis.check_shards(number or method.num_microbatches or 1, shards, method.name)
         try:
-            return plan_beside_recipes(self.analysis, cluster, method, number)
+            return self.best(cluster, method, number)
         except InfeasiblePlanError as error:
             relaxations = smallest_relaxations(self.analysis, cluster, method, number) if with_relaxations else ""
             if relaxations:
                 raise InfeasiblePlanError(f"{error} {relaxations}") from error
             raise
+
+    def best(self, cluster: Cluster, method: Method, num_microbatches: int | None) -> tuple[Plan, LoweredStep]:
+        """As `plan_beside_recipes`."""
+        return plan_beside_recipes(self.analysis, cluster, method, num_microbatches, self._padded)
+
+    def padded(self, padding: Padding) -> TracedStep:
+        """The step that a plan with this `padding` is of."""
+        step = self.unpadded or self
+        found = step._padded(padding) if padding else None
+        return step if found is None else TracedStep(found, self.donated, self.options, step)
+
+    def _padded(self, padding: Padding) -> BatchAnalysis | None:
+        if padding not in self._found:
+            self._found[padding] = padded(self.analysis, padding, rule_of)
+        return self._found[padding]
+
+    @functools.cached_property
+    def _found(self) -> dict[Padding, BatchAnalysis | None]:
+        return {}
 
     @uncollected()
     def restore(self, plan: Plan, cluster: Cluster) -> Restored:
@@ -106,7 +128,7 @@ class TracedStep:
                 f"{plan.cluster.num_devices} devices, {name} was given cluster {cluster.name!r} of "
                 f"{cluster.num_devices}: make a plan for this cluster, or leave out cluster."
             )
-        return Finisher(self.analysis, cluster).restore(plan)
+        return Finisher(self.padded(plan.padding).analysis, cluster).restore(plan)
 
 
 @uncollected()

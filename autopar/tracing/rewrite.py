@@ -33,7 +33,14 @@ def rewritten(graph: Graph, replacements: Mapping[int, Replacement]) -> Graph:
         closed, values = trace_emission(function, renamed(operands))
         results = builder.inline(closed.jaxpr, closed.consts, values, source=eqn.source, phase=eqn.phase)
         new.update(zip(eqn.outputs, results, strict=True))
-    outputs = tuple(renamed(graph.outputs))
+    return with_equations(graph, builder, tuple(renamed(graph.outputs)))
+
+
+def with_equations(graph: Graph, builder: Builder, outputs: tuple[Operand, ...]) -> Graph:
+    """The graph with the equations of a builder instead of its own, which compute its results; plans of it are its own.
+
+    What no result needs is left out.
+    """
     equations = tuple(dataclasses.replace(e, origin=(e.id, 0)) for e in live_equations(builder.equations, outputs))
     used = {v for eqn in equations for v in eqn.values} | {v for v in outputs if isinstance(v, Value)}
     constants = {v: c for v, c in {**graph.constants, **builder.constants}.items() if v in used}

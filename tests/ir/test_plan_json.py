@@ -268,7 +268,7 @@ def test_every_missing_field_is_an_error() -> None:
     }
     optional |= {"xla", "combines_contiguously", "hides_latency", "single_output", "split_k", "pair_bandwidth"}
     optional |= {"overlap_slowdown"}
-    optional |= {"lone_bandwidth", "bfloat16"}
+    optional |= {"lone_bandwidth", "bfloat16", "padding"}
     optional |= {"reshard_after_forward", "recomputed", "weights"}
     for path, _ in places(json.loads(PLAN.to_json())):
         held = {"strategies", "layouts"} & set(path[:-1])  # what these hold depends on the step

@@ -64,8 +64,9 @@ def test_a_vocabulary_is_padded(size: int) -> None:
 def test_the_warning_names_the_users_line() -> None:
     """Which calls a method of autopar's, however deep the warning is raised below it."""
     step = autopar.parallelize(models.sgd(models.mlp_loss), cluster=EIGHT, method=recipes.megatron(1, 8, 1, 1))
+    sizes = [9, 9, 9]  # which would become larger by more than a third
     with pytest.warns(UnsplitWarning) as caught:
-        step.plan(models.mlp_params([63, 255, 63]), models.mlp_batch(64, [63, 255, 63]))
+        step.plan(models.mlp_params(sizes), models.mlp_batch(64, sizes))
     assert {w.filename for w in caught} == {__file__}
 
 
