@@ -37,12 +37,12 @@ def _pipeline(*stages: tuple[int, tuple[int, ...]], microbatches: int, schedule:
 
 # Stages lie inside processes, across them and over several.
 CASES: dict[str, Case] = {
-    "zero3-moe": Case("moe", 2, recipes.zero(3, 2), 16),
     "zero-bubble-scan": Case(
         "gpt_scan", 2, _pipeline((1, (2,)), (1, (2,)), microbatches=4, schedule="zero-bubble"), across=True
     ),
 }  # fmt: skip
 SLOW: dict[str, Case] = {
+    "zero3-moe": Case("moe", 2, recipes.zero(3, 2), 16),
     "zero-bubble-4-stages": Case("gpt_scan", 4, _pipeline(*[(1, (1,))] * 4, microbatches=4, schedule="zero-bubble")),
     "1f1b-tensor": Case("gpt", 2, recipes.megatron(1, 2, 2, 4), across=True),
     "data": Case("gpt", 2, recipes.data_parallel()),

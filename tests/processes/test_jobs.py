@@ -96,7 +96,7 @@ def test_a_mistake_on_one_process_ends_all_with_its_message(what: str, odd: int)
     [
         ("steps", 0, "ended after 3 calls of train_step, of which process 1 has begun number 4"),
         _slow("steps", 1, "ended after 3 calls of train_step, of which process 0 has begun number 4"),
-        (
+        _slow(
             "gather",
             1,
             "ended after 0 calls of autopar.gather or a callback, of which process 0 has begun number 1",
@@ -125,7 +125,7 @@ def test_a_save_that_fails_on_one_process_ends_all(tmp_path: pathlib.Path) -> No
 @pytest.mark.parametrize(
     ("what", "differs"),
     [
-        ("versions", r"the version of jax is \S+ on process 0, but jax of long ago on process 1"),
+        _slow("versions", r"the version of jax is \S+ on process 0, but jax of long ago on process 1"),
         (
             "shapes",
             r"state\['params'\]\['a'\] is float32\[16, 16\] on process 0, but float32\[32, 32\] on process 1",

@@ -53,7 +53,9 @@ def _slurm(port: int) -> dict[str, str]:
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "{}", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}
 
 
-@pytest.mark.parametrize(("launcher", "file"), [("srun", "slurm.sbatch"), ("mpirun", "mpi.sh")])
+@pytest.mark.parametrize(
+    ("launcher", "file"), [("srun", "slurm.sbatch"), pytest.param("mpirun", "mpi.sh", marks=pytest.mark.slow)]
+)
 def test_scripts_for_launchers(launcher: str, file: str, tmp_path: pathlib.Path, alone: list[str]) -> None:
     port = free_port(2**16 - 2**12)
     shim = tmp_path / launcher

@@ -6,6 +6,8 @@ import os
 import pathlib
 import sys
 
+import pytest
+
 from tests.processes.start import environment, finished, free_port, run_job
 
 SCRIPT = pathlib.Path(__file__).parent / "offers.py"
@@ -19,6 +21,7 @@ def test_arrays_arrive_whenever_they_are_asked_for_and_empty_ones_too() -> None:
     assert "[1] all arrived" in done.stdout
 
 
+@pytest.mark.slow
 def test_every_tile_crosses_whole_or_in_parts() -> None:
     done = run_job(TILES, [], processes=2, devices=2, limit=300)
     assert done.returncode == 0, done.stderr
