@@ -60,10 +60,11 @@ class Planned(Plan):
         plan: Plan, step: TracedStep, method: Method | Plan, seconds: float | None = None,
         lowered: LoweredStep | None = None,
     ) -> Planned:  # fmt: skip
-        """A plan with its step, found by a method or given."""
+        """A plan with its step, found by a method or given; `step` may have its dimensions padded or not."""
         limit = method.memory_limit if isinstance(method, Method) else None
         made = None if lowered is None else (plan, lowered)
-        return Planned(**plan.fields(), step=step, memory_limit=limit, seconds=seconds, lowered=made)
+        own = step.padded(plan.padding)
+        return Planned(**plan.fields(), step=own, memory_limit=limit, seconds=seconds, lowered=made)
 
     @staticmethod
     def of_restored(restored: Restored, step: TracedStep, method: Method | Plan, seconds: float | None) -> Planned:
@@ -230,12 +231,12 @@ def planned_for(step: TracedStep, cluster: Cluster, method: Method | Plan, *, wi
         if entry is not None and (kept := entry.read()) is not None:
             with contextlib.suppress(PlanError):  # of a file that was edited, say: it is planned anew
                 restored = step.restore(kept, cluster)
-                return Planned.of_restored(restored, step.padded(kept.padding), method, time.perf_counter() - started)
+                return Planned.of_restored(restored, step, method, time.perf_counter() - started)
         plan, lowered = step.search(cluster, method, with_relaxations=with_relaxations)
         if entry is not None:
             entry.write(plan)
-        return Planned.of(plan, step.padded(plan.padding), method, time.perf_counter() - started, lowered)
-    return Planned.of_restored(step.restore(method, cluster), step.padded(method.padding), method, None)
+        return Planned.of(plan, step, method, time.perf_counter() - started, lowered)
+    return Planned.of_restored(step.restore(method, cluster), step, method, None)
 
 
 def inputs_of(leaves: frozenset[int], graph: Graph) -> frozenset[int]:

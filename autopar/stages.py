@@ -213,9 +213,9 @@ class Traced:
             return self.step.search(tightened, method, with_relaxations=tightened == cluster)[0]
 
         def priced(plan: Plan) -> Planned:
-            step = self.step.padded(plan.padding)
-            restored = Finisher(step.analysis, cluster, method).restore(dataclasses.replace(plan, cluster=cluster))
-            return Planned.of_restored(restored, step, method, None)
+            finisher = Finisher(self.step.padded(plan.padding).analysis, cluster, method)
+            restored = finisher.restore(dataclasses.replace(plan, cluster=cluster))
+            return Planned.of_restored(restored, self.step, method, None)
 
         started = time.perf_counter()
         planned = plan_that_fits(cluster, method.memory_limit, search, priced, _verifier(target))
@@ -242,9 +242,8 @@ class Traced:
         seconds, text = json.loads(job.from_first(plan))
         if job.index or planned is None:
             made = Plan.from_json(text)
-            own = self.step.padded(made.padding)
-            restored = Finisher(own.analysis, made.cluster).restore(made)
-            planned = Planned.of_restored(restored, own, self.options.method, seconds)
+            restored = Finisher(self.step.padded(made.padding).analysis, made.cluster).restore(made)
+            planned = Planned.of_restored(restored, self.step, self.options.method, seconds)
         return planned
 
     def _said(self) -> dict[str, str]:

@@ -19,10 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.ir.context import Pairs
 from autopar.ir.graph import Equation, Graph, Operand, Phase, Value
 from autopar.ir.rule import Local, ReduceOp, Rule, RuleOf, is_reduction
-from autopar.ir.sharding import StepKind
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.rules.table import registered_rules
 from autopar.tracing.build import Builder, trace_emission
@@ -43,7 +41,7 @@ def padded(analysis: BatchAnalysis, padding: Padding, rule_of: RuleOf) -> BatchA
     """
     graph = analysis.graph
     factors: dict[_Factor, int] = {}
-    for group in _groups(analysis, dict(padding)):
+    for group in _groups(analysis, {size: to for size, to in padding if to > size}):
         factors.update(group.chosen(graph, analysis.rules))
     if not factors:
         return None
@@ -145,13 +143,18 @@ def _paddable(eqn: Equation, rule: Rule) -> Iterator[int]:
     has_body = rule.kernels or rule.round is not None or rule.branches is not None
     if rule.replicates or has_body or eqn.primitive.name in registered_rules():
         return
-    masked = rule.unit == "matmul" or eqn.primitive.name == "gather" or is_reduction(eqn, rule)
+    # Zeros add nothing to a sum that is linear in all that is summed up.
+    linear = frozenset[int]().union(*rule.linear)
     for f in rule.splittable:
-        if rule.communicates(f) or f in rule.windows or f in rule.unaffected or (f in rule.reduced and not masked):
+        if rule.communicates(f) or f in rule.windows or f in rule.unaffected:
             continue
-        holding = [v for v, dims in zip(eqn.inputs, rule.inputs, strict=True) if any(f in dim for dim in dims)]
-        holding += [v for v, dims in zip(eqn.outputs, rule.outputs, strict=True) if any(f in dim for dim in dims)]
-        if all(isinstance(v, Value) and not v.is_key for v in holding):
+        holding = [k for k, dims in enumerate(rule.inputs) if any(f in dim for dim in dims)]
+        masked = is_reduction(eqn, rule) or (rule.reduced.get(f) == "sum" and linear.issuperset(holding))
+        if f in rule.reduced and not masked:
+            continue
+        values = [eqn.inputs[k] for k in holding]
+        values += [v for v, dims in zip(eqn.outputs, rule.outputs, strict=True) if any(f in dim for dim in dims)]
+        if all(isinstance(v, Value) and not v.is_key for v in values):
             yield f
 
 
@@ -193,19 +196,6 @@ class _Larger(Local):
 
     def number(self, factor: int) -> Any:
         return 0
-
-    def total(self, factor: int, x: Any, value: Value) -> Any:
-        return x
-
-    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
-        return x
-
-    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
-        assert not (before or after), "windows that reach beyond are not padded"
-        return x
-
-    def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
-        raise AssertionError("what communicates is not padded")
 
 
 class _Padding:

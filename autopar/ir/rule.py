@@ -32,7 +32,10 @@ FUNCTION = 4.0  # operations of a transcendental function that XLA has an instru
 
 
 class Local(Protocol):
-    """The piece that `emit` computes."""
+    """The piece that `emit` computes.
+
+    What several pieces make together is here what one makes that is alone.
+    """
 
     def size(self, factor: int) -> int:
         """Local size of the factor."""
@@ -48,12 +51,15 @@ class Local(Protocol):
 
     def total(self, factor: int, x: Any, value: Value) -> Any:
         """The sum of every piece's `x`, partial sums of a value, on every piece; in its type or that of these."""
+        return x
 
     def extreme(self, factor: int, x: Any, largest: bool) -> Any:
         """The largest (or smallest) of every piece's `x`, element by element, on every piece."""
+        return x
 
     def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
         """`x` between so many elements of the pieces before and after it; `fill` (None: zeros) beyond the ends."""
+        return x
 
     def send(self, factor: int, x: Any, kind: StepKind, dim: int = 0, to_dim: int = 0, pairs: Pairs = ()) -> Any:
         """What a collective among the pieces of a factor makes of `x`; see `ContextParallel`."""

@@ -404,15 +404,6 @@ class _Anywhere(Local):
             check_position(self.split.batch)
         return 0
 
-    def total(self, factor: int, x: Any, value: Value) -> Any:
-        return x
-
-    def extreme(self, factor: int, x: Any, largest: bool) -> Any:
-        return x
-
-    def halo(self, factor: int, x: Any, dim: int, before: int, after: int, fill: Any) -> Any:
-        return x
-
 
 def _state(states: Mapping[Value, State], operand: Operand) -> State:
     return states.get(operand) if isinstance(operand, Value) else None
