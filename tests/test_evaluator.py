@@ -23,6 +23,7 @@ from autopar.planning.candidate import Candidate, Incumbent
 from autopar.planning.evaluator import Evaluator, OutOfTime
 from autopar.planning.layering import Layered
 from autopar.planning.parts import Part
+from autopar.planning.planner import Planner
 from autopar.planning.stage_costs import StageCosts
 from tests import models
 from tests.planned import analyse, cluster_of
@@ -177,24 +178,33 @@ def test_equal_stages_of_a_shape() -> None:
     assert evaluator.outcome(Candidate(8, 3, mesh_shape=(1,))) == (None, False)  # of 4 devices
 
 
-def test_one_stage_on_a_mesh_is_planned_where_it_is_expected_to_be_quicker() -> None:
-    """By what is known of it, even if one stage on another mesh was planned before."""
+def test_one_stage_on_a_given_mesh() -> None:
+    """Whatever it is expected to take, even if one stage on another mesh was planned before."""
     evaluator = Evaluator(_analysis(), _CLUSTER, AUTO)
     mesh = mesh_at(0, (4,))
-    first = evaluator.outcome(Candidate(1, 1))
-    assert first.is_better and first.finished is not None
-    assert evaluator.on_mesh(1, mesh) == (None, False)  # no quicker than what was chosen
-    evaluator.best = Incumbent(step_time=1e3, estimate=1e3)
-    found = evaluator.on_mesh(1, mesh)
+    assert evaluator.outcome(Candidate(1, 1)).is_better
+    evaluator.best = Incumbent(step_time=1e3, estimate=0.0)
+    found = evaluator.outcome(Candidate(1, 1, mesh=mesh))
     assert found.is_better and found.finished is not None
     plan = found.finished[0]
     assert [(stage.mesh, stage.layers) for stage in plan.stages] == [(mesh, (0, 4))]
     assert evaluator.best.step_time == plan.step_time
-    assert evaluator.best.estimate == pytest.approx(plan.step_time, rel=0.02)
-    # Expected to be quicker, and found not to be.
+    assert evaluator.best.estimate == evaluator.seconds_on(1, mesh) == pytest.approx(plan.step_time, rel=0.02)
+    # Found to be no quicker.
     evaluator.best = Incumbent(step_time=plan.step_time / 2, estimate=1e3)
-    assert not evaluator.on_mesh(1, mesh).is_better
+    assert not evaluator.outcome(Candidate(1, 1, mesh=mesh)).is_better
     assert evaluator.best == Incumbent(step_time=plan.step_time / 2, estimate=1e3)
+
+
+def test_one_stage_on_another_mesh_is_planned_where_it_is_expected_to_be_quicker() -> None:
+    planner = Planner(_analysis(), _CLUSTER, AUTO)
+    best, _ = planner.plan(1)
+    mesh = mesh_at(0, (4,))
+    planner.evaluator.best = Incumbent(best.step_time, estimate=0.0)
+    assert planner.better_on(mesh, 1) is None
+    planner.evaluator.best = Incumbent(step_time=1e3, estimate=1e3)
+    better = planner.better_on(mesh, 1)
+    assert better is not None and better[0].stages[0].mesh == mesh
 
 
 def test_no_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,11 @@ from autopar.passes.inter_op import Pipeline, StageChoice
 from autopar.passes.stage_oracle import StageCost
 from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.planning import neighbours
-from autopar.planning.candidate import Candidate, Finished, Outcome, Proposal, Proposals, groups_of
+from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, Proposal, Proposals, groups_of
 from autopar.planning.evaluator import Evaluator
 from autopar.planning.neighbours import Neighbour, State
 from autopar.planning.planner import Planner, better_plans
+from autopar.planning.search_space import SearchSpace
 from tests import models
 from tests.planned import analyse, cluster_of
 
@@ -273,6 +274,31 @@ def test_finer_layers_where_one_stage_takes_much_longer() -> None:
     assert (candidate.num_microbatches, candidate.num_layers) == (16, 8)
     assert candidate.groups is not None and groups_of(uneven).items() <= candidate.groups.items()
     assert answered(neighbours.finer_layers(state_of(uneven)), nothing) == []  # each layer has one product
+
+
+def test_other_shapes_where_much_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their estimates, as long as they are a gain if they hide half as much again as the best plan does."""
+    plan, lowered = Planner(_analysis(), _ONE_HOST, recipes.data_parallel(1)).plan()
+    assert [stage.mesh.shape for stage in plan.stages] == [(4,)]
+    expected: dict[tuple[int, ...], float] = {(1, 4): 1.5, (2, 2): 1.05}
+    monkeypatch.setattr(SearchSpace, "shapes", lambda *_: ((4,), *expected))
+    monkeypatch.setattr(Evaluator, "seconds_on", lambda _, m, mesh: expected[mesh.shape] if m == 1 else math.inf)
+
+    def found(seconds: float, better: bool = False) -> list[Any]:
+        state = State(Evaluator(_analysis(), _ONE_HOST, AUTO), None)
+        state.evaluator.best = Incumbent(seconds, estimate=1.0)
+        state.plan = dataclasses.replace(plan, step_time=seconds)
+        answer = Outcome((plan, lowered), is_better=better)
+        return [each.mesh and each.mesh.shape for each in answered(neighbours.other_shapes(state), lambda _: answer)]
+
+    assert found(0.8) == [(2, 2)]  # 0.7 * 1.05 is less than 0.8, 0.7 * 1.5 is not
+    assert found(0.97) == []  # too little is hidden
+    expected[1, 4] = 1.1
+    assert found(0.8) == found(0.8, better=True) == [(2, 2), (1, 4)]
+    expected |= {(4, 1): 1.105, (1, 1, 4): 1.11}
+    assert found(0.8) == [(2, 2), (1, 4)]  # two in vain
+    assert found(0.8, better=True) == [(2, 2), (1, 4), (4, 1), (1, 1, 4)]
+    assert answered(neighbours.other_shapes(state_of(_two_stages()[0])), nothing) == []  # a pipeline
 
 
 def test_interleaved_rounds_rise_as_long_as_that_is_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:

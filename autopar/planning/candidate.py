@@ -7,6 +7,7 @@ import math
 from collections.abc import Generator, Mapping
 from typing import NamedTuple
 
+from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.passes.lower import LoweredStep
 from autopar.passes.submeshes import ShapesFn
@@ -27,6 +28,7 @@ class Candidate:
     mesh_shape: tuple[int, ...] | None = None  # of every stage, with layers of its own
     num_layers: int | None = None  # of those, about; None: as many as are usual
     rounds: int = 1  # into which every stage is divided: they are interleaved
+    mesh: Mesh | None = None  # of all layers as one stage, whatever the stage search estimates
     like: Plan | None = None  # the plan whose stages it has, interleaved in rounds or without a bubble
 
 

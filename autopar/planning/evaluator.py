@@ -23,7 +23,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import PlacedStep
 from autopar.ir.schedule import ScheduleName, make_schedule
 from autopar.passes.batch import BatchAnalysis
-from autopar.passes.inter_op import Pipeline, plan_stages
+from autopar.passes.inter_op import Pipeline, StageChoice, plan_stages
 from autopar.passes.stage_oracle import Span, StageCost, StageOracle, StageSpace, Turns, in_flight
 from autopar.passes.submeshes import ShapesFn
 from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, has_equal_groups, shapes_on
@@ -123,13 +123,24 @@ class Evaluator:
     def is_memory_dear(self, m: int, mesh: Mesh) -> bool:
         """Whether one stage on a mesh takes longer than it would with more memory, by the stage search."""
         layered = self.layering.layered(m, False)
-        return self._seconds_on(layered, mesh) > (1 + _ENOUGH) * self.stages.in_any_memory(layered, mesh)
+        return self.seconds_on(m, mesh) > (1 + _ENOUGH) * self.stages.in_any_memory(layered, mesh)
 
-    def _seconds_on(self, layered: Layered, mesh: Mesh) -> float:
-        """Per step of all layers as one stage on a mesh, by the stage search; infinite where they do not fit."""
-        m = layered.step.num_microbatches
-        cost = self.stages.cost(layered, self.schedule, (0, layered.num_layers), mesh, 1)
-        return math.inf if cost is None else m * cost.per_microbatch + cost.per_step
+    def seconds_on(self, m: int, mesh: Mesh) -> float:
+        """Per step of all layers as one stage on a mesh, by what is known now; infinite where they do not fit.
+
+        The stage search compares shapes of meshes by solutions that may be a little dearer than the best; of some,
+        better ones become known later.
+        """
+        pipeline = self._on_mesh(self.layering.layered(m, False), mesh)
+        return math.inf if pipeline is None else pipeline.step_time
+
+    def _on_mesh(self, layered: Layered, mesh: Mesh) -> Pipeline | None:
+        """All layers as one stage on a mesh, as the stage search would have it; None where they do not fit."""
+        m, span = layered.step.num_microbatches, (0, layered.num_layers)
+        cost = self.stages.cost(layered, self.schedule, span, mesh, 1)
+        if cost is None:
+            return None
+        return Pipeline((StageChoice(span, mesh, cost),), m * cost.per_microbatch + cost.per_step)
 
     def seconds_without_bubble(self, plan: Plan) -> float:
         """Seconds of a step, about, if gradients of parameters take their share of it by matrix products."""
@@ -167,23 +178,6 @@ class Evaluator:
         """The plan of a candidate, and whether it is better than any before; then it is what others must beat."""
         finished = self._planned(candidate)
         return Outcome(finished, finished is not None and self._is_better(finished))
-
-    def on_mesh(self, m: int, mesh: Mesh) -> Outcome:
-        """The plan of one stage on a mesh, if by what is known of it now it is quicker than the best so far.
-
-        The stage search compares shapes of meshes by solutions that may be a little dearer than the best; of some,
-        better ones become known later.
-        """
-        self.check_time()
-        layered = self.layering.layered(m, False)
-        estimate = self._seconds_on(layered, mesh)
-        if estimate >= self.best.estimate:
-            return Outcome(None)
-        finished = self._finished(layered, [((0, layered.num_layers), mesh)], None, self.best.step_time)
-        is_better = finished is not None and self._is_better(finished)
-        if is_better:
-            self.best.estimate = estimate
-        return Outcome(finished, is_better)
 
     def _is_better(self, finished: Finished) -> bool:
         plan = finished[0]
@@ -251,6 +245,8 @@ class Evaluator:
     def _searched(self, candidate: Candidate) -> Finished | None:
         """The stages that the stage search finds, or that the method fixes, as a plan."""
         m, stages = candidate.num_microbatches, candidate.num_stages
+        if candidate.mesh is not None:
+            return self._on_given_mesh(m, candidate.mesh)
         may_be_one = stages is None and self._may_be_one_stage(m)
         if not may_be_one and self.is_vain(m, stages, self.best.estimate):
             return None
@@ -274,6 +270,17 @@ class Evaluator:
             finished = self._finished(layered, chosen, pipeline, below)
         if finished is not None and finished[0].step_time < self.best.step_time:
             self._note_estimates(finished[0], first, pipeline, candidate.groups is not None)
+        return finished
+
+    def _on_given_mesh(self, m: int, mesh: Mesh) -> Finished | None:
+        """All layers as one stage, whatever the stage search estimates."""
+        layered = self.layering.layered(m, False)
+        pipeline = self._on_mesh(layered, mesh)
+        if pipeline is None:
+            return None
+        finished = self._finished(layered, [((0, layered.num_layers), mesh)], pipeline, self.best.step_time)
+        if finished is not None and finished[0].step_time < self.best.step_time:
+            self.best.estimate = pipeline.step_time
         return finished
 
     def _note_estimates(self, plan: Plan, first: Pipeline | None, pipeline: Pipeline | None, on_groups: bool) -> None:

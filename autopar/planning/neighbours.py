@@ -18,7 +18,7 @@ from autopar.errors import MicrobatchError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.passes.inter_op import Pipeline
-from autopar.passes.submeshes import ShapesFn
+from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.planning.candidate import (
     Candidate,
     Outcome,
@@ -34,6 +34,7 @@ from autopar.planning.search_space import has_room
 
 _USUAL = 8  # microbatches for each stage
 _IN_VAIN = 2  # numbers of equal stages, or of microbatches, that take longer, after which no others are tried
+_MORE_HIDDEN = 1.5  # times the share that the best plan's kernels hide: on a mesh of another shape they may hide this
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 
 
@@ -278,7 +279,34 @@ def fewer_microbatches(state: State) -> Proposals:
         yield Proposal(Candidate(last, method.num_stages))
 
 
-# Other stages and schedules.
+# Other meshes, stages and schedules.
+
+
+def other_shapes(state: State) -> Proposals:
+    """All devices in other shapes as one stage, where kernels hide much of what the best plan sends.
+
+    The stage search counts collectives outside of loops in full. What is left of them differs from shape to shape, and
+    is known of plans alone.
+    """
+    plan, space, evaluator = state.plan, state.space, state.evaluator
+    if plan is None or len(plan.stages) > 1 or space.method.stages is not None:
+        return
+    exposed = 1 - _MORE_HIDDEN * (1 - plan.step_time / state.estimate)
+
+    def is_vain(seconds: float) -> bool:
+        return exposed * seconds > (1 - LEAST_GAIN) * evaluator.best.step_time
+
+    if is_vain(state.estimate):
+        return  # others are estimated to take no less
+    m, cluster, here = plan.num_microbatches, space.cluster, plan.stages[0].mesh.shape
+    shapes = space.shapes(cluster, 0, cluster.num_devices)
+    meshes = [mesh_at(0, shape) for shape in shapes if shape != here]
+    in_vain = 0
+    for seconds, mesh in sorted(((evaluator.seconds_on(m, mesh), mesh) for mesh in meshes), key=lambda each: each[0]):
+        if in_vain == _IN_VAIN or is_vain(seconds):
+            return
+        outcome = yield Proposal(Candidate(m, 1, mesh=mesh), seconds)
+        in_vain = 0 if outcome.is_better else in_vain + 1
 
 
 def finer_layers(state: State) -> Proposals:
@@ -455,5 +483,6 @@ PHASES: Phases = (
     (more_microbatches,),
     (fewer_microbatches,),
     (finer_layers,),
+    (other_shapes,),
     (interleaved, zero_bubble),
 )

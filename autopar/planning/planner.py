@@ -25,7 +25,7 @@ from autopar.passes.lower import LoweredStep
 from autopar.passes.rules.table import rule_of
 from autopar.passes.unfused import unfused_hint, unfused_notes
 from autopar.passes.unsplit import find_unsplit
-from autopar.planning.candidate import Finished, Incumbent, Outcome, Proposal, Proposals
+from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, Proposal, Proposals
 from autopar.planning.evaluator import DEAR, Evaluator, OutOfTime
 from autopar.planning.neighbours import PHASES, Neighbour, Phases, State, one_stage_from
 from autopar.planning.parts import Part
@@ -98,7 +98,8 @@ class Planner:
     def better_on(self, mesh: Mesh, num_microbatches: int) -> Finished | None:
         """The plan of one stage on a mesh, if by what is known of it now it is quicker than the best, and it is."""
         with contextlib.suppress(OutOfTime, UserError):
-            return self.evaluator.on_mesh(num_microbatches, mesh).better
+            if self.evaluator.seconds_on(num_microbatches, mesh) < self.evaluator.best.estimate:
+                return self.evaluator.outcome(Candidate(num_microbatches, 1, mesh=mesh)).better
         return None
 
     def beside(self, method: Method) -> Planner:
