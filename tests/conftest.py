@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -64,12 +65,27 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _mark_what_is_left_out_of_samples(items)
     if not config.getoption("--xla-defaults"):
         return
     chosen = [item for item in items if item.get_closest_marker("xla_defaults")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
+
+
+def _mark_what_is_left_out_of_samples(items: list[pytest.Item]) -> None:
+    """As slow, before these are left out."""
+    numbers: Counter[str] = Counter()  # of cases, by test
+    for item in items:
+        sampled = item.get_closest_marker("sampled")
+        if sampled is None or item.get_closest_marker("slow") or item.get_closest_marker("xla_defaults"):
+            continue
+        test = item.nodeid.partition("[")[0]
+        if numbers[test] % sampled.args[0]:
+            item.add_marker("slow")
+        numbers[test] += 1
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ METHODS = pytest.mark.parametrize("method", [DATA_PARALLEL, ZERO, PIPELINE], ids
 # Where the state lies.
 
 
+@pytest.mark.sampled(2)
 @METHODS
 def test_state_is_born_and_stays_where_the_plan_says(method: autopar.Method) -> None:
     """From shapes alone to a state; then other shapes, an evaluation, and back, without moving a leaf."""

@@ -42,6 +42,7 @@ def found() -> autopar.Calibration:
     return autopar.calibrate(jax.devices()[:2], seconds=10)  # each kind of probe is made, however slow the machine is
 
 
+@pytest.mark.slow
 def test_a_calibration_is_a_cluster_that_plans_are_made_with(
     found: autopar.Calibration, tmp_path: pathlib.Path
 ) -> None:

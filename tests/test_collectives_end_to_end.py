@@ -119,6 +119,7 @@ def _analysis(model: str, optimizer: str) -> BatchAnalysis:
     return analyse(*MODELS[model](optimizer))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("how", [recipes.gpipe(2), recipes.zero(3), recipes.auto()], ids=lambda how: how.name)
 def test_the_text_of_programs_has_every_collective(model: str, how: Method) -> None:
@@ -178,6 +179,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("model", "optimizer", "name", "m"), CASES)
 def test_priced_is_lowered_is_compiled(model: str, optimizer: str, name: str, m: int) -> None:
     # XLA folds the gather of a constant that the loop's transposition leaves outside; no one to whom links are dear
@@ -195,6 +197,7 @@ FOR_H100 = [
 ]
 
 
+@pytest.mark.sampled(2)
 @needs_cuda_compiler
 @pytest.mark.parametrize(("model", "name"), FOR_H100)
 def test_priced_is_compiled_for_h100(model: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,6 +231,7 @@ def test_a_second_one_is_refused_where_one_listens() -> None:
     assert first.program.wait(60) == 0
 
 
+@pytest.mark.slow
 def test_it_ends_when_process_0_has_though_one_never_does(monkeypatch: pytest.MonkeyPatch) -> None:
     started = liveness.start_coordinator(f"[::]:{free_port()}", 2, 60)
     with socket.create_connection(("127.0.0.1", started.port)) as stopped:

@@ -27,6 +27,7 @@ from autopar.planning.finisher import Finisher
 ROOT = Path(__file__).parent.parent
 README, TUTORIAL = ROOT / "README.md", ROOT / "docs" / "tutorial.md"
 MOST_BYTES = 9_000  # of the README
+LONG = ("docs/tutorial.md", "docs/how-to/products-in-8-bits.md")  # that run for long
 COMPILING = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")  # how, in tests
 
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)])
@@ -67,7 +68,14 @@ def test_readme_and_tutorial_have_snippets() -> None:
     assert snippets_of(TUTORIAL)
 
 
-@pytest.mark.parametrize("page", [page for page in DOCUMENTS if snippets_of(page)], ids=name_of)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (name_of(page) in LONG), id=name_of(page))
+        for page in DOCUMENTS
+        if snippets_of(page)
+    ],
+)
 def test_snippets_run(page: Path, tmp_path: Path) -> None:
     """One after the other, in a process that imports JAX anew."""
     process = subprocess.run(

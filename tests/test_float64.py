@@ -186,7 +186,7 @@ METHODS: dict[str, Any] = {
     "zero_3": recipes.zero(3),
     "megatron-2x2x2": recipes.megatron(2, 2, 2, 2),
 }
-ALWAYS = [("ppo", "data_parallel"), ("decoder", "megatron-2x2x2")]
+ALWAYS = [("ppo", "data_parallel")]
 CASES = [
     pytest.param(model, method, marks=[] if (model, method) in ALWAYS else [pytest.mark.slow])
     for model in MODELS

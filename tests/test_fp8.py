@@ -81,6 +81,7 @@ def _relative(found: Any, expected: Any, before: Any) -> float:
     return float(off / whole)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("scan", "remat"), [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("method", [recipes.zero(3, 2), recipes.megatron(2, 2, 2, 2)], ids=lambda m: m.name)
 def test_histories_of_all_examples_in_microbatches(scan: bool, remat: bool, method: Any) -> None:

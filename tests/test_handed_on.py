@@ -79,6 +79,7 @@ def arguments(step: Callable[..., Any]) -> tuple[Any, Any, Any]:
     return ((matrices, vectors) if step is of_parameters_alone else matrices), x, y
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: f"{method.name} in {method.num_microbatches}")
 @pytest.mark.parametrize("step", [of_parameters, of_parameters_alone, twice])
 def test_a_step_is_that_of_one_device(step: Callable[..., Any], method: Any) -> None:

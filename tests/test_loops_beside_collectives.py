@@ -77,6 +77,7 @@ def _slow(*case: Any) -> Any:
     return pytest.param(*case, marks=pytest.mark.slow)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "batch_size", "num_layers", "scan", "remat"),
     [

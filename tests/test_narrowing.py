@@ -36,6 +36,7 @@ def narrowings(local: LocalProgram) -> dict[Value, Value]:
     }  # fmt: skip
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shape", "seeds"), [((2, 2), range(4)), ((2, 4), range(4, 7))])
 def test_what_is_gathered_to_be_narrowed_is_narrowed_first(shape: tuple[int, ...], seeds: range) -> None:
     step = models.sgd(loss)

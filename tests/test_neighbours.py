@@ -138,6 +138,7 @@ def test_one_stage_on_one_host_has_the_fewest_microbatches_that_fit() -> None:
     assert firsts[0] < firsts[1] < firsts[2]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("share", "fixed"), [pytest.param(0.6, None, marks=pytest.mark.slow), (0.45, None), (0.45, (2, 2))]
 )

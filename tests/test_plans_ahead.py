@@ -211,6 +211,7 @@ def _partitioned() -> TracedStep:
 STEPS = {"small": _small, "flax": _flax, "scanned": _scanned, "fused": _fused, "partitioned": _partitioned}
 
 
+@pytest.mark.slow
 def test_another_program_makes_the_same_plans(folder: pathlib.Path) -> None:
     cluster = autopar.load_preset("dgx-h100", num_hosts=2, devices_per_host=2)
     made, wanted = [], []

@@ -64,6 +64,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "network"), CASES)
 def test_the_microbatches_take_as_long_as_their_instructions(name: str, network: float) -> None:
     cluster = cluster_of(4, 1, network=network) if "4" in name else cluster_of(1, 4, link=network)

@@ -50,7 +50,11 @@ def look(cluster: Cluster, mesh: Mesh) -> Hashable:
     return within, inside, outward
 
 
-@pytest.mark.parametrize("hosts", [(F4,) * 4, (F4, S4, S4, F4), (F4, F2, F4, F2), (S4, F4, F4, F2)], ids=str)
+def named(hosts: tuple[Host, ...]) -> str:
+    return ", ".join(f"{host.num_devices} {host.kind.name}" for host in hosts)
+
+
+@pytest.mark.parametrize("hosts", [(F4,) * 4, (F4, S4, S4, F4), (F4, F2, F4, F2), (S4, F4, F4, F2)], ids=named)
 def test_alike_groups_cannot_be_told_apart(hosts: tuple[Host, ...]) -> None:
     cluster = Cluster("test", hosts, NETWORK)
     prices = Prices(cluster)
@@ -71,7 +75,8 @@ def kind_of(cluster: Cluster, kind: DeviceKind) -> Cluster:
     return dataclasses.replace(cluster, hosts=(dataclasses.replace(cluster.hosts[0], kind=kind),))
 
 
-@pytest.mark.parametrize("hosts", [(F4,) * 6, (F4, F4, S4, S4, F4, F4), (F2, F4, F4, F2, F4)], ids=str)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("hosts", [(F4,) * 6, (F4, F4, S4, S4, F4, F4), (F2, F4, F4, F2, F4)], ids=named)
 def test_transfers_between_alike_meshes_are_planned_once(hosts: tuple[Host, ...]) -> None:
     """Against prices that know no other pair of meshes."""
     cluster = Cluster("test", hosts, NETWORK)

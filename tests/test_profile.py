@@ -62,6 +62,7 @@ def _compiled(method: Any, devices: int = 4) -> autopar.Executable:
     return step.compile(PARAMS, BATCH)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("method", "waits"),
     [*((method, True) for method in METHODS), (recipes.gpipe(2, 4), False), (recipes.megatron(1, 1, 2, 4, 2), False)],
@@ -90,6 +91,7 @@ def test_all_that_runs_is_in_it(method: Any, waits: bool, monkeypatch: pytest.Mo
     assert profile.predicted.bubble == pytest.approx(executable.plan.bubble, abs=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", [recipes.gpipe(2, 4), recipes.zero(3)])
 def test_a_page_of_it(method: Any, tmp_path: pathlib.Path) -> None:
     profile = _compiled(method).profile(PARAMS, BATCH, steps=2, kernels=True)
@@ -286,6 +288,7 @@ def test_what_is_unaccounted_for_is_under_way_nowhere() -> None:
     assert Timeline(7.0, 2, programs, (Copying(0, 1, "", 0, 2.0, 5.0),)).unaccounted == pytest.approx(0.0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", [recipes.gpipe(2, 4), recipes.megatron(1, 2, 2, 4, 2)])
 def test_kernels_by_kind_of_operator(method: Any) -> None:
     executable = _compiled(method)

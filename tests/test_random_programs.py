@@ -61,6 +61,7 @@ def check_program(program: RandomProgram, shape: tuple[int, ...], stages: int, m
         assert close(output, reference), f"{path} of {program.kinds} on {shape}, {m} microbatches"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_any_program_computes_the_same(seed: int) -> None:
     @hypothesis.seed(seed)

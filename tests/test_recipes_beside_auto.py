@@ -105,7 +105,9 @@ def _recipes(cluster: autopar.Cluster) -> list[autopar.Method]:
     return found
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n == "moe")) for n in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ("moe", "gpt, little memory"))) for n in CASES]
+)
 def test_auto_is_never_slower_than_a_recipe(name: str) -> None:
     (function, state, batch), cluster = _case(name)
     step = autopar.parallelize(function, cluster=cluster)

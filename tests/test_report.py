@@ -28,6 +28,7 @@ from tests.reports import LAYERS, METHODS, NAMES, details_of, from_file, plan_of
 # The numbers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_parts_of_the_step_add_up(name: str) -> None:
     plan = plan_of(name)

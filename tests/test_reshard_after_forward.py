@@ -58,6 +58,7 @@ def arguments() -> tuple[Any, Any]:
     return params, jnp.asarray(random.normal(size=(BATCH, WIDTH)), jnp.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STEPS)
 def test_zero_3_gathers_twice_and_keeps_nothing(name: str) -> None:
     args = arguments()

@@ -66,6 +66,7 @@ STEPS: dict[str, tuple[Step, Any]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("method", METHODS, ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_calls_one_after_the_other(name: str, method: Any) -> None:

@@ -282,6 +282,7 @@ def expected(make: Callable[[], tuple[Step, Any]]) -> Any:
     return state, metrics
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("make", "method"), CASES)
 def test_same_as_one_device(make: Callable[[], tuple[Step, Any]], method: str) -> None:
     step, state = make()

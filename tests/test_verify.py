@@ -236,6 +236,7 @@ def test_a_bad_target_file_is_one_clear_error(tmp_path: pathlib.Path) -> None:
         mlp_plan(recipes.data_parallel()).verify_with_xla(str(file))
 
 
+@pytest.mark.sampled(3)
 @needs_cuda_compiler
 @pytest.mark.parametrize("method", [recipes.data_parallel(), recipes.zero(3), recipes.megatron(2, 4, 1, 2)])
 def test_collectives_for_gpus_are_those_that_were_priced(method: Method) -> None:

@@ -31,6 +31,7 @@ METHODS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scan", [False, True], ids=["layers", "scan"])
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_training_is_that_of_one_device(method: autopar.Method, scan: bool) -> None:

@@ -10,6 +10,7 @@ from benchmarks.distribution import Case
 from tests.h100 import needs_cuda_compiler
 
 
+@pytest.mark.slow
 @needs_cuda_compiler  # whose devices stand for those of the hosts
 @pytest.mark.parametrize(
     "schedule",

@@ -91,6 +91,7 @@ def four_layers(batch_size: int) -> tuple[planner.Case, dict[str, Method]]:
     return dataclasses.replace(gpt, spec=spec, batch_size=batch_size, cluster=cluster, num_microbatches=4), degrees
 
 
+@pytest.mark.slow
 def test_degrees_that_are_far_from_the_best_are_given_up() -> None:
     case, degrees = four_layers(16)
     quick = {"quick": outcome(0.1)}  # a step of data parallelism takes 0.13 s

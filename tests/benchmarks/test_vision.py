@@ -104,6 +104,7 @@ def test_microbatches_of_a_batch_norm_are_refused_with_its_line() -> None:
         step.plan(state, wide_resnet.abstract_batch(TINY, 8))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [vit, unet])
 def test_eval_steps_need_no_key(model: Any) -> None:
     config = {

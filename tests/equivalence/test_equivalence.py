@@ -35,12 +35,14 @@ def _check(case: Case, found: compare.Deviation) -> None:
         assert found.stages == case.stages
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", _marked(cases.covering(cases.few_microbatches(cases.full_product()))), ids=str)
 def test_covering_set(case: Case) -> None:
     """Where each starts from one device's state; the other models' is made where the plan has it."""
     _check(case, compare.run_case(case, made_in_place=False))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", _marked(cases.BY_DEFAULT), ids=str)
 def test_other_models(case: Case) -> None:
     _check(case, compare.run_case(case))

@@ -135,6 +135,7 @@ def test_frameworks(name: str, method: str) -> None:
     _check_framework(name, method)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "method"), _covering(UNLIKE_OTHERS))
 def test_optimizers(name: str, method: str) -> None:
     _check_optimizer(name, method)

@@ -218,6 +218,7 @@ def make_batch(dtype: Any = jnp.float32) -> Any:
     return floats(16, LENGTH, 16, dtype=dtype), jnp.asarray(rng.integers(1, LENGTH + 1, 16), jnp.int32)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("shared", [8, 2, 1])
 @pytest.mark.parametrize(
     "method",
@@ -243,6 +244,7 @@ def test_heads_are_cut() -> None:
     assert all("float32[16,12,16]" in line for line in gathered)  # what goes from layer to layer
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"biased": True}, {"by_length": True}, {"local_window_size": (3, 0)}], ids=str)
 def test_calls_of_cudnn_run_without_a_gpu(options: Options) -> None:
     """`implementation="cudnn"` traces where there is neither, and is attention block by block on CPUs."""

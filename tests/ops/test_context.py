@@ -68,6 +68,7 @@ def context_of(application: Application) -> ContextParallel:
 EVERY = ("bias", "mask", "query_lengths", "key_lengths")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("pieces", [2, 4, 8])
 @pytest.mark.parametrize(
     ("heads", "shared", "form", "names", "varying", "exchanges"),
@@ -215,6 +216,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("heads", "shared", "form", "shape", "scan"),
     [pytest.param(*case, marks=[] if i % 5 == 0 else [pytest.mark.slow]) for i, case in enumerate(CASES)],
@@ -237,6 +239,7 @@ def test_priced_is_lowered_is_compiled(heads: int, shared: int) -> None:
     agree(found, worker.sources, worker.programs)
 
 
+@pytest.mark.sampled(3)
 @needs_cuda_compiler
 @pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize(("heads", "shared"), [(3, 1), (8, 8)])

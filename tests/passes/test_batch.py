@@ -67,6 +67,7 @@ COUPLED = [name for name in CASES if made(name).coupled]
 MANY = [name for name in SPLITTABLE if made(name).max_microbatches == BATCH]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPLITTABLE)
 def test_two_microbatches_give_the_numbers_of_one_device(name: str) -> None:
     c = made(name)

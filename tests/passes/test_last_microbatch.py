@@ -37,6 +37,7 @@ def plan(method: Method, m: int, cluster: Cluster, loss: Any = models.mlp_loss) 
     return plan_step(step, (state, batch), cluster, method, m)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
 def test_a_step_is_that_of_one_device(method: Method, m: int) -> None:

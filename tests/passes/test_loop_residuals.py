@@ -106,6 +106,7 @@ def test_of_norms_and_functions_only_what_they_are_made_of_is_stacked() -> None:
     assert _handed_on(before) > _handed_on(after) + LAYERS * 3 * wide
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("block", [_plain, _dropout, _returning, _nested, _branching])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

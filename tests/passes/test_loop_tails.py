@@ -130,6 +130,7 @@ def _same(found: Any, expected: Any) -> None:
 METHODS = [recipes.zero(3, 2), recipes.megatron(2, 2, 2, 2)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
 @pytest.mark.parametrize("name", METRICS)
 def test_metrics_of_layers_run_in_microbatches(name: str, method: Any) -> None:

@@ -156,6 +156,7 @@ def whole_results(name: str) -> list[Any]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bounds", [(0, 3, 6), (0, 1, 5, 6), (0, 1, 2, 3, 4, 5, 6)], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_parts_compute_what_the_loop_computes(name: str, bounds: tuple[int, ...]) -> None:

@@ -55,7 +55,7 @@ def test_shapes_can_be_restricted() -> None:
     assert search(2, cluster(4, 4), cost, 4, "gpipe", shapes=one_dimensional) is not None
 
 
-@pytest.mark.parametrize("hosts", [130, 315, pytest.param(384, marks=pytest.mark.slow), 1024])
+@pytest.mark.parametrize("hosts", [*(pytest.param(n, marks=pytest.mark.slow) for n in (130, 384)), 315, 1024])
 def test_thousands_of_devices(hosts: int) -> None:
     """Layers of like work: stages of like numbers of hosts, each asked for once."""
     asked: Counter[tuple[Span, int, int]] = Counter()

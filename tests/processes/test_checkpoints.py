@@ -25,6 +25,7 @@ def _job(folder: pathlib.Path, what: str, names: Sequence[str], processes: int) 
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
 def test_two_processes_restore_what_one_has_saved_and_the_other_way_round(tmp_path: pathlib.Path) -> None:
     """Under another plan, too; every plan with every other in the next test."""
     alone, several = list(cases.CHECKPOINTS)[:2]

@@ -159,6 +159,7 @@ def test_a_job_becomes_larger_when_there_is_room(
     assert _starts(tmp_path, *what, elastic=Elastic(1, 2, 1)) == (code, starts)
 
 
+@pytest.mark.slow
 def test_the_next_save_ends_a_job_that_can_grow(
     gpus: pathlib.Path, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,6 +35,7 @@ def _check(
             assert digests == {name: alone[name] for name in some}, f"process {index} of {processes}"
 
 
+@pytest.mark.slow
 def test_several_processes_compute_what_one_does(tmp_path: pathlib.Path) -> None:
     """Two processes; also four in `test_further_models_and_methods`."""
     names = list(cases.CASES)

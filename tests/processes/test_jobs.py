@@ -70,6 +70,7 @@ def _slow(*values: object) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "odd"),
     [
@@ -167,6 +168,7 @@ def test_who_reads_what_lies_elsewhere_is_told_how() -> None:
         assert "autopar.gather(tree), which all processes have to call, gives each the whole arrays." in said
 
 
+@pytest.mark.slow
 def test_a_process_that_a_plan_leaves_out_is_named_and_runs_along() -> None:
     done = run_job(SCRIPT, ["idle"], 2, 1, LIMIT)
     assert done.returncode == 0, done.stderr
@@ -188,6 +190,7 @@ def test_what_is_not_a_number_is_found_wherever_it_is() -> None:
     assert any(told in line for line in (*first, *second))
 
 
+@pytest.mark.slow
 def test_where_it_arises_is_known_to_all_who_save_the_step(tmp_path: pathlib.Path) -> None:
     done = run_job(SCRIPT, ["overflow", "1", str(tmp_path / "bad")], 2, 1, LIMIT)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
@@ -201,6 +204,7 @@ def test_where_it_arises_is_known_to_all_who_save_the_step(tmp_path: pathlib.Pat
     assert saved["args"][0]["count"] == 3 and np.isinf(saved["args"][1]["y"]).all()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "processes", "where"),
     [
@@ -340,6 +344,7 @@ def test_a_thousand_steps_hold_no_more_than_two_hundred() -> None:
         assert late[1:] <= early[1:]
 
 
+@pytest.mark.slow
 def test_all_processes_have_the_whole_profile() -> None:
     done = run_job(SCRIPT.parent / "profiled.py", [], 2, 1, LIMIT)
     assert done.returncode == 0, done.stderr

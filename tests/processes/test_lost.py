@@ -45,6 +45,7 @@ def _started(what: str, victim: int, processes: int) -> Iterator[Sequence[subpro
             process.communicate(timeout=LIMIT)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("what", "victim", "processes", "how"),
     [

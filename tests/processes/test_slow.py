@@ -10,6 +10,7 @@ import sys
 
 import jax
 import numpy as np
+import pytest
 
 from tests.processes import slow
 from tests.processes.start import environment, finished
@@ -26,6 +27,7 @@ def expected() -> float:
     return float(loss)
 
 
+@pytest.mark.slow
 def test_a_job_is_planned_anew_when_a_process_becomes_slow(tmp_path: pathlib.Path) -> None:
     command = [
         sys.executable, "-m", "autopar", "run", "--elastic", "2:2", "--devices-per-process", "1",

@@ -27,6 +27,7 @@ def _hiding(link: float) -> Cluster:
     return compiled_by(cluster, XLA_FOR_GPUS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("link", [3e9, 3e10])
 def test_a_loop_hides_for_the_solver_what_it_hides_when_it_is_priced(link: float, remat: bool) -> None:
@@ -48,6 +49,7 @@ def test_a_loop_hides_for_the_solver_what_it_hides_when_it_is_priced(link: float
     assert in_full > 0.7 * hidden
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("fused_attention", [False, True])
 def test_the_search_counts_on_what_is_hidden(fused_attention: bool) -> None:
     """Parameters that are gathered round by round cost next to nothing: counted in full, the search avoided that."""

@@ -46,6 +46,7 @@ def whole_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lower, "KnownTraffic", Whole)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("whole_arrays")
 @pytest.mark.parametrize(
     ("m", "multiprocessors", "objective"), [(1, 0, "step"), (8, 0, "step"), (8, 0, "microbatch"), (1, 132, "step")]
@@ -105,6 +106,7 @@ def test_a_sum_over_microbatches_is_reduced_once_for_all_that_read_it(model: str
     assert free.step_time <= plan.step_time
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("whole_arrays")
 @pytest.mark.parametrize("devices", [1, 4])
 @pytest.mark.parametrize("model", ["gpt", "moe"])

@@ -125,6 +125,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "paired"), PAIRS)
 def test_pieces_give_the_whole(name: str, paired: int) -> None:
     """Each factor alone, and pairs of so many."""
