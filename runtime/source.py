@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 from jax.extend.core import jaxprs_in_params
 
+from autopar.ir.mesh import LATENCY_HIDING_FLAG
 from autopar.runtime.placement import Array, weakly_typed
 from autopar.runtime.processes import this_job
 
@@ -72,9 +74,12 @@ def beside_no_other(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManage
 def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
     """What XLA has to be told to compile a program."""
     devices = source.mesh.devices.flat
-    on_cpu = devices[0].platform == "cpu"
-    safe = _SAFE_PRODUCTS if on_cpu and _widens_products(traced.jaxpr.jaxpr) else {}
-    return {**safe, **compiler_options(devices)}
+    options: dict[str, Any] = {}
+    if devices[0].platform == "cpu":
+        options = _SAFE_PRODUCTS if _widens_products(traced.jaxpr.jaxpr) else {}
+    elif LATENCY_HIDING_FLAG not in os.environ.get("XLA_FLAGS", ""):  # whoever names it there has chosen
+        options = {LATENCY_HIDING_FLAG: True}
+    return {**options, **compiler_options(devices)}
 
 
 # XLA leaves some products of bfloat16 with a result in float32 to a kernel that has none for them, if the result is

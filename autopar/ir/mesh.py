@@ -108,6 +108,10 @@ class XlaBackend:
 
 XLA_FOR_GPUS = XlaBackend()
 
+# With which XLA runs collectives beside kernels on all GPUs. It does so by itself on chips whose speed it knows (H100s
+# and later ones), and not on others, as A100s (jaxlib 0.10.2).
+LATENCY_HIDING_FLAG = "xla_gpu_enable_latency_hiding_scheduler"
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:

@@ -1,8 +1,10 @@
-"""What XLA is told where the processes of a job compile different programs."""
+"""What XLA is told: to hide latency, and where the processes of a job compile different programs."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+import autopar
+from autopar import recipes
 from autopar.cost_model.targets import load_target
+from autopar.ir.mesh import LATENCY_HIDING_FLAG
+from autopar.ir.verification import Overlap
 from autopar.runtime import source as sources
 from autopar.runtime.ahead import absent_gpus
 from autopar.runtime.placement import Array
@@ -18,6 +24,51 @@ from autopar.runtime.source import Source, compile_options
 from tests.h100 import needs_cuda_compiler
 
 pytestmark = needs_cuda_compiler
+
+
+def _square(gpus: Sequence[jax.Device]) -> Source:
+    sharding = NamedSharding(jax.sharding.Mesh(np.array(gpus), ("x",)), PartitionSpec())
+    array = Array((64, 64), jnp.dtype("float32"), sharding)
+    return Source("square", lambda x: (x @ x,), (array,), (array,), ())
+
+
+def test_latency_is_hidden_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = _square(absent_gpus(load_target("a100"), 1, 2))
+    assert compile_options(source, source.trace()) == {LATENCY_HIDING_FLAG: True}
+    monkeypatch.setenv("XLA_FLAGS", f"--{LATENCY_HIDING_FLAG}=false")
+    assert compile_options(source, source.trace()) == {}
+    source = _square(jax.devices()[:2])
+    assert compile_options(source, source.trace()) == {}
+
+
+def test_what_prices_count_on_is_hidden_on_a100s(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There XLA would hide next to nothing by itself."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            h = x
+            for w in params:
+                h = jnp.tanh(h @ w)
+            return (h.astype(jnp.float32) ** 2).mean()
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, jax.grad(loss)(params))
+
+    params = [jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)] * 6
+    x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
+    planned = autopar.parallelize(step, cluster=autopar.load_preset("dgx-a100"), batch_axes=(None, 0))
+    plan = planned.plan(params, x, method=recipes.zero(3, 1))
+    assert LATENCY_HIDING_FLAG in plan.report().to_text()
+
+    def overlap() -> Overlap:
+        [program] = plan.verify_with_xla().programs
+        return program.overlap
+
+    with_it = overlap()
+    assert with_it.hidden > 0.2 * with_it.communication
+    assert with_it.found == pytest.approx(with_it.hidden, rel=0.25)
+    monkeypatch.setenv("XLA_FLAGS", f"--{LATENCY_HIDING_FLAG}=false")
+    without = overlap()
+    assert without.found is not None and without.found < 0.5 * with_it.hidden
 
 
 def test_kernels_are_not_chosen_together_with_processes_that_compile_something_else(
@@ -30,9 +81,7 @@ def test_kernels_are_not_chosen_together_with_processes_that_compile_something_e
     assert options == {"xla_gpu_shard_autotuning": False}
     assert sources.compiler_options(gpus) == {}  # all have a part in the program
     assert sources.compiler_options(jax.devices()[:1]) == {}  # XLA for CPUs chooses nothing by trying
-    sharding = NamedSharding(jax.sharding.Mesh(np.array(gpus[:2]), ("x",)), PartitionSpec())
-    array = Array((64, 64), jnp.dtype("float32"), sharding)
-    source = Source("square", lambda x: (x @ x,), (array,), (array,), ())
-    assert compile_options(source, source.trace()) == options
+    source = _square(gpus[:2])
+    assert compile_options(source, source.trace()) == {LATENCY_HIDING_FLAG: True, **options}
     x = jax.ShapeDtypeStruct((64, 64), jnp.bfloat16, sharding=SingleDeviceSharding(gpus[0]))
     assert jax.jit(lambda x: x @ x).lower(x).compile(options) is not None  # XLA knows the name
