@@ -72,12 +72,12 @@ def beside_no_other(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManage
 
 
 def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
-    """What XLA has to be told to compile a program."""
+    """What XLA has to be told to compile a program; whoever names a flag in XLA_FLAGS has chosen."""
     devices = source.mesh.devices.flat
     options: dict[str, Any] = {}
     if devices[0].platform == "cpu":
         options = _SAFE_PRODUCTS if _widens_products(traced.jaxpr.jaxpr) else {}
-    elif LATENCY_HIDING_FLAG not in os.environ.get("XLA_FLAGS", ""):  # whoever names it there has chosen
+    elif devices[0].platform == "gpu" and LATENCY_HIDING_FLAG not in os.environ.get("XLA_FLAGS", ""):
         options = {LATENCY_HIDING_FLAG: True}
     return {**options, **compiler_options(devices)}
 
