@@ -72,7 +72,7 @@ def beside_no_other(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManage
 
 
 def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
-    """What XLA has to be told to compile a program; whoever names a flag in XLA_FLAGS has chosen."""
+    """What XLA has to be told to compile a program: to hide latency, too, unless XLA_FLAGS names the flag for it."""
     devices = source.mesh.devices.flat
     options: dict[str, Any] = {}
     if devices[0].platform == "cpu":

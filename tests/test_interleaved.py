@@ -76,7 +76,7 @@ TRAINED = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("method", "scan"), TRAINED)
 def test_training_is_that_of_one_device(method: autopar.Method, scan: bool) -> None:
     step = autopar.parallelize(train_step, method=method)

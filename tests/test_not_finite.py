@@ -67,7 +67,7 @@ def check(function: Callable[..., Any], x: np.ndarray, shape: tuple[int, ...], m
         assert close(a.astype(np.float32), b.astype(np.float32)), f"{a} instead of {b}"
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("value", [np.nan, -np.inf, *(pytest.param(x, marks=pytest.mark.slow) for x in (np.inf, 0.0))])
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_forward(name: str, value: float) -> None:

@@ -280,15 +280,13 @@ class Evaluator:
             return None
         finished = self._finished(layered, [((0, layered.num_layers), mesh)], pipeline, self.best.step_time)
         if finished is not None and finished[0].step_time < self.best.step_time:
-            self.best.estimate = pipeline.step_time
+            self.best.estimate = _error(finished[0], pipeline.step_time) * pipeline.step_time
         return finished
 
     def _note_estimates(self, plan: Plan, first: Pipeline | None, pipeline: Pipeline | None, on_groups: bool) -> None:
         """What the stage search thought of what will be the best plan; `first`: with few shapes of meshes."""
         estimate = math.inf if pipeline is None else pipeline.step_time
-        # One that turned out to be dear must not bar others that are not.
-        error = plan.step_time / estimate
-        error = error if error > 1 + DEAR else 1.0
+        error = _error(plan, estimate)
         if not on_groups:
             self.best.first_estimate = math.inf if first is None else error * first.step_time
         elif math.isfinite(self.best.first_estimate):
@@ -449,6 +447,12 @@ class _Oracle(StageOracle):
 
     def alike(self, start: int, size: int) -> Hashable:
         return self.evaluator.prices.group(start, size)
+
+
+def _error(plan: Plan, estimate: float) -> float:
+    """Of an estimate, if the plan turned out to be dear: then it must not bar others that are not."""
+    error = plan.step_time / estimate
+    return error if error > 1 + DEAR else 1.0
 
 
 def _is_dear(plan: Plan, estimate: float) -> bool:

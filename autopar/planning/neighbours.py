@@ -297,13 +297,17 @@ def other_shapes(state: State) -> Proposals:
         return exposed * seconds > (1 - LEAST_GAIN) * evaluator.best.step_time
 
     if is_vain(state.estimate):
-        return  # others are estimated to take no less
+        return  # others are estimated to take no less, or hardly
     m, cluster, here = plan.num_microbatches, space.cluster, plan.stages[0].mesh.shape
     shapes = space.shapes(cluster, 0, cluster.num_devices)
     meshes = [mesh_at(0, shape) for shape in shapes if shape != here]
+    expected: list[tuple[float, Mesh]] = []
+    for mesh in meshes:
+        evaluator.check_time()
+        expected.append((evaluator.seconds_on(m, mesh), mesh))
     in_vain = 0
-    for seconds, mesh in sorted(((evaluator.seconds_on(m, mesh), mesh) for mesh in meshes), key=lambda each: each[0]):
-        if in_vain == _IN_VAIN or is_vain(seconds):
+    for seconds, mesh in sorted(expected, key=lambda each: each[0]):
+        if in_vain == _IN_VAIN or seconds == math.inf or is_vain(seconds):
             return
         outcome = yield Proposal(Candidate(m, 1, mesh=mesh), seconds)
         in_vain = 0 if outcome.is_better else in_vain + 1

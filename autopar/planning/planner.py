@@ -98,6 +98,7 @@ class Planner:
     def better_on(self, mesh: Mesh, num_microbatches: int) -> Finished | None:
         """The plan of one stage on a mesh, if by what is known of it now it is quicker than the best, and it is."""
         with contextlib.suppress(OutOfTime, UserError):
+            self.evaluator.check_time()
             if self.evaluator.seconds_on(num_microbatches, mesh) < self.evaluator.best.estimate:
                 return self.evaluator.outcome(Candidate(num_microbatches, 1, mesh=mesh)).better
         return None

@@ -27,7 +27,7 @@ def _hiding(link: float) -> Cluster:
     return compiled_by(cluster, XLA_FOR_GPUS)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("link", [3e9, 3e10])
 def test_a_loop_hides_for_the_solver_what_it_hides_when_it_is_priced(link: float, remat: bool) -> None:
