@@ -53,6 +53,7 @@ class LoweredStep:
     loop_microbatches: int  # for which the programs of the loop run; the last may be in one program with the update
     homes: Mapping[Value, Port]  # graph input -> how it is stored on its home stage
     results: tuple[tuple[int, Port] | None, ...]  # per graph output: (stage, port); None for an input or a literal
+    xla: XlaBackend  # the compiler that it was priced for
 
 
 def assemble(
@@ -174,7 +175,7 @@ class _Assembly:
             number -= 1
         return LoweredStep(
             self.placed, self.rules, tuple(self.shardings), tuple(programs), tuple(self.crossings), number, self.homes,
-            tuple(self.results),
+            tuple(self.results), self.xla,
         )  # fmt: skip
 
     def _written(self, program: Program) -> LocalProgram:

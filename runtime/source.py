@@ -25,6 +25,7 @@ class Source:
     inputs: tuple[Array, ...]
     outputs: tuple[Array, ...]
     donated: tuple[int, ...]
+    hides_latency: bool  # whether the prices of its collectives count on kernels that run beside them
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
@@ -74,10 +75,11 @@ def beside_no_other(mesh: jax.sharding.Mesh) -> contextlib.AbstractContextManage
 def compile_options(source: Source, traced: Any) -> Mapping[str, Any]:
     """What XLA has to be told to compile a program: to hide latency, too, unless XLA_FLAGS names the flag for it."""
     devices = source.mesh.devices.flat
+    platform = devices[0].platform
     options: dict[str, Any] = {}
-    if devices[0].platform == "cpu":
-        options = _SAFE_PRODUCTS if _widens_products(traced.jaxpr.jaxpr) else {}
-    elif devices[0].platform == "gpu" and LATENCY_HIDING_FLAG not in os.environ.get("XLA_FLAGS", ""):
+    if platform == "cpu" and _widens_products(traced.jaxpr.jaxpr):
+        options = _SAFE_PRODUCTS
+    if platform == "gpu" and source.hides_latency and LATENCY_HIDING_FLAG not in os.environ.get("XLA_FLAGS", ""):
         options = {LATENCY_HIDING_FLAG: True}
     return {**options, **compiler_options(devices)}
 

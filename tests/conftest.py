@@ -3,8 +3,8 @@
 import contextlib
 import gc
 import os
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -65,27 +65,25 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = f"{flags} {os.environ.get('XLA_FLAGS', '')}".strip()
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
+    """All cases of a test, before any are chosen: of samples one in so many is kept, the others are slow."""
+    found = yield
+    if isinstance(found, list):
+        free = [case for case in found if not {"slow", "xla_defaults"} & {mark.name for mark in case.iter_markers()}]
+        for number, case in enumerate(free):
+            sampled = case.get_closest_marker("sampled")
+            if sampled is not None and number % sampled.args[0]:
+                case.add_marker("slow")
+    return found
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    _mark_what_is_left_out_of_samples(items)
     if not config.getoption("--xla-defaults"):
         return
     chosen = [item for item in items if item.get_closest_marker("xla_defaults")]
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
-
-
-def _mark_what_is_left_out_of_samples(items: list[pytest.Item]) -> None:
-    """As slow, before these are left out."""
-    numbers: Counter[str] = Counter()  # of cases, by test
-    for item in items:
-        sampled = item.get_closest_marker("sampled")
-        if sampled is None or item.get_closest_marker("slow") or item.get_closest_marker("xla_defaults"):
-            continue
-        test = item.nodeid.partition("[")[0]
-        if numbers[test] % sampled.args[0]:
-            item.add_marker("slow")
-        numbers[test] += 1
 
 
 @pytest.fixture

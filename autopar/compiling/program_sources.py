@@ -51,7 +51,7 @@ def write_sources(
     return [
         Source(
             local.program.name, emit(local, lowered.rules), arrays(local, local.inputs),
-            arrays(local, local.outputs, results=True), donated.get(index, ()),
+            arrays(local, local.outputs, results=True), donated.get(index, ()), lowered.xla.hides_latency,
         )
         for index, local in enumerate(lowered.programs)
     ]  # fmt: skip

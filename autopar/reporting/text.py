@@ -47,8 +47,7 @@ def report_parts(report: ReportRecord, max_rows: int | None) -> list[RenderableT
     else:
         parts += [_splits(report, details), Text()]
         if any(split.hidden for split in details.splits):
-            unless = "which autopar sets unless XLA_FLAGS has it"
-            parts += [Text(f"beside kernels: by XLA's flag {LATENCY_HIDING_FLAG}, {unless}"), Text()]
+            parts += [Text(f"beside kernels: by XLA's flag {LATENCY_HIDING_FLAG}"), Text()]
     parts += [_memory(report), Text()]
     if details is not None:
         parts += [_layers(details), Text(), *_operators(details, max_rows), Text(), *_links(details, max_rows), Text()]

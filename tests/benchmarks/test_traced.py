@@ -17,7 +17,6 @@ from benchmarks.sources import Sources
 from benchmarks.traced import trace
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("method", "reduce_dtype"), [(AUTO, None), (recipes.zero(3, 2), "float32")])
 def test_the_plan_is_the_one_that_users_get(method: Method, reduce_dtype: Any) -> None:
     config = gpt.GPTConfig(64, sequence_length=16, num_layers=2, width=32, num_heads=2, dropout=0.0)

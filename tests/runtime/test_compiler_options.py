@@ -26,14 +26,17 @@ from tests.h100 import needs_cuda_compiler
 pytestmark = needs_cuda_compiler
 
 
-def _square(gpus: Sequence[jax.Device]) -> Source:
+def _square(gpus: Sequence[jax.Device], hides_latency: bool = True) -> Source:
     sharding = NamedSharding(jax.sharding.Mesh(np.array(gpus), ("x",)), PartitionSpec())
     array = Array((64, 64), jnp.dtype("float32"), sharding)
-    return Source("square", lambda x: (x @ x,), (array,), (array,), ())
+    return Source("square", lambda x: (x @ x,), (array,), (array,), (), hides_latency)
 
 
-def test_latency_is_hidden_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = _square(absent_gpus(load_target("a100"), 1, 2))
+def test_latency_is_hidden_where_prices_count_on_it_unless_the_user_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = absent_gpus(load_target("a100"), 1, 2)
+    source = _square(gpus, hides_latency=False)
+    assert compile_options(source, source.trace()) == {}
+    source = _square(gpus)
     assert compile_options(source, source.trace()) == {LATENCY_HIDING_FLAG: True}
     monkeypatch.setenv("XLA_FLAGS", f"--{LATENCY_HIDING_FLAG}=false")
     assert compile_options(source, source.trace()) == {}
