@@ -107,19 +107,26 @@ def _section(suite: Suite, result: Mapping[str, Any] | None, sources: Sources) -
 
 def _row(name: str, bar: Mapping[str, Any]) -> str:
     verdict = "" if bar["limit"] is None else "holds" if bar["holds"] else "**broken**"
-    cells = (
-        name.replace("_", " "), _number(bar["value"], bar.get("unit")), _number(bar["limit"], bar.get("unit"), ""),
-        verdict, bar.get("n", ""), bar.get("sample", ""),
-    )  # fmt: skip
+    limit = "" if bar["limit"] is None else _number(bar["limit"], bar.get("unit"))
+    cells = name.replace("_", " "), _value(bar), limit, verdict, bar.get("n", ""), bar.get("sample", "")
     return f"| {' | '.join(map(str, cells))} |\n"
 
 
-def _number(value: float | None, unit: str | None, nothing: str = "none") -> str:
-    if value is None:  # as a value: NaN or infinity
-        return nothing
+def _value(bar: Mapping[str, Any]) -> str:
+    """With as many digits as tell it from its limit."""
+    value, limit, unit = bar["value"], bar["limit"], bar.get("unit")
+    if value is None:
+        return "none"  # NaN or infinity
+    digits = 4
+    while limit not in (None, value) and _number(value, unit, digits) == _number(limit, unit, digits):
+        digits += 1
+    return _number(value, unit, digits)
+
+
+def _number(number: float, unit: str | None, digits: int = 4) -> str:
     if unit == "%":
-        return f"{100 * value:.3g} %"
-    return f"{value:.4g}" + (f" {unit}" if unit else "")
+        return f"{100 * number:.{digits - 1}g} %"
+    return f"{number:.{digits}g}" + (f" {unit}" if unit else "")
 
 
 def _duration(seconds: float) -> str:

@@ -68,6 +68,18 @@ At 04a1148, 2026-11-24, in 7 minutes, on 2 cores of AMD EPYC with jax 0.10.2 and
     )
 
 
+def test_a_figure_is_told_from_its_limit(checkout: pathlib.Path) -> None:
+    bars: dict[str, dict[str, Any]] = {
+        "ratio": {"value": 1.000464, "limit": 1.0, "holds": False},
+        "at_the_limit": {"value": 1.0, "limit": 1.0, "holds": True},
+        "share": {"value": 0.0999996, "limit": 0.1, "holds": True, "unit": "%"},
+    }
+    text = written(checkout, recorded(checkout, **bars))
+    assert "| ratio | 1.0005 | 1 | **broken** |" in text
+    assert "| at the limit | 1 | 1 | holds |" in text
+    assert "| share | 9.99996 % | 10 % | holds |" in text
+
+
 def test_a_changed_source_makes_the_page_old(checkout: pathlib.Path) -> None:
     found = recorded(checkout)
     before = written(checkout, found)
