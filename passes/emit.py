@@ -31,7 +31,15 @@ from autopar.passes.collectives import (
     send,
     take_piece,
 )
-from autopar.passes.intra_op.strategies import Kept, combined_axes, kept_operands, kept_results, pieces, splitting_axes
+from autopar.passes.intra_op.strategies import (
+    Kept,
+    combined_axes,
+    kept_operands,
+    kept_results,
+    pieces,
+    scatters,
+    splitting_axes,
+)
 
 # The operations for which there is an all-reduce, and whether it is of the largest. Booleans go as bytes, for which
 # "and" is the smallest and "or" the largest.
@@ -58,13 +66,14 @@ class SpaceLocal(Local):
     halos: Halos
     kept_operands: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
     kept_results: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
+    scatters: frozenset[int] = frozenset()  # see `is_gathered`
 
     @staticmethod
     def of(rule: Rule, assignment: AxisAssignment, mesh: Mesh, halos: Halos) -> SpaceLocal:
         cut = pieces(rule, assignment, mesh)
         axes = {f: splitting_axes(rule, f, assignment, mesh) for f in cut}
         kept = kept_operands(rule, assignment, mesh), kept_results(rule, assignment, mesh)
-        return SpaceLocal(rule, cut, axes, mesh, halos, *kept)
+        return SpaceLocal(rule, cut, axes, mesh, halos, *kept, scatters(rule, assignment, mesh))
 
     def size(self, factor: int) -> int:
         return self.rule.factors[factor] // self.cut.get(factor, 1)
@@ -97,6 +106,9 @@ class SpaceLocal(Local):
     def gather(self, operand: int, x: Any) -> Any:
         kept = self.kept_operands.get(operand)
         return x if kept is None else all_gather(x, kept.axes, x.ndim + kept.dim)
+
+    def is_gathered(self, index: int) -> bool:
+        return index in self.scatters
 
     def scatter(self, result: int, x: Any) -> Any:
         kept = self.kept_results.get(result)

@@ -69,6 +69,10 @@ class Local(Protocol):
         """A round's slice of an operand, whole; see `Gathering`."""
         return x
 
+    def is_gathered(self, index: int) -> bool:
+        """Whether the piece is one of this `Scattering`, by its number in `Rule.gatherings`."""
+        return False
+
     def scatter(self, result: int, x: Any) -> Any:
         """A round's slice of a result, as it is kept; see `Gathering`."""
         return x
@@ -141,6 +145,9 @@ class InnerSum:
     sum_itemsize: int  # .. and while it is added up
     held: frozenset[int]  # factors whose pieces it is cut into
     times: int
+    kind: Literal["sum", "scatter", "gather"] = "sum"  # each piece takes a part of it; or nothing is added up
+    within: Gathered | None = None  # the scattering in which alone it is needed
+    without: Gathered | None = None  # .. in which it is not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,6 +170,22 @@ class Gathering:
     operands: tuple[RoundSlice, ...]
     results: tuple[RoundSlice, ...]
     times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Scattering:
+    """A further way to split a factor of a loop with sums: these are scattered, and what follows is kept in pieces.
+
+    That is sequence parallelism (Korthikanti et al. 2022). The pieces are gathered where the factor's own equations
+    need the whole.
+    """
+
+    factor: int
+    operands: tuple[tuple[int, int], ...]  # those that come in pieces: position, dimension
+    results: tuple[tuple[int, int], ...]
+    partial_sums: frozenset[int]  # results that are these, by position
+    units: int  # into how many pieces it can be cut at most; others must divide it
+    apart: frozenset[int]  # factors that no axis can split beside it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,7 +217,7 @@ class Round:
 LiveSet = tuple[tuple[int, frozenset[int | Gathered]], ...]
 
 
-Side = tuple[float, frozenset[int]]  # a size, and the factors that cut it
+Side = tuple[float, frozenset[int | Gathered]]  # a size, and the factors and scatterings that cut it
 
 
 class Sides(NamedTuple):
@@ -212,7 +235,7 @@ class Sides(NamedTuple):
         return self[:4]
 
 
-def product_sizes(sides: Sides | None, split: Mapping[int, int]) -> ProductSizes | None:
+def product_sizes(sides: Sides | None, split: Mapping[Any, int]) -> ProductSizes | None:
     """The sizes of one piece of a product, with some factors cut in so many pieces; None if it is no product."""
     if sides is None:
         return None
@@ -225,7 +248,7 @@ class BodyKernel:
     """What one equation of a body does in all rounds, on whole arrays."""
 
     flops: float
-    held: frozenset[int]  # factors that cut them
+    held: frozenset[int | Gathered]  # factors that cut them, and scatterings
     # Bytes through memory, and what cuts them: factors, and gatherings that keep them in pieces.
     traffic: tuple[tuple[float, frozenset[int | Gathered]], ...]
     sides: Sides | None  # of a product, in one round
@@ -237,7 +260,7 @@ class BodyKernel:
     plain_attention: bool = False  # it reads or writes all scores of an attention
     # Bytes through memory beyond `traffic`, since partial sums are wider, the factors that cut them, and those over
     # whose pieces they are partial sums.
-    widened: tuple[tuple[float, frozenset[int], frozenset[int]], ...] = ()
+    widened: tuple[tuple[float, frozenset[int | Gathered], frozenset[int | Gathered]], ...] = ()
     widens: bool = False  # its result has more bytes an element than what it is made of
 
     def moved(self, split: Mapping[int | Gathered, int]) -> float:
@@ -251,7 +274,7 @@ class BodyKernel:
         """Whether a result has more bytes an element, be it as a partial sum."""
         return self.widens or any(True for _ in self._widened(split))
 
-    def _widened(self, split: Mapping[int | Gathered, int]) -> Iterator[tuple[float, frozenset[int]]]:
+    def _widened(self, split: Mapping[int | Gathered, int]) -> Iterator[tuple[float, frozenset[int | Gathered]]]:
         for nbytes, held, partial in self.widened:
             if any(split.get(f, 1) > 1 for f in partial):
                 yield nbytes, held
@@ -332,7 +355,7 @@ class Rule:
     unaffected: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)  # factor -> results alike on all
     sums: tuple[InnerSum, ...] = ()
     kernels: tuple[BodyKernel, ...] = ()
-    gatherings: tuple[Gathering, ...] = ()
+    gatherings: tuple[Gathering | Scattering, ...] = ()
     live_sets: tuple[LiveSet, ...] = ()  # when most of what one round makes for itself is live
     round: Round | None = None  # of a loop; of a `while` as if it went round once
     hints: tuple[Hinted, ...] = ()
@@ -360,7 +383,7 @@ class Rule:
         """Size of the iteration space."""
         return math.prod(self.factors)
 
-    def work(self, split: Mapping[int, int]) -> float:
+    def work(self, split: Mapping[Any, int]) -> float:
         """FLOPs of one piece, with some factors cut in so many pieces."""
         if self.kernels:
             return sum(k.flops / math.prod(split.get(f, 1) for f in k.held) for k in self.kernels)
@@ -449,7 +472,8 @@ class Rule:
 
     def communicates(self, factor: int) -> bool:
         """Whether the pieces of a factor need something of one another while they are computed."""
-        communicating: list[InnerSum | Halo | ContextParallel] = [*self.sums, *self.halos, *self.contexts]
+        sums = [each for each in self.sums if each.within is None]
+        communicating: list[InnerSum | Halo | ContextParallel] = [*sums, *self.halos, *self.contexts]
         return any(each.factor == factor for each in communicating)
 
     def is_extreme(self, factor: int) -> bool:

@@ -14,7 +14,7 @@ import numpy as np
 from autopar.ir.graph import BatchDim, Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
-from autopar.ir.rule import DimMap, Rule
+from autopar.ir.rule import DimMap, Gathering, Rule
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import AxisAssignment, Gathered, Partial
 from autopar.passes.intra_op.stage import most_pieces
@@ -172,7 +172,7 @@ def _recipe_limits(
             if axis in method.data_axes:
                 if factor not in factors and any(f in can for f in factors):
                     return False  # examples are split wherever they can be
-                gathering = any(way.factor == factor for way in rule.gatherings)
+                gathering = any(isinstance(way, Gathering) and way.factor == factor for way in rule.gatherings)
                 if gathering and not free and isinstance(choice, Gathered) != (zero == 3):
                     return False  # parameters are gathered layer by layer just where they are kept in pieces
                 if factor is not None and factor not in factors and (factors or (not varies and zero < least_zero)):

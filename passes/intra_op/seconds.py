@@ -135,9 +135,9 @@ class StrategySeconds:
 
     def _body(self, rule: Rule, cut: Sequence[Mapping[Any, int]]) -> Any:
         """Every kernel of a body, in all rounds; `cut`: see `cut_and_gathered`."""
-        shares: dict[frozenset[int], Any] = {}
+        shares: dict[frozenset[Any], Any] = {}
 
-        def share(held: frozenset[int]) -> Any:
+        def share(held: frozenset[Any]) -> Any:
             if held not in shares:
                 shares[held] = np.array([1 / math.prod(split.get(f, 1) for f in held) for split in cut])
             return shares[held]

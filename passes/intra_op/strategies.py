@@ -14,7 +14,7 @@ import numpy as np
 from autopar.ir.graph import Equation, Value
 from autopar.ir.local import LocalKernel, LocalRound, LocalStep
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import DimMap, Halo, InnerSum, Rule, halo_hops, product_sizes
+from autopar.ir.rule import DimMap, Halo, InnerSum, Rule, Scattering, halo_hops, product_sizes
 from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import REPLICATED, AxisAssignment, AxisChoice, Gathered, Partial, Split
 from autopar.passes.collectives import moved_axes, shift, sum_kinds
@@ -104,9 +104,33 @@ def enumerate_assignments(rule: Rule, mesh: Mesh, partial_sums: frozenset[int]) 
         if all(rule.factors[f] % n == 0 for f, n in pieces(rule, assignment, mesh).items()):
             sets = {choice for choice in assignment if isinstance(choice, Partial)}
             # Pieces of a reduced factor are partial sums only if the rule sums; mixing two linear sets is pointless.
-            if len(sets) <= 1:
+            if len(sets) <= 1 and _can_scatter(rule, assignment, mesh):
                 assignments.append(assignment)
     return tuple(assignments)
+
+
+def _can_scatter(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> bool:
+    """Whether all that splits the factor of a scattering does it by that, and its pieces can be so many."""
+    for _, way, axes in _scattered(rule, assignment, mesh):
+        split = factor_by_axis(rule, assignment, mesh)
+        others = {f for axis, f in split.items() if axis not in axes and mesh.axis_size(axis) > 1}
+        if way.units % math.prod(map(mesh.axis_size, axes)) or way.factor in others or others & way.apart:
+            return False
+    return True
+
+
+def _scattered(
+    rule: Rule, assignment: AxisAssignment, mesh: Mesh
+) -> Iterator[tuple[Gathered, Scattering, tuple[str, ...]]]:  # fmt: skip
+    """The scatterings that axes of several devices take, each with these axes, major first."""
+    for k, way in enumerate(rule.gatherings):
+        if isinstance(way, Scattering) and (axes := _axes_of(Gathered(k), assignment, mesh)):
+            yield Gathered(k), way, axes
+
+
+def _axes_of(choice: AxisChoice, assignment: AxisAssignment, mesh: Mesh) -> tuple[str, ...]:
+    """The axes of several devices with this choice, major first."""
+    return tuple(a for a, c in zip(mesh.axes, assignment, strict=True) if c == choice and mesh.axis_size(a) > 1)
 
 
 def can_sum(rule: Rule) -> bool:
@@ -167,16 +191,16 @@ def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) ->
     """In pieces along the first dimension after that of the rounds which nothing cuts and the pieces divide."""
     kept: dict[int, Kept] = {}
     split = factor_by_axis(rule, assignment, mesh) if rule.gatherings else {}
+    lie = _operands_lie if kind == "all_gather" else _results_lie
     for k, way in enumerate(rule.gatherings):
-        choice = Gathered(k)
-        axes = tuple(a for a, c in zip(mesh.axes, assignment, strict=True) if c == choice and mesh.axis_size(a) > 1)
-        count = math.prod(mesh.axis_size(axis) for axis in axes)
-        if count == 1:
+        axes = _axes_of(Gathered(k), assignment, mesh)
+        if isinstance(way, Scattering) or not axes:
             continue
+        count = math.prod(mesh.axis_size(axis) for axis in axes)
         slices, maps = (way.operands, rule.inputs) if kind == "all_gather" else (way.results, rule.outputs)
         for s in slices:
             dims = maps[s.position]
-            cut = _lay(dims, split)
+            cut = lie(rule, assignment, mesh, s.position, split)
             sizes = [math.prod(rule.factors[f] for f in dim) for dim in dims]
             free = (d for d in range(1, len(dims)) if not cut[d] and sizes[d] % count == 0)
             dim = next(free, None)
@@ -185,6 +209,32 @@ def _kept(rule: Rule, assignment: AxisAssignment, mesh: Mesh, kind: StepKind) ->
                 collective = Collective(kind, axes, s.nbytes // tiles) if s.nbytes else None
                 kept[s.position] = Kept(dim - len(dims), axes, collective, way.times)
     return kept
+
+
+def _operands_lie(
+    rule: Rule, assignment: AxisAssignment, mesh: Mesh, position: int, split: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...]:  # fmt: skip
+    """By dimension the axes that cut an operand, but for those over which rounds gather it."""
+    ways = [(way.operands, axes) for _, way, axes in _scattered(rule, assignment, mesh)]
+    return _with_scattered(_lay(rule.inputs[position], split), position, ways)
+
+
+def _results_lie(
+    rule: Rule, assignment: AxisAssignment, mesh: Mesh, position: int, split: Mapping[str, int]
+) -> tuple[tuple[str, ...], ...]:  # fmt: skip
+    ways = [(way.results, axes) for _, way, axes in _scattered(rule, assignment, mesh)]
+    return _with_scattered(_lay(rule.outputs[position], split), position, ways)
+
+
+def _with_scattered(
+    dims: tuple[tuple[str, ...], ...], position: int,
+    ways: Iterable[tuple[Iterable[tuple[int, int]], tuple[str, ...]]],
+) -> tuple[tuple[str, ...], ...]:  # fmt: skip
+    """`ways`: the dimensions that are cut, each after the position of its array, with the axes over which they are."""
+    for lying, axes in ways:
+        cut = {dim for at, dim in lying if at == position}
+        dims = tuple((*along, *axes) if dim in cut else along for dim, along in enumerate(dims))
+    return dims
 
 
 def _with_kept(dims: tuple[tuple[str, ...], ...], kept: Kept | None) -> tuple[tuple[str, ...], ...]:
@@ -198,7 +248,7 @@ def operand_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tup
     """What each operand must be; literals get the sharding of a scalar."""
     shardings = []
     kept, split = kept_operands(rule, assignment, mesh), factor_by_axis(rule, assignment, mesh)
-    for position, dims in enumerate(rule.inputs):
+    for position in range(len(rule.inputs)):
         partial = tuple(
             sorted(
                 axis
@@ -206,7 +256,8 @@ def operand_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tup
                 if isinstance(choice, Partial) and position in rule.linear[choice.linear_set]
             )
         )
-        shardings.append(Sharding(_with_kept(_lay(dims, split), kept.get(position)), partial))
+        laid = _operands_lie(rule, assignment, mesh, position, split)
+        shardings.append(Sharding(_with_kept(laid, kept.get(position)), partial))
     return tuple(shardings)
 
 
@@ -215,10 +266,14 @@ def result_shardings(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> tupl
     shardings = []
     kept, split = kept_results(rule, assignment, mesh), factor_by_axis(rule, assignment, mesh)
     linear = [axis for axis, choice in zip(mesh.axes, assignment, strict=True) if isinstance(choice, Partial)]
-    for k, dims in enumerate(rule.outputs):
-        scattered = kept[k].axes if k in kept else ()
-        summed = [axis for axis, f in split.items() if axis not in scattered and rule.is_partial_sum(f, k)]
-        shardings.append(Sharding(_with_kept(_lay(dims, split), kept.get(k)), tuple(sorted(linear + summed))))
+    scattered = [*_scattered(rule, assignment, mesh)]
+    over = {axis for _, _, axes in scattered for axis in axes}
+    for k in range(len(rule.outputs)):
+        made = over.union(kept[k].axes if k in kept else ())
+        summed = [axis for axis, f in split.items() if axis not in made and rule.is_partial_sum(f, k)]
+        summed += [axis for _, way, axes in scattered if k in way.partial_sums for axis in axes]
+        laid = _with_kept(_results_lie(rule, assignment, mesh, k, split), kept.get(k))
+        shardings.append(Sharding(laid, tuple(sorted(linear + summed))))
     return tuple(shardings)
 
 
@@ -250,10 +305,15 @@ def inner_collectives(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Ite
 def _summing(rule: Rule, total: InnerSum, assignment: AxisAssignment, mesh: Mesh) -> list[Collective]:
     """What one sum in the body of an equation sends, one after the other."""
     axes = splitting_axes(rule, total.factor, assignment, mesh)
-    if not axes:
+    scattered = {choice for choice, _, _ in _scattered(rule, assignment, mesh)} if rule.gatherings else ()
+    if not axes or total.without in scattered or (total.within is not None and total.within not in scattered):
         return []
     cut = pieces(rule, assignment, mesh)
     size = total.size // math.prod(cut.get(f, 1) for f in total.held)
+    if total.kind == "gather":
+        return [Collective("all_gather", axes, size * total.itemsize)]
+    if total.kind == "scatter":
+        return [Collective("reduce_scatter", axes, size * total.sum_itemsize)]
     count = math.prod(mesh.axis_size(axis) for axis in axes)
     kinds = sum_kinds(size, total.itemsize, total.sum_itemsize, count)
     return [Collective(kind, axes, size * itemsize) for kind, itemsize in kinds]
@@ -266,7 +326,7 @@ def local_round(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> LocalRoun
     """
     if rule.round is None:
         return None
-    cut = pieces(rule, assignment, mesh)
+    cut = cut_and_gathered(rule, assignment, mesh)
     operands, results = kept_operands(rule, assignment, mesh), kept_results(rule, assignment, mesh)
     steps = []
     for step in rule.round.steps:
@@ -357,6 +417,11 @@ def exchanges(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> Iterator[Ex
 def temporaries(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> float:
     """Most bytes that the body of an equation holds at once on one device, beyond operands and results."""
     return rule.temporaries(cut_and_gathered(rule, assignment, mesh))
+
+
+def scatters(rule: Rule, assignment: AxisAssignment, mesh: Mesh) -> frozenset[int]:
+    """The scatterings that axes take, by number."""
+    return frozenset(choice.index for choice, _, _ in _scattered(rule, assignment, mesh))
 
 
 def splitting_axes(rule: Rule, factor: int, assignment: AxisAssignment, mesh: Mesh) -> tuple[str, ...]:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from autopar.errors import InternalError
 from autopar.ir.context import Pairs
-from autopar.ir.graph import Equation, Literal, Value
+from autopar.ir.graph import BatchDim, Equation, Literal, Value
 from autopar.ir.rule import Local, Rule, emit_piece
 from autopar.ir.sharding import StepKind
-from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
+from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut, is_gathered
 from autopar.passes.rules.split import Split, check_position, slice_units
 from autopar.tracing.build import live_equations
 
@@ -26,10 +26,15 @@ class Piece:
     cut: BodyCut
     factor: int  # the cut's factor in the rule of the whole
     local: Local
+    sums: BodyCut | None = None  # that with the factor, if this one is between its sums; see `ScatteredCut`
 
     @property
     def count(self) -> int:
-        return self.cut.units // self.local.size(self.factor)
+        return (self.cut if self.sums is None else self.sums).units // self.local.size(self.factor)
+
+    def gathers(self, eqn: Equation, v: Value) -> bool:
+        """Whether an equation needs a value whole that comes in pieces."""
+        return self.sums is not None and is_gathered(eqn, v, self.sums, self.cut)
 
     def index(self) -> Any:
         """int32 scalar, traced; of pieces that are consecutive, so that it says where they lie."""
@@ -104,6 +109,8 @@ def evaluate(
         define(v, x)
     values.update({v: jnp.asarray(c) if not v.is_key else c for v, c in body.constants.items()})
     totals: dict[tuple[Value, tuple[int, ...]], Any] = {}
+    gathered: dict[tuple[Value, tuple[int, ...]], Any] = {}
+    between = {piece.factor: piece for piece in pieces if piece.sums is not None}
 
     def adding(v: Value) -> tuple[Piece, ...]:
         """The pieces whose values of `v` are partial sums."""
@@ -114,9 +121,24 @@ def evaluate(
         if key not in totals:
             x = values[v]
             for piece in over:
-                x = piece.local.total(piece.factor, x, v)
+                lies = between[piece.factor].cut.states.get(v) if piece.factor in between else None
+                if isinstance(lies, BatchDim):
+                    wide = x.astype(v.accumulator_dtype)
+                    x = piece.local.send(piece.factor, wide, "reduce_scatter", lies.dim)
+                else:
+                    x = piece.local.total(piece.factor, x, v)
             totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
         return totals[key]
+
+    def whole(v: Value, x: Any, over: tuple[Piece, ...]) -> Any:
+        key = (v, tuple(p.factor for p in over))
+        if key not in gathered:
+            for piece in over:
+                lies = piece.cut.states[v]
+                assert isinstance(lies, BatchDim)
+                x = piece.local.send(piece.factor, x, "all_gather", lies.dim)
+            gathered[key] = x
+        return gathered[key]
 
     def on_first(x: Any, over: Sequence[Piece]) -> Any:
         for piece in over:
@@ -130,6 +152,8 @@ def evaluate(
             return v.value if not first else on_first(jnp.asarray(v.value, v.dtype), first)
         summed = tuple(p for p in adding(v) if eqn.id not in p.cut.passing)
         x = total(v, summed)
+        if gathering := tuple(piece for piece in between.values() if piece.gathers(eqn, v)):
+            x = whole(v, x, gathering)
         for piece in pieces:
             batch = piece.cut.slices.get((eqn.id, position))
             if batch is not None:

@@ -38,7 +38,7 @@ class LoopLayout:
 
 
 def live_sets_of(
-    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, gatherings: Sequence[Gathering]
+    body: Body, numbered: Numbered, layout: LoopLayout, gatherings: Sequence[Gathering]
 ) -> tuple[LiveSet, ...]:  # fmt: skip
     """When most bytes of what a round makes are live, in whole sizes, once for each of a few stretches of it."""
     in_pieces = {
@@ -103,24 +103,39 @@ def live_sets_of(
         for buffer, (first, last) in schedule.ranges.items():
             if first <= at <= last and isinstance(held_value := told.values[buffer], Value):
                 piece = [in_pieces[held_value]] if held_value in in_pieces else []
-                held_here[cut_by(held_value, numbered).union(piece)] += held_value.nbytes
+                held_here[_held(body, held_value, numbered).union(piece)] += held_value.nbytes
         now = tuple((nbytes, factors) for factors, nbytes in held_here.items())
         first_made: Any = told.values[schedule.order[at].makes[0]]
         live_sets += [(*now, *live_set) for live_set in inner.get(first_made, [()])]
     return tuple(live_sets)
 
 
-def cut_by(v: Value, numbered: Sequence[tuple[int, BodyCut]]) -> frozenset[int]:
-    """The factors that cut a value of the body."""
+# The cuts of a body, each with its factor in the loop's rule, or with the scattering between whose sums it is.
+Numbered = Sequence[tuple[int | Gathered, BodyCut]]
+
+
+def cut_by(v: Value, numbered: Numbered) -> frozenset[int | Gathered]:
+    """The factors that cut a value of the body, and the scatterings."""
     return frozenset(f for f, cut in numbered if isinstance(cut.states.get(v), BatchDim))
 
 
-def outer_factors(held: Collection[int | Gathered], splits: Mapping[int, int]) -> frozenset[int]:
+def _for(e: Equation, numbered: Numbered) -> Numbered:
+    """Without the scatterings that gather what the equation reads."""
+    return [(f, cut) for f, cut in numbered if isinstance(f, int) or e.id in cut.splits or e.id in cut.passing]
+
+
+def _held(body: Body, v: Value, numbered: Numbered) -> frozenset[int | Gathered]:
+    """What cuts a value in memory, where scatterings that gather it do not."""
+    readers = [e for e, _ in body.readers.get(v, ())]
+    return cut_by(v, [(f, cut) for f, cut in numbered if all((f, cut) in _for(e, [(f, cut)]) for e in readers)])
+
+
+def outer_factors(held: Collection[int | Gathered], splits: Mapping[Any, int]) -> frozenset[Any]:
     """The outer factors, each with the inner one that it splits, of a body in a body."""
     return frozenset(f for f, inner in splits.items() if inner in held)
 
 
-def _outer_sides(sides: Sides | None, splits: Mapping[int, int]) -> Sides | None:
+def _outer_sides(sides: Sides | None, splits: Mapping[Any, int]) -> Sides | None:
     if sides is None:
         return None
     batch, rows, columns, depth = ((size, outer_factors(held, splits)) for size, held in sides.each)
@@ -136,14 +151,14 @@ def unit_of(kernels: Sequence[BodyKernel]) -> Unit:
 
 
 def kernels_of_rounds(
-    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: float,
+    body: Body, numbered: Numbered, layout: LoopLayout, times: float,
     gatherings: Sequence[Gathering] = (),
 ) -> list[PlacedKernel]:  # fmt: skip
     """Every equation of the body, with what goes through memory; fused ones of a kind as one, which is nowhere."""
     traffic = body.traffic
     plain = plain_attention(body.equations, body.rules)
     kernels: list[PlacedKernel] = []
-    fused: dict[tuple[frozenset[int], str], float] = defaultdict(float)
+    fused: dict[tuple[frozenset[int | Gathered], str], float] = defaultdict(float)
     ways = [(Gathered(k), layout.stacked_in[s.position]) for k, way in enumerate(gatherings) for s in way.operands]
     # What is made before it is gathered, and what is made as a piece of that.
     before: dict[Operand, Gathered] = {v: gathering for gathering, path in ways for v in path[:-1]}
@@ -154,8 +169,9 @@ def kernels_of_rounds(
         if rule.kernels:
             kernels += [(_renamed(kernel, splits, times), e.id) for kernel in rule.kernels]
             continue
+        reading = _for(e, numbered)
         moved = tuple(
-            (times * nbytes, _cut_or_kept(v, numbered, before if v not in e.outputs else {**before, **gathered}))
+            (times * nbytes, _cut_or_kept(v, reading, before if v not in e.outputs else {**before, **gathered}))
             for v, nbytes in moved_values(e, traffic[e.id])
         )
         sides = _outer_sides(rule.sides, splits)
@@ -173,7 +189,7 @@ def kernels_of_rounds(
                 rule.pooling,
                 times,
                 e.id in plain,
-                _widened(e, traffic[e.id], numbered, times),
+                _widened(e, traffic[e.id], reading, times),
                 sides is not None and _widens(e),
             )
             kernels.append((kernel, e.id))
@@ -192,8 +208,8 @@ def _widens(product: Equation) -> bool:
 
 
 def _widened(
-    e: Equation, traffic: Traffic, numbered: Sequence[tuple[int, BodyCut]], times: float
-) -> tuple[tuple[float, frozenset[int], frozenset[int]], ...]:
+    e: Equation, traffic: Traffic, numbered: Numbered, times: float
+) -> tuple[tuple[float, frozenset[int | Gathered], frozenset[int | Gathered]], ...]:
     """See `BodyKernel`: of what it makes, and of what it reads before that is summed."""
     widened = []
     for v, nbytes in moved_values(e, traffic):
@@ -205,7 +221,7 @@ def _widened(
 
 
 def _cut_or_kept(
-    v: Value, numbered: Sequence[tuple[int, BodyCut]], kept: Mapping[Operand, Gathered]
+    v: Value, numbered: Numbered, kept: Mapping[Operand, Gathered]
 ) -> frozenset[int | Gathered]:  # fmt: skip
     return cut_by(v, numbered).union([kept[v]] if v in kept else [])
 
@@ -229,7 +245,7 @@ def _stacked(body: Body, layout: LoopLayout) -> list[tuple[Value, int, int]]:
     return taken + [(v, 3, 1) if v in read else (v, 1, 0) for v in outputs]
 
 
-def _renamed(kernel: BodyKernel, splits: Mapping[int, int], times: float) -> BodyKernel:
+def _renamed(kernel: BodyKernel, splits: Mapping[Any, int], times: float) -> BodyKernel:
     """A kernel of a body in a body, in the outer one's factors."""
     traffic = tuple((times * nbytes, outer_factors(held, splits)) for nbytes, held in kernel.traffic)
     sides = _outer_sides(kernel.sides, splits)

@@ -25,26 +25,34 @@ from autopar.ir.rule import (
     Hinted,
     InnerSum,
     Local,
-    RoundSlice,
     Rule,
+    Scattering,
     bind,
 )
 from autopar.ir.same import Signature, program_signature
+from autopar.ir.strategy import Gathered
 from autopar.passes.collectives import extreme_itemsize
 from autopar.passes.rules.building import Factors, RuleBuilder, replicated
 from autopar.passes.rules.evaluate import Piece, evaluate
-from autopar.passes.rules.loop_kernels import LoopLayout, kernels_of_rounds, live_sets_of, outer_factors, unit_of
+from autopar.passes.rules.gatherings import communicating, find_gatherings, scattering_of, with_scattered
+from autopar.passes.rules.loop_kernels import (
+    LoopLayout,
+    Numbered,
+    kernels_of_rounds,
+    live_sets_of,
+    outer_factors,
+    unit_of,
+)
 from autopar.passes.rules.nested import find_cuts, gathering_path, make_body
 from autopar.passes.rules.propagation import PARTIAL, Body, BodyCut
 from autopar.passes.rules.random import is_partitionable
 from autopar.passes.rules.rounds import SumPlace, round_of
+from autopar.passes.rules.scattered import ScatteredCut, find_scattered
 from autopar.tracing.axis_collectives import scan_counts
 from autopar.tracing.build import Builder, live_equations
 
 Run = Callable[[Local, Sequence[Piece], Equation, Sequence[Any]], Sequence[Any]]  # operands -> results
 Each = Callable[[Sequence[Piece], Sequence[Any]], Sequence[Callable[[], Sequence[Any]]]]  # what each branch computes
-
-_SMALL = 0.01  # of what a round's slices hold together: biases and scales, which are not worth a collective each
 
 
 class LoopRules:
@@ -69,7 +77,7 @@ class LoopRules:
     def scan(self, eqn: Equation) -> Rule:
         p = eqn.params
         consts, carries = scan_counts(p)
-        body, cuts, stacked_in = self._scan_bodies(
+        body, cuts, stacked_in, scattered = self._scan_bodies(
             program_signature(p["jaxpr"]), consts, carries, least_sum_bytes((), [eqn]), is_partitionable()
         )
         everything = range(len(body.outputs))
@@ -96,7 +104,7 @@ class LoopRules:
 
         stacked_out = range(carries, len(body.outputs))
         layout = LoopLayout(tuple(range(len(body.inputs))), tuple(everything), stacked_in, stacked_out, p["length"])
-        return _rule(eqn, body, cuts, layout, run, p["length"])
+        return _rule(eqn, body, cuts, layout, run, p["length"], scattered=scattered)
 
     def while_(self, eqn: Equation) -> Rule:
         p = eqn.params
@@ -143,8 +151,8 @@ class LoopRules:
 
     def _scan_body(
         self, program: Signature[Any], consts: int, carries: int, sum_bytes: int, partitionable: bool
-    ) -> tuple[Body, list[BodyCut], dict[int, tuple[Value, ...]]]:
-        """Also each stacked input's way to where it is gathered if it comes in pieces.
+    ) -> tuple[Body, list[BodyCut], dict[int, tuple[Value, ...]], ScatteredCut | None]:
+        """Also each stacked input's way to where it is gathered if it comes in pieces, and sequence parallelism.
 
         `partitionable`: the rules in the body depend on it.
         """
@@ -159,7 +167,13 @@ class LoopRules:
         )
         cuts = find_cuts(body)
         stacked = range(consts + carries, len(body.inputs))
-        return body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked}
+        # Of the cut that splits most, where there are several with sums: a mesh axis takes but one.
+        by_work = sorted(cuts, key=lambda cut: -sum(body.flops(body.by_id[e]) for e in cut.splits))
+        scattered = (find_scattered(body, cut, stacked) for cut in by_work)
+        return (
+            body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked},
+            next((way for way in scattered if way is not None), None),
+        )  # fmt: skip
 
     def _while_body(
         self, condition: Any, body: Any, of_condition: int, of_body: int, sum_bytes: int
@@ -181,7 +195,7 @@ class LoopRules:
         whole = () if mapped else (carries,)
         made = make_body(avals, parts, self._rule_of, carried=carried, whole=whole, least_sum_bytes=sum_bytes)
         cuts = find_cuts(made)
-        return made, [c for c in cuts if c.leaving(made, carries) is None or not _communicates(made, c)]
+        return made, [c for c in cuts if c.leaving(made, carries) is None or not communicating(made, c)]
 
     def _cond_body(self, branches: tuple[Any, ...], sum_bytes: int) -> tuple[Body, list[BodyCut]]:
         """Outputs: those of the first branch, of the second, .."""
@@ -273,17 +287,6 @@ def _where_going_on(condition: Any, body: Any, of_condition: int) -> Any:
     return jax.make_jaxpr(one_round)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals))
 
 
-def _communicates(body: Body, cut: BodyCut) -> bool:
-    """Whether the pieces need something of one another in a round."""
-    return _communicating(body, cut) > 0
-
-
-def _communicating(body: Body, cut: BodyCut) -> int:
-    """How many sums a round makes, and equations within which pieces send something."""
-    inside = ((body.rules[e], split.factor) for e, split in cut.splits.items())
-    return len(cut.sums) + sum(rule.communicates(factor) or rule.is_extreme(factor) for rule, factor in inside)
-
-
 def _rule(
     eqn: Equation,
     body: Body,
@@ -292,6 +295,7 @@ def _rule(
     run: Run,
     times: float,
     each: Each | None = None,
+    scattered: ScatteredCut | None = None,
 ) -> Rule:
     """One factor a cut; `times` is how often the body runs; `each` gives the branches of a `cond`."""
 
@@ -327,74 +331,42 @@ def _rule(
     inputs = [() if i is None else dims(body.inputs[i], i in layout.stacked_in) for i in layout.inputs]
     outputs = [dims(body.outputs[o], o in layout.stacked_out) for o in layout.outputs]
 
+    gatherings = find_gatherings(body, numbered, layout, int(times))
+    if scattered is not None and any(scattered.of is dict(numbered)[way.factor] for way in gatherings):
+        scattered = None  # a mesh axis splits a factor in two ways at most
+    between = Gathered(len(gatherings))  # the scattering, if there is one
+    everything: Numbered = [*numbered, *([(between, scattered.between)] if scattered else [])]
+
     def pieces_of(local: Local) -> Sequence[Piece]:
-        return [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
+        pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
+        if scattered is None or not local.is_gathered(between.index):
+            return pieces
+        piece = next(p for p in pieces if p.cut is scattered.of)
+        pieces[pieces.index(piece)] = dataclasses.replace(piece, cut=scattered.sums)
+        return [*pieces, dataclasses.replace(piece, cut=scattered.between, sums=scattered.sums)]
 
     def emit(local: Local, eqn: Equation, operands: Sequence[Any]) -> Sequence[Any]:
         return run_or_bind(local, pieces_of(local), eqn, operands)
 
-    gatherings = _gatherings(body, numbered, layout, int(times))
-    placed = kernels_of_rounds(body, numbered, layout, times, gatherings)
+    placed = kernels_of_rounds(body, everything, layout, times, gatherings)
     kernels = tuple(kernel for kernel, _ in placed)
     sums = _sums(body, numbered, max(1, int(times)))
+    ways: list[Gathering | Scattering] = [*gatherings]
+    if scattered is not None:
+        factor = next(f for f, cut in numbered if cut is scattered.of)
+        sums = with_scattered(sums, numbered, factor, scattered, between, max(1, int(times)))
+        ways.append(scattering_of(body, numbered, layout, factor, scattered))
     left = {f: [cut.leaving(body, o) for o in layout.outputs] for f, cut in numbered}
     return factors.rule(
         inputs, outputs, emit=emit, sums=tuple(each for each, _ in sums),
         contexts=_contexts(body, numbered, max(1, int(times))), kernels=kernels,
         reduced={f: "sum" for f, states in left.items() if PARTIAL in states},
         unaffected={f: frozenset(k for k, s in enumerate(states) if s is None) for f, states in left.items()},
-        unit=unit_of(kernels), gatherings=gatherings, hints=_hints(body, numbered), aliases=aliases,
-        live_sets=live_sets_of(body, numbered, layout, gatherings),
-        round=None if each else round_of(body, numbered, layout, placed, [place for _, place in sums], gatherings),
+        unit=unit_of(kernels), gatherings=tuple(ways), hints=_hints(body, numbered), aliases=aliases,
+        live_sets=live_sets_of(body, everything, layout, gatherings),
+        round=None if each else round_of(body, everything, layout, placed, [place for _, place in sums], gatherings),
         branches=branches_with(pieces_of),
     )  # fmt: skip
-
-
-def _gatherings(
-    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, times: int
-) -> tuple[Gathering, ...]:  # fmt: skip
-    """One for the cut of what goes from round to round that sends least, where that leaves parameters whole.
-
-    More would be more strategies than they are worth. What holds little stays as it is.
-    """
-    carries = [body.inputs[i] for i in body.carried.values()]
-    candidates = [(f, cut) for f, cut in numbered if any(isinstance(cut.state(v), BatchDim) for v in carries)]
-    if not candidates:
-        return ()
-    factor, cut = min(candidates, key=lambda numbered_cut: _communicating(body, numbered_cut[1]))
-    operands = {i: path[-1] for i, path in layout.stacked_in.items() if cut.state(body.inputs[i]) is None}
-    results = {o: out for o in layout.stacked_out if isinstance(out := body.outputs[o], Value)}
-    partial_sums = {o for o in results if cut.leaving(body, o) is PARTIAL}
-    results = {o: out for o, out in results.items() if o in partial_sums or cut.leaving(body, o) is None}
-    large_operands = _large({i: at.nbytes for i, at in operands.items() if not at.is_key})
-    large_results = _large({o: out.sum_nbytes for o, out in results.items() if not out.is_key})
-    if not partial_sums & large_results.keys() and not _meet_products(body, cut, [operands[i] for i in large_operands]):
-        return ()
-    return (
-        Gathering(
-            factor,
-            tuple(RoundSlice(i, n) for i, n in large_operands.items()),
-            tuple(RoundSlice(o, n if o in partial_sums else 0) for o, n in large_results.items()),
-            times,
-        ),
-    )
-
-
-def _meet_products(body: Body, cut: BodyCut, values: Sequence[Value]) -> bool:
-    """Whether some matrix product reads one of the values, or what all pieces make of them alike."""
-    alike = set(values)
-    for e in body.equations:
-        if alike.intersection(e.values):
-            if body.rules[e.id].unit == "matmul":
-                return True
-            if e.id not in cut.splits:
-                alike.update(e.outputs)
-    return False
-
-
-def _large(nbytes: Mapping[int, int]) -> dict[int, int]:
-    least = _SMALL * sum(nbytes.values())
-    return {i: n for i, n in nbytes.items() if n > least}
 
 
 def _hints(body: Body, numbered: Sequence[tuple[int, BodyCut]]) -> tuple[Hinted, ...]:

@@ -58,7 +58,7 @@ def find_cuts(body: Body) -> list[BodyCut]:
     chosen: list[BodyCut] = []
     improved = functools.cache(functools.partial(_improved, body=body))
     for cut in cuts:
-        if any(_clash(cut, other) for other in chosen):
+        if any(clash(cut, other) for other in chosen):
             continue
         for index, other in enumerate(chosen):
             if not other.sums or not improved(other).sums:
@@ -69,7 +69,7 @@ def find_cuts(body: Body) -> list[BodyCut]:
         else:
             chosen.append(cut)
     for index, cut in enumerate(chosen):  # after merging: partial sums in the carry would be a state that cuts share
-        if not any(_clash(improved(cut), other) for other in chosen if other is not cut):
+        if not any(clash(improved(cut), other) for other in chosen if other is not cut):
             chosen[index] = improved(cut)
     return chosen
 
@@ -107,7 +107,7 @@ def _improved(cut: BodyCut, body: Body) -> BodyCut:
     """The cut with less to add up in each round."""
     # What is added up before it becomes wider no longer meets the carry that has the wider sum.
     ways = dict.fromkeys((_with_sums_before_widening(cut, body), cut))
-    best = min((_with_partial_sums_carried(way, body) for way in ways), key=_sent)
+    best = min((_with_partial_sums_carried(way, body) for way in ways), key=lambda way: way.sent)
     if not best.sums and not _summed_carries(best, body):
         return best
     other = Propagation(body, on_first=True).run(_seeds(cut, body))
@@ -115,7 +115,7 @@ def _improved(cut: BodyCut, body: Body) -> BodyCut:
         return best
     # What is whole counts on the first piece, rather than be carried as a partial sum to meet one.
     other = _with_partial_sums_carried(other, body, on_first=True)
-    return min(best, other, key=lambda way: (_sent(way), _summed_carries(way, body)))
+    return min(best, other, key=lambda way: (way.sent, _summed_carries(way, body)))
 
 
 def _summed_carries(cut: BodyCut, body: Body) -> int:
@@ -131,12 +131,7 @@ def _with_sums_before_widening(cut: BodyCut, body: Body) -> BodyCut:
     if other is None or not cut.splits.keys() <= other.splits.keys():
         return cut
 
-    return other if _sent(other) < _sent(cut) else cut
-
-
-def _sent(cut: BodyCut) -> int:
-    """Bytes of what is added up in each round, before and after."""
-    return sum(v.nbytes + v.sum_nbytes for v in cut.sums)
+    return other if other.sent < cut.sent else cut
 
 
 def _seeds(cut: BodyCut, body: Body) -> dict[Value, State]:
@@ -208,7 +203,7 @@ def _merged(a: BodyCut, b: BodyCut, body: Body) -> BodyCut | None:
     )  # fmt: skip
 
 
-def _clash(a: BodyCut, b: BodyCut) -> bool:
+def clash(a: BodyCut, b: BodyCut) -> bool:
     """Whether both split the same dimension of a value or the same factor of an equation."""
     values = any(_holds(b.states.get(v), s.dim) for v, s in a.states.items() if isinstance(s, BatchDim))
     equations = any(i in b.splits and b.splits[i].factor == s.factor for i, s in a.splits.items())

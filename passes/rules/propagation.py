@@ -123,12 +123,27 @@ class BodyCut:
     # (equation id, operand): a whole value that is added to partial sums, and so counts on the first piece alone.
     on_first: frozenset[tuple[int, int]] = frozenset()
 
+    @property
+    def sent(self) -> int:
+        """Bytes of what is added up in each round, before and after."""
+        return sum(v.nbytes + v.sum_nbytes for v in self.sums)
+
     def leaving(self, body: Body, output: int) -> State:
         """How an output leaves the body."""
         return None if output in self.ends else self.state(body.outputs[output])
 
     def state(self, operand: Operand) -> State:
         return _state(self.states, operand)
+
+
+def is_gathered(eqn: Equation, v: Value, sums: BodyCut, between: BodyCut) -> bool:
+    """Whether an equation needs a value whole that comes in pieces between the sums of a cut.
+
+    It does not where the other cut splits it, nor where it takes the value before it is summed.
+    """
+    if eqn.id in between.splits or eqn.id in between.passing or not isinstance(between.states.get(v), BatchDim):
+        return False
+    return eqn.id not in sums.passing or sums.states.get(v) is not PARTIAL
 
 
 def widens(eqn: Equation) -> bool:
@@ -143,8 +158,13 @@ class _Failed(Exception):
 class Propagation:
     """Finds the cut that follows from splitting some inputs of a body."""
 
-    def __init__(self, body: Body, *, before_widening: bool = False, on_first: bool = False) -> None:
+    def __init__(
+        self, body: Body, *, before_widening: bool = False, on_first: bool = False, gathers: bool = False,
+        alone: bool = False,
+    ) -> None:  # fmt: skip
         self.body = body
+        self.gathers = gathers  # whether an equation that cannot take pieces gathers them
+        self.alone = alone  # whether partial sums are added up before they meet what is whole
         self.before_widening = before_widening  # whether partial sums are added up before they become wider
         self.may_be_on_first = on_first  # whether what is whole may be added to partial sums, see `BodyCut`
         self.given: dict[Value, State] = {}  # inputs
@@ -190,6 +210,8 @@ class Propagation:
         batches = {i: s for i, s in enumerate(states) if isinstance(s, BatchDim)}
         together = self._linear_in(eqn, partial)
         passes = together is not None and not (self.before_widening and widens(eqn))
+        if self.alone and any(isinstance(v, Value) and i not in partial for i, v in enumerate(eqn.inputs)):
+            passes = False
         if partial and not batches and eqn.id not in self.chosen and passes:
             self.passing.add(eqn.id)
             self.on_first.update((eqn.id, i) for i in (together or partial) - partial)
@@ -202,6 +224,8 @@ class Propagation:
         split = self.chosen.get(eqn.id)
         if batches:
             split = self.body.split_from(eqn.id, tuple(batches.items()))
+            if self.gathers and (split is None or not self._is_in_order(eqn, split)):
+                return
             if split is None:
                 raise _Failed
         if split is None:
@@ -216,6 +240,11 @@ class Propagation:
             if states[i] is None:
                 self.wanted[v].append(piece)
         self.states.update((v, state) for v, state in zip(eqn.outputs, made, strict=True) if state is not None)
+
+    def _is_in_order(self, eqn: Equation, split: Split) -> bool:
+        """Whether all pieces are consecutive, so that they can be gathered."""
+        read, made = self.body.pieces(eqn.id, split)
+        return all(piece.outer == 1 for piece in (*read, *made) if isinstance(piece, BatchDim))
 
     def _linear_in(self, eqn: Equation, partial: frozenset[int]) -> frozenset[int] | None:
         """The operands in which an equation is linear, those that are partial sums among them; None if in none such.

@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 
 from autopar.ir.graph import Equation, Operand, Value
 from autopar.ir.rule import Gathering, Round, RoundStep, Side
-from autopar.passes.rules.loop_kernels import LoopLayout, PlacedKernel, cut_by
-from autopar.passes.rules.propagation import Body, BodyCut
+from autopar.passes.rules.loop_kernels import LoopLayout, Numbered, PlacedKernel, cut_by
+from autopar.passes.rules.propagation import Body
 
 # Where a sum is made: at a value, or within the equation with this number.
 SumPlace = Value | int
 
 
 def round_of(
-    body: Body, numbered: Sequence[tuple[int, BodyCut]], layout: LoopLayout, kernels: Sequence[PlacedKernel],
+    body: Body, numbered: Numbered, layout: LoopLayout, kernels: Sequence[PlacedKernel],
     sums: Sequence[SumPlace], gatherings: Sequence[Gathering],
 ) -> Round:  # fmt: skip
     """One round of a loop.
@@ -34,7 +34,7 @@ def round_of(
 
 class _Round:
     def __init__(
-        self, body: Body, numbered: Sequence[tuple[int, BodyCut]], kernels: Sequence[PlacedKernel],
+        self, body: Body, numbered: Numbered, kernels: Sequence[PlacedKernel],
         sums: Sequence[SumPlace],
     ) -> None:  # fmt: skip
         self._body, self._numbered = body, numbered

@@ -163,15 +163,18 @@ def test_what_cudnn_computes_of_a_piece(start: int, monkeypatch: pytest.MonkeyPa
 SIZE = 16
 
 
-def make_step(heads: int, shared: int, form: str, *, scan: bool, dtype: Any = jnp.float32) -> tuple[Any, Any, Any]:
+def make_step(
+    heads: int, shared: int, form: str, *, scan: bool, dtype: Any = jnp.float32, positions: int = 64,
+    width: int = SIZE,
+) -> tuple[Any, Any, Any]:  # fmt: skip
     """Two layers of one long example: norm, attention, MLP; only positions and heads can be cut."""
     layer = {
-        "q": floats(SIZE, heads * 8, dtype=dtype) / 4,
-        "k": floats(SIZE, shared * 8, seed=1, dtype=dtype) / 4,
-        "v": floats(SIZE, shared * 8, seed=2, dtype=dtype) / 4,
-        "o": floats(heads * 8, SIZE, seed=3, dtype=dtype) / 4,
-        "up": floats(SIZE, 4 * SIZE, seed=4, dtype=dtype) / 4,
-        "down": floats(4 * SIZE, SIZE, seed=5, dtype=dtype) / 8,
+        "q": floats(width, heads * 8, dtype=dtype) / 4,
+        "k": floats(width, shared * 8, seed=1, dtype=dtype) / 4,
+        "v": floats(width, shared * 8, seed=2, dtype=dtype) / 4,
+        "o": floats(heads * 8, width, seed=3, dtype=dtype) / 4,
+        "up": floats(width, 4 * width, seed=4, dtype=dtype) / 4,
+        "down": floats(4 * width, width, seed=5, dtype=dtype) / 8,
     }
     layers = [layer, jax.tree.map(lambda x: x[::-1], layer)]
     params: Any = jax.tree.map(lambda *xs: jnp.stack(xs), *layers) if scan else layers
@@ -195,7 +198,7 @@ def make_step(heads: int, shared: int, form: str, *, scan: bool, dtype: Any = jn
                 x = apply(x, p)
         return jnp.mean(jnp.square(x.astype(jnp.float32)))
 
-    return sgd(loss_fn), sgd_state(params), {"x": floats(1, 64, SIZE, seed=9, dtype=dtype)}
+    return sgd(loss_fn), sgd_state(params), {"x": floats(1, positions, width, seed=9, dtype=dtype)}
 
 
 def planned(made: tuple[Any, Any, Any], cluster: Cluster) -> Planned:
@@ -232,8 +235,11 @@ def test_long_sequences_are_those_of_one_device(
 
 @pytest.mark.parametrize(("heads", "shared"), [(3, 1), (8, 8)])
 def test_priced_is_lowered_is_compiled(heads: int, shared: int) -> None:
-    """In loops: outside of them XLA for CPUs sends once what both passes send, since it drops the fence between."""
-    found = planned(make_step(heads, shared, "causal", scan=True), cluster_of(1, 8))
+    """In loops: outside of them XLA for CPUs sends once what both passes send, since it drops the fence between.
+
+    The sequence is so long, and the layers so wide, that heads and hidden units are not cut instead.
+    """
+    found = planned(make_step(heads, shared, "causal", scan=True, positions=2048, width=128), cluster_of(1, 8))
     assert kinds_of(found) >= ({"all_to_all"} if shared == 8 else {"permute", "all_gather", "reduce_scatter"})
     worker = found.build(jax.devices())
     agree(found, worker.sources, worker.programs)

@@ -50,7 +50,9 @@ def layers(ws: Any, x: Any) -> Any:
         q, k, v = (jnp.einsum("btd,dhk->bhtk", h, w[name]) for name in "qkv")
         weights = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
         x = x + jnp.einsum("bhtk,hkd->btd", weights @ v, w["o"])
-        return x + jax.nn.gelu(x @ w["up"] + w["bias"]) @ w["down"], (x * x).mean()
+        centred = x - x.mean(-1, keepdims=True)
+        h = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * w["scale"] + w["offset"]
+        return x + jax.nn.gelu(h @ w["up"] + w["bias"]) @ w["down"], (x * x).mean()
 
     y, norms = lax.scan(layer, x, ws)
     return (y**2).mean() + norms.sum()
@@ -62,6 +64,8 @@ LAYER_WEIGHTS = {
     "up": normal(5, LAYERS, WIDTH, HIDDEN),
     "bias": normal(6, LAYERS, HIDDEN),
     "down": normal(7, LAYERS, HIDDEN, WIDTH),
+    "scale": normal(8, LAYERS, WIDTH),
+    "offset": normal(9, LAYERS, WIDTH),
 }
 
 

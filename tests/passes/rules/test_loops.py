@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,9 +22,9 @@ from jax.sharding import PartitionSpec
 
 from autopar.ir.graph import Equation, Value
 from autopar.ir.mesh import Mesh
-from autopar.ir.rule import DimMap, Local, Rule
+from autopar.ir.rule import DimMap, Gathering, Local, Rule, Scattering
 from autopar.ir.sharding import Collective, Sharding
-from autopar.ir.strategy import Gathered, Split
+from autopar.ir.strategy import REPLICATED, AxisChoice, Gathered, Split
 from autopar.passes.intra_op.strategies import enumerate_assignments, inner_collectives, operand_shardings
 from autopar.passes.rules import propagation as bodies
 from autopar.passes.rules import table
@@ -31,7 +32,19 @@ from autopar.passes.rules.building import replicated
 from autopar.passes.rules.table import find_fault, rule_of
 from autopar.tracing.trace import trace
 from tests.passes.rules import harness
-from tests.passes.rules.loop_cases import BATCH, CASES, FORWARD, HEADS, HIDDEN, LAYER_WEIGHTS, LAYERS, loops, normal
+from tests.passes.rules.loop_cases import (
+    BATCH,
+    CASES,
+    FORWARD,
+    HEADS,
+    HIDDEN,
+    LAYER_WEIGHTS,
+    LAYERS,
+    TIME,
+    WIDTH,
+    loops,
+    normal,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,11 +226,11 @@ def test_heads_and_hidden_units_are_one_factor() -> None:
     rule = cuts_of("layers")
     (factor,) = [
         f for f in rule.splittable
-        if all(any(f in dim for dim in rule.inputs[i]) for i, n in enumerate(rule.inputs) if len(n) > 1 and i > 0)
+        if all(any(f in dim for dim in rule.inputs[i]) for i, n in enumerate(rule.inputs) if len(n) > 2 and i > 0)
         and not any(f in dim for dim in rule.inputs[0])
     ]  # fmt: skip
     assert rule.factors[factor] == math.gcd(HEADS, HIDDEN)
-    assert [s.times for s in rule.sums if s.factor == factor] == [LAYERS, LAYERS]
+    assert [s.times for s in rule.sums if s.factor == factor and s.within is None] == [LAYERS, LAYERS]
     assert rule.work({factor: 2}) < 0.6 * rule.work({})
 
 
@@ -243,7 +256,7 @@ def test_what_is_kept_in_pieces_gives_the_whole(name: str) -> None:
     mesh = Mesh((0, 1, 2, 3), (2, 2), ("x", "y"))
     for eqn, operands, expected in loops(name):
         rule = rule_of(eqn)
-        assert len(rule.gatherings) == 1
+        assert [isinstance(way, Gathering) for way in rule.gatherings] in ([True], [True, False])
         kept = Gathered(0)
         application = harness.Application(eqn, tuple(operands), tuple(expected))
         factor = rule.gatherings[0].factor
@@ -255,6 +268,58 @@ def test_what_is_kept_in_pieces_gives_the_whole(name: str) -> None:
                 harness.compute_assignment(application, rule, assignment, mesh), expected, strict=True
             ):
                 np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5, err_msg=str(assignment))
+
+
+@pytest.mark.parametrize("name", [*CASES, *FORWARD])
+def test_what_is_between_sums_in_pieces_gives_the_whole(name: str) -> None:
+    """Sequence parallelism over one axis, over both, and beside other factors and gatherings over the other."""
+    mesh = Mesh((0, 1, 2, 3), (2, 2), ("x", "y"))
+    tried = 0
+    for eqn, operands, expected in loops(name):
+        rule = rule_of(eqn)
+        application = harness.Application(eqn, tuple(operands), tuple(expected))
+        for k, way in enumerate(rule.gatherings):
+            if not isinstance(way, Scattering):
+                continue
+            choice = Gathered(k)
+            others: list[AxisChoice] = [REPLICATED, choice, *map(Gathered, range(k)), *map(Split, rule.splittable)]
+            allowed = enumerate_assignments(rule, mesh, frozenset())
+            assert (Split(way.factor), choice) not in allowed
+            for other in others:
+                assignment = other, choice
+                if assignment not in allowed:
+                    continue
+                tried += 1
+                for found, wanted in zip(
+                    harness.compute_assignment(application, rule, assignment, mesh), expected, strict=True
+                ):
+                    if not jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+                        np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5, err_msg=str(assignment))
+    assert tried or name not in ("layers", "accumulated", "flattened")
+
+
+def test_sums_are_scattered_and_products_gather() -> None:
+    """Megatron-LM's sequence parallelism: what is kept for the gradients of weights is gathered again."""
+    mesh = Mesh((0, 1), (2,), ("x",))
+    whole = 4 * BATCH * TIME * WIDTH
+    for which, sums, gathers in ((0, 2, 2), (1, 2, 4)):
+        rule = cuts_of("layers", which)
+        ((k, way),) = [(k, way) for k, way in enumerate(rule.gatherings) if isinstance(way, Scattering)]
+        sent: Counter[Collective] = Counter()
+        for collective, times in inner_collectives(rule, (Gathered(k),), mesh):
+            sent[collective] += times
+        assert sent == {
+            Collective("reduce_scatter", ("x",), whole): sums * LAYERS,
+            Collective("all_gather", ("x",), whole): gathers * LAYERS,
+        }
+        # The plain cut sends as much in two sums, and leaves what is between them whole.
+        plain = [*inner_collectives(rule, (Split(way.factor),), mesh)]
+        assert plain == [(Collective("all_reduce", ("x",), whole), LAYERS)] * 2
+        between = sum(kernel.flops for kernel in rule.kernels if Gathered(k) in kernel.held)
+        cut: dict[int | Gathered, int] = {way.factor: 2}
+        assert 0 < rule.work(cut) - rule.work({**cut, Gathered(k): 2}) == pytest.approx(between / 2)
+        assert rule.temporaries({**cut, Gathered(k): 2}) <= rule.temporaries(cut)
+        assert 0 in dict(way.operands) and 0 in dict(way.results)  # the carry
 
 
 def test_parameters_are_what_is_kept_in_pieces() -> None:
@@ -271,12 +336,13 @@ def test_parameters_are_what_is_kept_in_pieces() -> None:
 
     graph = trace(jax.grad(loss), (ws, x), {}, name="loss")
     forward, backward = [rule_of(e) for e in graph.equations if e.primitive.name == "scan"]
+    gatherings = [[way for way in rule.gatherings if isinstance(way, Gathering)] for rule in (forward, backward)]
     # Gathered in 16 bits, summed in 32.
-    assert [[s.nbytes for s in way.operands] for way in forward.gatherings] == [[2 * 64 * 64]]
-    assert [[s.nbytes for s in way.operands] for way in backward.gatherings] == [[2 * 64 * 64]]
-    assert [[s.nbytes for s in way.results] for way in backward.gatherings] == [[4 * 64 * 64]]
+    assert [[s.nbytes for s in way.operands] for way in gatherings[0]] == [[2 * 64 * 64]]
+    assert [[s.nbytes for s in way.operands] for way in gatherings[1]] == [[2 * 64 * 64]]
+    assert [[s.nbytes for s in way.results] for way in gatherings[1]] == [[4 * 64 * 64]]
     mesh = Mesh((0, 1), (2,), ("x",))
-    first = forward.gatherings[0].operands[0].position
+    first = gatherings[0][0].operands[0].position
     assignment = (Gathered(0),)
     assert operand_shardings(forward, assignment, mesh)[first] == Sharding(((), ("x",), ()))
     assert list(inner_collectives(forward, assignment, mesh)) == [
@@ -393,7 +459,7 @@ def test_the_gradient_of_a_weight_that_a_recurrent_loop_takes_parts_of_is_a_part
     *_, backward = (e for e in trace(step, args, {}, name="step").equations if e.primitive.name == "scan")
     rule = rule_of(backward)
     [examples] = {f for dims in rule.inputs for dim in dims for f in dim if rule.factors[f] == 32 and len(dims) > 1}
-    assert not any(each.factor == examples for each in rule.sums)
+    assert not any(each.factor == examples and each.within is None for each in rule.sums)
     gradients = [k for k, v in enumerate(backward.outputs) if v.shape in ((4, 24), (8, 24), (24,))]
     assert len(gradients) == 3
     assert all(rule.is_partial_sum(examples, k) for k in gradients)
