@@ -167,9 +167,11 @@ class LoopRules:
         )
         cuts = find_cuts(body)
         stacked = range(consts + carries, len(body.inputs))
-        # Of the cut that splits most, where there are several with sums: a mesh axis takes but one.
-        by_work = sorted(cuts, key=lambda cut: -sum(body.flops(body.by_id[e]) for e in cut.splits))
-        scattered = (find_scattered(body, cut, stacked) for cut in by_work)
+        # Of the cut that splits most of those that leave whole what goes from round to round: an axis takes but one.
+        handed_on = [body.inputs[i] for i in carried.values()]
+        whole = [cut for cut in cuts if not any(isinstance(cut.state(v), BatchDim) for v in handed_on)]
+        whole.sort(key=lambda cut: -sum(body.flops(body.by_id[e]) for e in cut.splits))
+        scattered = (find_scattered(body, cut, stacked) for cut in whole)
         return (
             body, cuts, {i: gathering_path(body, cuts, body.inputs[i]) for i in stacked},
             next((way for way in scattered if way is not None), None),
@@ -332,8 +334,6 @@ def _rule(
     outputs = [dims(body.outputs[o], o in layout.stacked_out) for o in layout.outputs]
 
     gatherings = find_gatherings(body, numbered, layout, int(times))
-    if scattered is not None and any(scattered.of is dict(numbered)[way.factor] for way in gatherings):
-        scattered = None  # a mesh axis splits a factor in two ways at most
     between = Gathered(len(gatherings))  # the scattering, if there is one
     everything: Numbered = [*numbered, *([(between, scattered.between)] if scattered else [])]
 

@@ -57,7 +57,9 @@ def find_scattered(body: Body, cut: BodyCut, stacked: Sequence[int]) -> Scattere
         return None
     rest, ways = _rest(body, early), []
     for dim, size in enumerate(sums[0].shape):
-        between = Propagation(rest, gathers=True).run({sums[0]: BatchDim(dim, 1, size, 1)}) if size > 1 else None
+        # All sums of this shape: not every reader of one asks for pieces, as reductions of it do not.
+        seeds = {v: BatchDim(dim, 1, size, 1) for v in sums if v.shape == sums[0].shape}
+        between = Propagation(rest, gathers=True).run(seeds) if size > 1 else None
         if between is not None and between.splits and _is_local(body, between):
             way = _completed(body, cut, early, between, stacked)
             if way.between.units > 1 and way.is_in_pieces(sums[0]) and way.sent <= _DEAREST * early.sent:

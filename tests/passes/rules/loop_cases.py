@@ -45,14 +45,17 @@ def decay(a: Any, xs: Any) -> Any:
 def layers(ws: Any, x: Any) -> Any:
     """Transformer layers: attention, and a perceptron with normalisation, heads and hidden units to cut."""
 
+    def norm(x: Any, scale: Any, offset: Any) -> Any:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * scale + offset
+
     def layer(x: Any, w: Any) -> Any:
-        h = x / jnp.sqrt((x * x).mean(-1, keepdims=True) + 1e-3)
+        h = norm(x, w["scale"], w["offset"])
         q, k, v = (jnp.einsum("btd,dhk->bhtk", h, w[name]) for name in "qkv")
         weights = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
         x = x + jnp.einsum("bhtk,hkd->btd", weights @ v, w["o"])
-        centred = x - x.mean(-1, keepdims=True)
-        h = centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-3) * w["scale"] + w["offset"]
-        return x + jax.nn.gelu(h @ w["up"] + w["bias"]) @ w["down"], (x * x).mean()
+        hidden = norm(x, w["scale2"], w["offset2"]) @ w["up"] + w["bias"]
+        return x + jax.nn.gelu(hidden) @ w["down"], (x * x).mean()
 
     y, norms = lax.scan(layer, x, ws)
     return (y**2).mean() + norms.sum()
@@ -64,8 +67,7 @@ LAYER_WEIGHTS = {
     "up": normal(5, LAYERS, WIDTH, HIDDEN),
     "bias": normal(6, LAYERS, HIDDEN),
     "down": normal(7, LAYERS, HIDDEN, WIDTH),
-    "scale": normal(8, LAYERS, WIDTH),
-    "offset": normal(9, LAYERS, WIDTH),
+    **{name: normal(i, LAYERS, WIDTH) for i, name in enumerate(("scale", "offset", "scale2", "offset2"), 8)},
 }
 
 
