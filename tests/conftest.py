@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pathlib
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -76,6 +77,12 @@ def pytest_pycollect_makeitem() -> Generator[None, Any, Any]:
             if sampled is not None and number % sampled.args[0]:
                 case.add_marker("slow")
     return found
+
+
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    """Files without the marker are not imported where only tests with it are run, which takes longer than these do."""
+    is_file = config.getoption("--xla-defaults") and collection_path.suffix == ".py" and collection_path.is_file()
+    return True if is_file and "xla_defaults" not in collection_path.read_text() else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

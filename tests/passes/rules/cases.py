@@ -26,24 +26,29 @@ def _primitive(name: str) -> Any:
     return primitives_of_jax().get(name)
 
 
+# Made by NumPy and put on a device as they are, which compiles nothing when the tests are collected.
+def _random(*shape: int, seed: int = 0) -> np.random.Generator:
+    return np.random.default_rng((seed, *shape))
+
+
 def floats(*shape: int, seed: int = 0) -> Any:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+    return jax.device_put(_random(*shape, seed=seed).standard_normal(shape).astype(np.float32))
 
 
 def positive(*shape: int) -> Any:
-    return jnp.abs(floats(*shape)) * 0.5 + 0.25
+    return jax.device_put((np.abs(_random(*shape).standard_normal(shape)) * 0.5 + 0.25).astype(np.float32))
 
 
 def integers(*shape: int, high: int = 9, seed: int = 0) -> Any:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).integers(0, high, shape), jnp.int32)
+    return jax.device_put(_random(*shape, seed=seed).integers(0, high, shape).astype(np.int32))
 
 
 def bools(*shape: int) -> Any:
-    return integers(*shape, high=2) > 0
+    return jax.device_put(_random(*shape).integers(0, 2, shape) > 0)
 
 
 def words(*shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(0).integers(0, 2**32, shape), jnp.uint32)
+    return jax.device_put(np.random.default_rng(0).integers(0, 2**32, shape).astype(np.uint32))
 
 
 def keys(n: int) -> Any:
