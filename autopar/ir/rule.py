@@ -143,7 +143,7 @@ class InnerSum:
     size: int  # elements of the whole array
     itemsize: int  # bytes of an element, before and after
     sum_itemsize: int  # .. and while it is added up
-    held: frozenset[int]  # factors whose pieces it is cut into
+    held: frozenset[int | Gathered]  # factors whose pieces it is cut into, and scatterings
     times: int
     kind: Literal["sum", "scatter", "gather"] = "sum"  # each piece takes a part of it; or nothing is added up
     within: Gathered | None = None  # the scattering in which alone it is needed

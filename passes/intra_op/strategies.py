@@ -308,7 +308,7 @@ def _summing(rule: Rule, total: InnerSum, assignment: AxisAssignment, mesh: Mesh
     scattered = {choice for choice, _, _ in _scattered(rule, assignment, mesh)} if rule.gatherings else ()
     if not axes or total.without in scattered or (total.within is not None and total.within not in scattered):
         return []
-    cut = pieces(rule, assignment, mesh)
+    cut = cut_and_gathered(rule, assignment, mesh)
     size = total.size // math.prod(cut.get(f, 1) for f in total.held)
     if total.kind == "gather":
         return [Collective("all_gather", axes, size * total.itemsize)]

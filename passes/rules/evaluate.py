@@ -130,8 +130,8 @@ def evaluate(
             totals[key] = x.astype(v.held_dtype(any(p not in over for p in adding(v))))
         return totals[key]
 
-    def whole(v: Value, x: Any, over: tuple[Piece, ...]) -> Any:
-        key = (v, tuple(p.factor for p in over))
+    def whole(v: Value, summed: tuple[Piece, ...], over: tuple[Piece, ...]) -> Any:
+        x, key = total(v, summed), (v, tuple(p.factor for p in summed))
         if key not in gathered:
             for piece in over:
                 lies = piece.cut.states[v]
@@ -151,9 +151,8 @@ def evaluate(
         if isinstance(v, Literal):
             return v.value if not first else on_first(jnp.asarray(v.value, v.dtype), first)
         summed = tuple(p for p in adding(v) if eqn.id not in p.cut.passing)
-        x = total(v, summed)
-        if gathering := tuple(piece for piece in between.values() if piece.gathers(eqn, v)):
-            x = whole(v, x, gathering)
+        gathering = tuple(piece for piece in between.values() if piece.gathers(eqn, v))
+        x = whole(v, summed, gathering) if gathering else total(v, summed)
         for piece in pieces:
             batch = piece.cut.slices.get((eqn.id, position))
             if batch is not None:

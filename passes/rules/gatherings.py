@@ -89,10 +89,14 @@ def with_scattered(
     way: ScatteredCut, scattering: Gathered, times: int,
 ) -> list[tuple[InnerSum, SumPlace]]:  # fmt: skip
     """The sums of a loop and what else it sends within a scattering of a factor, each with its place."""
-    placed: list[tuple[InnerSum, SumPlace]] = [
-        (dataclasses.replace(each, without=scattering), v) if each.factor == factor and isinstance(v, Value)
-        else (each, v) for each, v in sums
-    ]  # fmt: skip
+    before = [f for f, _ in numbered][: [f for f, _ in numbered].index(factor)]  # factors that are summed over before
+    placed: list[tuple[InnerSum, SumPlace]] = []
+    for each, v in sums:
+        if isinstance(v, Value) and each.factor == factor:
+            each = dataclasses.replace(each, without=scattering)
+        elif isinstance(v, Value) and way.is_in_pieces(v) and (v not in way.sums.sums or each.factor not in before):
+            each = dataclasses.replace(each, held=each.held | {scattering})
+        placed.append((each, v))
     sent: list[tuple[Value, Literal["sum", "scatter", "gather"]]]
     sent = [(v, "scatter" if way.is_in_pieces(v) else "sum") for v in way.sums.sums]
     sent += [(v, "sum") for v in way.between.sums] + [(v, "gather") for v in way.gathered]

@@ -129,6 +129,9 @@ def _slices(body: Body, cut: BodyCut, between: BodyCut, stacked: Sequence[int]) 
     lying = {v: s for v, s in between.states.items() if isinstance(s, BatchDim)}
     wishes: dict[Value, list[BatchDim]] = defaultdict(list)
     candidates = {v for i in stacked if (v := body.inputs[i]) not in cut.states and v not in between.states}
+    # What hands them on, to the next round or past a fence, has not been told of pieces.
+    candidates.difference_update(body.outputs[o] for o in body.carried)
+    candidates.difference_update(v for e in body.equations if body.rules[e.id].separable for v in e.inputs)
     for e in body.equations:
         rule = body.rules[e.id]
         if rule.separable:

@@ -19,9 +19,9 @@ from autopar.ir.context import Pairs
 from autopar.ir.graph import Equation, Literal, Operand, Phase, Value, accumulator_dtype
 from autopar.ir.mesh import Mesh
 from autopar.ir.rule import DimMap, Local, ReduceOp, Rule, bind, emit_piece
-from autopar.ir.sharding import Sharding, StepKind
+from autopar.ir.sharding import Collective, Sharding, StepKind
 from autopar.ir.strategy import AxisAssignment, Split
-from autopar.passes.collectives import Halos
+from autopar.passes.collectives import Halos, count_collectives
 from autopar.passes.emit import SpaceLocal, partition_spec
 from autopar.passes.intra_op.strategies import operand_shardings, result_shardings
 from autopar.passes.rules.table import find_fault, rule_of
@@ -180,22 +180,35 @@ def compute_assignment(
     application: Application, rule: Rule, assignment: AxisAssignment, mesh: Mesh
 ) -> list[np.ndarray[Any, Any]]:
     """The results of an application split over a mesh."""
+    return [to_numpy(x) for x in _compile(_mapped(application, rule, assignment, mesh))(*application.operands)]
+
+
+def collectives_of(
+    application: Application, rule: Rule, assignment: AxisAssignment, mesh: Mesh
+) -> tuple[Collective, ...]:  # fmt: skip
+    """What an application sends that is split over a mesh, without the sums of its results."""
+    mapped = _mapped(application, rule, assignment, mesh, summed=False)
+    return count_collectives(jax.make_jaxpr(mapped)(*application.operands), mesh)
+
+
+def _mapped(
+    application: Application, rule: Rule, assignment: AxisAssignment, mesh: Mesh, summed: bool = True
+) -> Callable[..., Any]:
     equation = application.equation
     results = result_shardings(rule, assignment, mesh)
 
     def run(*operands: Any) -> Sequence[Any]:
         pieces = rule.emit(SpaceLocal.of(rule, assignment, mesh, Halos(mesh)), equation, operands)
-        return [jax.lax.psum(x, s.partial) if s.partial else x for x, s in zip(pieces, results, strict=True)]
+        return [jax.lax.psum(x, s.partial) if s.partial and summed else x for x, s in zip(pieces, results, strict=True)]
 
     def specs(shardings: Sequence[Sharding]) -> tuple[Any, ...]:
         return tuple(partition_spec(Sharding(s.dims)) for s in shardings)
 
     devices = np.array(jax.devices()[: mesh.size]).reshape(mesh.shape)
-    mapped = jax.shard_map(
+    return jax.shard_map(
         run, mesh=jax.sharding.Mesh(devices, mesh.axes), in_specs=specs(operand_shardings(rule, assignment, mesh)),
         out_specs=list(specs(results)), check_vma=False,
     )  # fmt: skip
-    return [to_numpy(x) for x in _compile(mapped)(*application.operands)]
 
 
 _COMBINE: Mapping[ReduceOp, Callable[[Any, Any], Any]] = {

@@ -72,6 +72,44 @@ LAYER_WEIGHTS = {
 }
 
 
+def beside_a_fence(ws: Any, x: Any) -> Any:
+    """Attention and a perceptron side by side, the latter checkpointed: what both read is kept for one of them."""
+
+    def layer(x: Any, w: Any) -> Any:
+        h = x * lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-3)
+        q, k, v = (jnp.einsum("btd,dhk->bhtk", h, w[name]) for name in "qkv")
+        weights = jax.nn.softmax(jnp.einsum("bhtk,bhsk->bhts", q, k))
+        perceptron = jax.checkpoint(lambda h, w: jax.nn.gelu(h @ w["up"]) @ w["down"])
+        return x + jnp.einsum("bhtk,hkd->btd", weights @ v, w["o"]) + perceptron(h, w), None
+
+    return (lax.scan(layer, x, ws)[0] ** 2).mean()
+
+
+def handed_on(ws: Any, kept: Any, x: Any) -> Any:
+    """What a gradient of a weight reads of a stack is handed on to the next round."""
+
+    def layer(carry: Any, w: Any) -> Any:
+        (x, before), (w, h) = carry, w
+        hidden = jax.nn.gelu(x @ w["up"])
+        gradient = jnp.einsum("btf,btd->fd", hidden, h)
+        return (x + hidden @ w["down"], h), (gradient, before.sum())
+
+    return lax.scan(layer, (x, jnp.zeros_like(x)), (ws, kept))
+
+
+def read_in_two_ways(ws: Any, x: Any) -> Any:
+    """A sum over examples that one product passes on and another one needs."""
+
+    def layer(x: Any, w: Any) -> Any:
+        hidden = jax.nn.gelu(jnp.cumsum(jnp.tanh(x), -1) @ w["up"])
+        y = jnp.cumsum(hidden @ w["down"], -1)
+        total = (y * jnp.cos(x)).sum(0)
+        passed = jnp.einsum("td,df->tf", total, w["up"])
+        return x + y * jnp.cos(x), (passed, jnp.einsum("td,btf->bdf", total, hidden))
+
+    return lax.scan(layer, x, ws)
+
+
 def accumulated(w: Any, xs: Any) -> Any:
     """A user's own accumulation of gradients over slices of the batch."""
 
@@ -243,6 +281,7 @@ def converging(w: Any, x: Any) -> Any:
     return lax.while_loop(lambda s: (s[1] > 1e-2) & (s[2] < 9), once, (x, jnp.float32(1), 0))
 
 
+PERCEPTRON = {name: LAYER_WEIGHTS[name] for name in ("up", "down")}
 FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "powers": (powers, (normal(1, 8, 8), normal(2, BATCH, 8), np.int32(3))),
     "chosen 0": (chosen, (np.int32(0), normal(1, 8, 8), normal(2, BATCH, 8))),
@@ -255,6 +294,8 @@ FORWARD: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "until all": (until_all, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
     "converging": (converging, (normal(1, 8, 8) / 2, normal(2, BATCH, 8))),
     "by vocabulary": (by_vocabulary, (normal(1, 8, 12), normal(2, 3, BATCH, 8), np.arange(12).reshape(3, BATCH))),
+    "handed on": (handed_on, (PERCEPTRON, normal(1, LAYERS, BATCH, TIME, WIDTH), normal(2, BATCH, TIME, WIDTH))),
+    "read in two ways": (read_in_two_ways, (PERCEPTRON, normal(2, BATCH, TIME, WIDTH))),
     "unread": (unread, (normal(1, 8, 8), normal(2, BATCH, 8), normal(3, BATCH))),
     "each its own": (each_its_own, (normal(1, 8, 8) / 6, normal(2, BATCH, 8) * 9.0 ** np.arange(BATCH)[:, None])),
 }
@@ -262,6 +303,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "recurrent": (recurrent, (normal(1, 5, 24), normal(2, 8, 24), normal(3, 24), normal(4, TIME, BATCH, 5))),
     "decay": (decay, (normal(1, 8), normal(2, TIME, BATCH, 8))),
     "layers": (layers, (LAYER_WEIGHTS, normal(9, BATCH, TIME, WIDTH))),
+    "beside a fence": (beside_a_fence, (LAYER_WEIGHTS, normal(9, BATCH, TIME, WIDTH))),
     "accumulated": (accumulated, (normal(1, 6, 4), normal(2, 3, BATCH, 6))),
     "rematerialised": (rematerialised, (normal(1, LAYERS, 2, WIDTH, WIDTH), normal(2, BATCH, WIDTH))),
     "scaled": (scaled, (normal(1, LAYERS, WIDTH, WIDTH), normal(2, BATCH, WIDTH))),
