@@ -66,7 +66,7 @@ class SpaceLocal(Local):
     halos: Halos
     kept_operands: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
     kept_results: Mapping[int, Kept] = dataclasses.field(default_factory=dict)
-    scatters: frozenset[int] = frozenset()  # see `is_gathered`
+    scatters: frozenset[int] = frozenset()  # see `is_scattered`
 
     @staticmethod
     def of(rule: Rule, assignment: AxisAssignment, mesh: Mesh, halos: Halos) -> SpaceLocal:
@@ -107,7 +107,7 @@ class SpaceLocal(Local):
         kept = self.kept_operands.get(operand)
         return x if kept is None else all_gather(x, kept.axes, x.ndim + kept.dim)
 
-    def is_gathered(self, index: int) -> bool:
+    def is_scattered(self, index: int) -> bool:
         return index in self.scatters
 
     def scatter(self, result: int, x: Any) -> Any:

@@ -69,7 +69,7 @@ class Local(Protocol):
         """A round's slice of an operand, whole; see `Gathering`."""
         return x
 
-    def is_gathered(self, index: int) -> bool:
+    def is_scattered(self, index: int) -> bool:
         """Whether the piece is one of this `Scattering`, by its number in `Rule.gatherings`."""
         return False
 
@@ -145,7 +145,7 @@ class InnerSum:
     sum_itemsize: int  # .. and while it is added up
     held: frozenset[int | Gathered]  # factors whose pieces it is cut into, and scatterings
     times: int
-    kind: Literal["sum", "scatter", "gather"] = "sum"  # each piece takes a part of it; or nothing is added up
+    kind: Literal["sum", "scatter", "gather"] = "sum"  # "scatter": each piece takes a part; "gather": nothing is added
     within: Gathered | None = None  # the scattering in which alone it is needed
     without: Gathered | None = None  # .. in which it is not
 

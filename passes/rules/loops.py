@@ -339,7 +339,7 @@ def _rule(
 
     def pieces_of(local: Local) -> Sequence[Piece]:
         pieces = [Piece(cut, f, local) for f, cut in numbered if local.is_split(f)]
-        if scattered is None or not local.is_gathered(between.index):
+        if scattered is None or not local.is_scattered(between.index):
             return pieces
         piece = next(p for p in pieces if p.cut is scattered.of)
         pieces[pieces.index(piece)] = dataclasses.replace(piece, cut=scattered.sums)
