@@ -26,8 +26,11 @@ from benchmarks.suites import RESULTS, SUITES, Suite
 QUICK = ROOT / "build" / "benchmarks"
 
 
-def run(suite: Suite, folder: pathlib.Path, *, quick: bool) -> str:
-    """Run a suite, whose output goes where this process's goes; what to say of it."""
+def run(suite: Suite, folder: pathlib.Path, *, quick: bool, keep: pathlib.Path | None = None) -> str:
+    """Run a suite, whose output goes where this process's goes; what to say of it.
+
+    `keep`: where it finds what it had finished when it was ended early, if it can go on then.
+    """
     missing = suite.missing()
     if missing:
         return f"left out: needs {missing}"
@@ -35,6 +38,8 @@ def run(suite: Suite, folder: pathlib.Path, *, quick: bool) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         written = suite.result(pathlib.Path(scratch))
         arguments = [*suite.arguments, *(suite.quick if quick else ()), "--json", str(written)]
+        if keep is not None and suite.keeps:
+            arguments += ["--keep", str(keep / suite.name)]
         code = subprocess.run([sys.executable, "-m", suite.module, *arguments], cwd=ROOT, check=False).returncode
         took = f"in {time.monotonic() - started:.0f} s"
         if code or not written.exists():
@@ -44,14 +49,14 @@ def run(suite: Suite, folder: pathlib.Path, *, quick: bool) -> str:
     return f"{sum(bar['holds'] for bar in bars)} of {len(bars)} bars hold, {took}"
 
 
-def run_all(suites: Sequence[Suite], folder: pathlib.Path, *, quick: bool) -> bool:
+def run_all(suites: Sequence[Suite], folder: pathlib.Path, *, quick: bool, keep: pathlib.Path | None = None) -> bool:
     """Run suites one after the other; whether none failed."""
     folder.mkdir(parents=True, exist_ok=True)
     started, said = time.monotonic(), []
     for at, suite in enumerate(suites, start=1):
         command = " ".join([suite.command, *(suite.quick if quick else ())])
         print(f"== [{at}/{len(suites)}] {suite.name}: {command}", flush=True)
-        said.append(f"{suite.name}: {run(suite, folder, quick=quick)}")
+        said.append(f"{suite.name}: {run(suite, folder, quick=quick, keep=keep)}")
         print(f"== [{at}/{len(suites)}] {said[-1]}", flush=True)
     print(f"== all in {time.monotonic() - started:.0f} s", *said, sep="\n   ", flush=True)
     return not any(": FAILED" in text for text in said)
@@ -71,13 +76,15 @@ def main() -> None:
         help=", ".join(suite.name for suite in SUITES),
     )
     parser.add_argument("--json", type=pathlib.Path, metavar="DIR", help="where results and the page go instead")
+    parser.add_argument("--keep", type=pathlib.Path, metavar="DIR", help="planner: go on where a run was ended early")
     arguments = parser.parse_args()
     folder = (arguments.json or (QUICK if arguments.quick else RESULTS)).absolute()
     if arguments.quick and folder == RESULTS:
         parser.error(f"--quick: parts of suites never go to {RESULTS}, where those of whole suites are")
 
     chosen = [suite for suite in SUITES if not arguments.only or suite.name in arguments.only]
-    good = run_all(chosen, folder, quick=arguments.quick)
+    keep = None if arguments.keep is None else arguments.keep.absolute()
+    good = run_all(chosen, folder, quick=arguments.quick, keep=keep)
     page = figures.PAGE if folder == RESULTS else folder / "figures.md"
     figures.write(folder, page, whole=not arguments.quick)
     sys.exit(not good)

@@ -112,13 +112,16 @@ def _commit(root: pathlib.Path, files: Sequence[pathlib.Path]) -> str:
     return name + ("+" if changes else "")
 
 
+_FOLDERS = ("--json", "--keep")  # options
+
+
 def _running() -> tuple[str, list[str]]:
     """The module that `python -m` was told to run, and its arguments but for where results go."""
     arguments, rest = [], iter(sys.argv[1:])
     for argument in rest:
-        if argument == "--json":
+        if argument in _FOLDERS:
             next(rest, None)
-        elif not argument.startswith("--json="):
+        elif argument.split("=")[0] not in _FOLDERS:
             arguments.append(argument)
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return spec.name if spec else "", arguments

@@ -27,7 +27,8 @@ growth: planning time against the number of layers, scanned and unrolled, and of
 
 public: planning time of code as the users of public frameworks write it (`python -m benchmarks.public.planned`).
 
-The planning time of a case is wall time in a fresh process, once JAX is imported; of growth, CPU time.
+The planning time of a case is wall time in a fresh process, once JAX is imported; of growth, CPU time. With `--keep
+DIR` a run goes on where another one of the same sources was ended early: each case is kept as soon as it is finished.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import itertools
 import json
 import math
@@ -59,6 +61,7 @@ from autopar.planning.garbage import uncollected
 from autopar.planning.planner import Planner
 from autopar.planning.traced import TracedStep
 from benchmarks import common, growth, published
+from benchmarks.sources import Sources
 from benchmarks.traced import trace
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -253,10 +256,10 @@ def _outcome(search: Callable[[], Plan]) -> Outcome:
     return Outcome(plan.step_time, plan.peak_memory, tflops, seconds, common.most_memory(), text)
 
 
-def ours(case: Case) -> Outcome:
+def ours(case: Case) -> dict[str, Outcome]:
     """Our plan."""
     common.use_virtual_devices(1)
-    return planned(case, recipes.auto(baselines=False))
+    return {"ours": planned(case, recipes.auto(baselines=False))}
 
 
 def within_one_stage() -> dict[str, Method]:
@@ -335,6 +338,19 @@ def by_degrees(
         look(f"{name}, GPipe", dataclasses.replace(method, schedule="gpipe"), min(seconds.values()))
         look(f"{name}, interleaved", interleaved, min(seconds.values()))
     return found
+
+
+def kept(case: Case, work: Callable[[Case], Mapping[str, Outcome]], folder: pathlib.Path | None) -> dict[str, Outcome]:
+    """What is found of a case, or has been found by the same sources, which files in a folder say."""
+    if folder is None:
+        return dict(work(case))
+    path = folder / Sources().fingerprint("benchmarks.planner") / f"{case.name}, {work.__name__}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps({name: dataclasses.asdict(outcome) for name, outcome in work(case).items()}))
+        part.rename(path)
+    return {name: Outcome(**outcome) for name, outcome in json.loads(path.read_text()).items()}
 
 
 @uncollected()
@@ -423,6 +439,9 @@ def main() -> None:
     parser.add_argument("--suite", choices=names, required=True, help="which cases")
     parser.add_argument("--only", help="cases whose name contains this text")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers to this file")
+    parser.add_argument(
+        "--keep", type=pathlib.Path, metavar="DIR", help="keep cases there, and take known ones from it"
+    )
     arguments = parser.parse_args()
 
     if arguments.suite == "growth":
@@ -437,12 +456,13 @@ def main() -> None:
     cases = [case for case in suites[arguments.suite]() if arguments.only is None or arguments.only in case.name]
     if not cases:
         parser.error(f"--only {arguments.only!r}: no case has this in its name")
-    found_by_us = list(common.each_in_a_process(ours, cases))  # alone: their time counts
-    print(f"{len(cases)} cases planned in {sum(mine.planning for mine in found_by_us):.0f} s", flush=True)
-    found_by_others = common.each_in_a_process(rivals, cases, common.num_cores())
+    mine_of, others_of = (functools.partial(kept, work=work, folder=arguments.keep) for work in (ours, rivals))
+    found_by_us = list(common.each_in_a_process(mine_of, cases))  # alone: their time counts
+    print(f"{len(cases)} cases planned in {sum(mine['ours'].planning for mine in found_by_us):.0f} s", flush=True)
+    found_by_others = common.each_in_a_process(others_of, cases, common.num_cores())
     rows = []
     for case, mine, others in zip(cases, found_by_us, found_by_others, strict=True):
-        found = {"ours": mine, **others}
+        found = {**mine, **others}
         print(f"{case.name}: {margin(found):.3f} of the best other's time")
         print(*(_line(name, outcome) for name, outcome in found.items()), sep="\n")
         print(*(f"  {name}: {ratio:.2f}" for name, ratio in beside_measured(case, found).items()), sep="\n", flush=True)

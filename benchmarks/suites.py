@@ -26,6 +26,7 @@ class Suite:
     arguments: tuple[str, ...] = ()
     quick: tuple[str, ...] = ()  # further arguments, for a run of minutes at most that shows that it works
     missing: Callable[[], str] = _nothing  # what it needs that is not here
+    keeps: bool = False  # whether it can go on where it was ended early
 
     def result(self, folder: pathlib.Path = RESULTS) -> pathlib.Path:
         """Its file in a folder of results."""
@@ -119,24 +120,24 @@ SUITES = (
         "21 models on 1 to 64 V100s: the predicted time of our plan, found without the recipes' help, over the best "
         "of what Alpa published, Megatron's and DeepSpeed's best and our recipes take in the same cost model; seconds "
         "of planning, and GiB of the process that planned (rss).",
-        ("--suite", "alpa"), ("--only", "gpt 350M on 1"),
+        ("--suite", "alpa"), ("--only", "gpt 350M on 1"), keeps=True,
     ),
     Suite(
         "planner_megatron", "benchmarks.planner", "Plans for Megatron-LM's configurations",
         "1.7B on 32 to 1008B on 3,072 A100s: the same beside the published degrees of parallelism.",
-        ("--suite", "megatron"), ("--only", "megatron 1.7B"),
+        ("--suite", "megatron"), ("--only", "megatron 1.7B"), keeps=True,
     ),
     Suite(
         "planner_h100", "benchmarks.planner", "Plans for what was published of H100s",
         "GPT of 1.7B on 48 to 462B on 6,144 H100s, Llama 3 of 8B on 8 to 405B on 16,384, in 8,192 to 131,072 tokens: "
         "the same beside the published degrees of parallelism, all in 16 bits.",
-        ("--suite", "h100"), ("--only", "GPT 1.7B"),
+        ("--suite", "h100"), ("--only", "GPT 1.7B"), keeps=True,
     ),
     Suite(
         "planner_presets", "benchmarks.planner", "Plans on 1, 8 and 64 devices of every preset",
         "Models of Alpa's weak scaling on today's machines: the predicted time of our plan over that of the best of "
         "the usual recipes with as many microbatches as is best for each.",
-        ("--suite", "presets"), ("--only", "gpt 350M on 1 of dgx-h100"),
+        ("--suite", "presets"), ("--only", "gpt 350M on 1 of dgx-h100"), keeps=True,
     ),
     Suite(
         "planner_public", "benchmarks.public.planned", "Planning time on public code",

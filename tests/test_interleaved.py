@@ -17,9 +17,10 @@ from autopar import recipes
 from autopar.errors import PlanError
 from autopar.ir.plan import Plan, StagePlan
 from autopar.planning.candidate import Candidate
-from autopar.planning.neighbours import State, interleaved
+from autopar.planning.neighbours import interleaved
 from autopar.planning.planner import Planner, better_plans
 from autopar.planning.search_space import has_room
+from autopar.planning.state import State
 from tests.models import chain_loss, sgd
 from tests.planned import analyse, cluster_of
 
@@ -236,6 +237,8 @@ def test_what_divides_a_loop_over_layers_is_tried() -> None:
     # An example for each host of a stage; one microbatch would be no pipeline.
     assert list(space.uniform(None)) == [(4, (5, 2), 2), (20, (2,), 16)]
     assert list(space.uniform(8)) == [(4, (5, 2), 8), (2, (10, 2), 8), (20, (2,), 8)]
+    # Each device has twice as many examples in half as many microbatches.
+    assert list(space.dividing(16)) == [16, 8, 4, 2]
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
     space = Planner(analyse(train_step, unrolled, examples()), cluster).evaluator.space
     assert list(space.rounds(2, 4)) == [2, 3, 4]

@@ -25,9 +25,10 @@ from autopar.passes.submeshes import ShapesFn, mesh_at
 from autopar.planning import neighbours
 from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, Proposal, Proposals, groups_of
 from autopar.planning.evaluator import Evaluator
-from autopar.planning.neighbours import Neighbour, State
+from autopar.planning.neighbours import Neighbour
 from autopar.planning.planner import Planner, better_plans
 from autopar.planning.search_space import SearchSpace
+from autopar.planning.state import State
 from tests import models
 from tests.planned import analyse, cluster_of
 
@@ -327,6 +328,33 @@ def test_interleaved_rounds_rise_as_long_as_that_is_a_gain(monkeypatch: pytest.M
     assert [(each.num_microbatches, each.rounds) for each in found] == [(4, 2), (4, 3)]
     for fixed in (recipes.auto(schedule="1f1b"), recipes.auto(num_stages=2)):
         assert answered(neighbours.interleaved(state_of(plan, fixed)), answer) == []
+
+
+@pytest.mark.parametrize(
+    ("estimates", "tried", "proposed"),
+    [
+        ({32: 5.0, 16: 4.0, 8: 4.5}, [32, 16, 8], [16, 32]),  # until it is no gain
+        ({16: 4.0}, [32, 16, 8], [16]),  # what is not below the best plan at first may be with larger ones
+        ({32: 5.0, 16: 4.0, 8: 3.0, 4: 2.0}, [32, 16, 8], [8, 16, 32]),  # 4 would have a bubble too long to be worth it
+        ({}, [32, 16], []),
+    ],
+)
+def test_equal_stages_in_larger_microbatches(
+    estimates: Mapping[int, float], tried: list[int], proposed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = state_of(None)
+    asked: list[int] = []
+
+    def estimate(candidate: Candidate, shapes: ShapesFn | None = None, below: float = math.inf) -> Pipeline | None:
+        asked.append(candidate.num_microbatches)
+        seconds = estimates.get(candidate.num_microbatches, math.inf)
+        return Pipeline((), seconds) if seconds < below else None
+
+    monkeypatch.setattr(state.evaluator, "estimate", estimate)
+    monkeypatch.setattr(SearchSpace, "uniform", lambda *_: iter([(2, (2,), 32)]))
+    monkeypatch.setattr(SearchSpace, "rounds", lambda *_: ())
+    assert [each.num_microbatches for each in answered(neighbours.equal_stages(state), nothing)] == proposed
+    assert asked == tried
 
 
 def test_equal_stages_that_are_not_the_best_may_be_in_more_rounds() -> None:

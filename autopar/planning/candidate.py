@@ -31,6 +31,12 @@ class Candidate:
     mesh: Mesh | None = None  # of all layers as one stage, whatever the stage search estimates
     like: Plan | None = None  # the plan whose stages it has, interleaved in rounds or without a bubble
 
+    @property
+    def with_bubble(self) -> float:
+        """Of equal stages: the seconds of a step over those that it would take without the pipeline's bubble."""
+        assert self.num_stages is not None
+        return 1 + (self.num_stages - 1) / (self.num_microbatches * self.rounds)
+
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:

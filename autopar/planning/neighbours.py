@@ -11,7 +11,6 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 
 from autopar.errors import MicrobatchError, PlanError
@@ -28,35 +27,16 @@ from autopar.planning.candidate import (
     has_equal_groups,
     shapes_on,
 )
-from autopar.planning.evaluator import DEAR, LEAST_GAIN, Evaluator
+from autopar.planning.evaluator import DEAR, LEAST_GAIN
 from autopar.planning.layering import MAX_LAYERS, Layered
 from autopar.planning.search_space import has_room
+from autopar.planning.state import State
 
 _USUAL = 8  # microbatches for each stage
 _IN_VAIN = 2  # numbers of equal stages, or of microbatches, that take longer, after which no others are tried
 _MORE_HIDDEN = 1.5  # times the share that the best plan's kernels hide: on a mesh of another shape they may hide this
+_SAVED = 0.1  # of the step time, at most, by the next larger microbatches
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
-
-
-class State:
-    """What neighbours may know: what was asked for, and the best plan so far."""
-
-    def __init__(self, evaluator: Evaluator, fixed: int | None) -> None:
-        """`fixed`: the number of microbatches, if it is."""
-        self.evaluator, self.space, self.fixed = evaluator, evaluator.space, fixed
-        self.plan: Plan | None = None  # the best
-        self.found_by: dict[str, Plan] = {}  # by neighbour: its latest plan that was better than all before
-        self.proposals: Counter[str] = Counter()  # that were planned, by neighbour
-        self.seconds: defaultdict[str, float] = defaultdict(float)  # of CPU: a neighbour's with its candidates'
-        self.in_one_stage: set[int] = set()  # numbers of microbatches that were proposed in one stage
-        self.equal_stages: list[tuple[Candidate, Plan]] = []  # what became a plan, the best or not
-        self.no_better: set[tuple[int, int, int]] = set()  # numbers of equal stages, of microbatches and of rounds
-        self.least_expected = math.inf  # seconds per step, of the neighbours of a phase that were heard before
-
-    @property
-    def estimate(self) -> float:
-        """Seconds per step of the best plan, as the stage search estimated it."""
-        return self.evaluator.best.estimate
 
 
 Neighbour = Callable[[State], Proposals]
@@ -109,20 +89,17 @@ def equal_stages(state: State) -> Proposals:
 
     Interleaved, if they may be. What the stage search thinks best is finished first: others are then rarely worth it.
     """
-    candidates: list[tuple[float, int, Candidate]] = []  # estimate, number of stages
+    found: list[tuple[float, Candidate]] = []  # with their estimates
     best, in_vain = state.estimate, 0
     for stages, shape, m in state.space.uniform(state.fixed):
         if in_vain == _IN_VAIN:
             break
-        with contextlib.suppress(PlanError):  # the step has too few layers
-            rounds = next(iter(state.space.rounds(stages, m)), 1)
-            candidate = Candidate(m, stages, mesh_shape=shape, rounds=rounds)
-            estimate = state.evaluator.estimate(candidate, below=state.estimate)
-            if estimate is not None:
-                candidates.append((estimate.step_time, stages, candidate))
-                in_vain = 0 if estimate.step_time < best else in_vain + 1
-                best = min(best, estimate.step_time)
-    for seconds, _, candidate in sorted(candidates, key=lambda each: each[:2]):
+        mine = _larger_microbatches(state, Candidate(m, stages, mesh_shape=shape))
+        if mine:
+            in_vain = 0 if mine[-1][0] < best else in_vain + 1
+            best = min(best, mine[-1][0])
+        found += mine
+    for seconds, candidate in sorted(found, key=lambda each: each[0]):
         outcome = yield Proposal(candidate, seconds)
         if outcome.finished is not None:
             state.equal_stages.append((candidate, outcome.finished[0]))
@@ -143,8 +120,8 @@ def more_rounds(state: State) -> Proposals:
         assert stages is not None
         rounds = next((n for n in state.space.rounds(stages, m) if n > candidate.rounds), None)
         if rounds is not None and has_room(plan, rounds):
-            share = (1 + (stages - 1) / (m * rounds)) / (1 + (stages - 1) / (m * candidate.rounds))
             more = dataclasses.replace(candidate, rounds=rounds)
+            share = more.with_bubble / candidate.with_bubble
             heapq.heappush(pending, (share * plan.step_time, stages, more))
 
     for each in state.equal_stages:
@@ -399,6 +376,30 @@ def zero_bubble(state: State) -> Proposals:
         outcome = yield Proposal(Candidate(n, like=plan), seconds if n == m else 0.0)
         if outcome.better is None:
             return
+
+
+def _larger_microbatches(state: State, first: Candidate) -> list[tuple[float, Candidate]]:
+    """Equal stages, interleaved if they may be, in so many microbatches, and in fewer as long as that is a gain.
+
+    With the estimates of the stage search, falling, where these are below that of the best plan.
+    """
+    assert first.num_stages is not None
+    found: list[tuple[float, Candidate]] = []
+    before = None
+    for m in state.space.dividing(first.num_microbatches) if state.fixed is None else (state.fixed,):
+        rounds = next(iter(state.space.rounds(first.num_stages, m)), 1)
+        candidate = dataclasses.replace(first, num_microbatches=m, rounds=rounds)
+        if before is not None and candidate.with_bubble > (1 + _SAVED) * before.with_bubble:
+            break
+        estimate = None
+        with contextlib.suppress(PlanError):  # the step has too few layers
+            estimate = state.evaluator.estimate(candidate, below=found[-1][0] if found else state.estimate)
+        if estimate is not None:
+            found.append((estimate.step_time, candidate))
+        elif before is not None:
+            break
+        before = candidate
+    return found
 
 
 def _plan(outcome: Outcome) -> Plan | None:

@@ -27,8 +27,9 @@ from autopar.passes.unfused import unfused_hint, unfused_notes
 from autopar.passes.unsplit import find_unsplit
 from autopar.planning.candidate import Candidate, Finished, Incumbent, Outcome, Proposal, Proposals
 from autopar.planning.evaluator import DEAR, Evaluator, OutOfTime
-from autopar.planning.neighbours import PHASES, Neighbour, Phases, State, one_stage_from
+from autopar.planning.neighbours import PHASES, Neighbour, Phases, one_stage_from
 from autopar.planning.parts import Part
+from autopar.planning.state import State
 
 # Relative: what the stage search estimates to be slower than the best plan by more than this is not made, both of one
 # stage: its errors are much alike for plans of one step.

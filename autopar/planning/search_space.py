@@ -78,6 +78,12 @@ class SearchSpace:
         """Numbers of microbatches above those that are likely, rising: the first that fits is about the best."""
         return [m for m in self.many[::-1] if m > self.likely[-1]]
 
+    def dividing(self, m: int) -> Iterator[int]:
+        """A number of microbatches and others, falling, each of which divides the one before by as little as it can."""
+        while m > 1:
+            yield m
+            m = next((n for n in self.divisors[::-1] if n < m and m % n == 0), 1)
+
     def fewer(self, plan: Plan) -> int | None:
         """A number of microbatches below the plan's: of one stage, the least for which there is memory as it is.
 

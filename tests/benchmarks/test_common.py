@@ -91,7 +91,7 @@ def test_a_commit_says_whether_sources_have_changed_since(tmp_path: pathlib.Path
 
 
 def test_where_a_result_goes_is_no_part_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["", "--only", "a", "--json", "x.json", "--json=y.json", "FILE"])
+    monkeypatch.setattr(sys, "argv", ["", "--only", "a", "--json", "x.json", "--keep", "d", "--json=y.json", "FILE"])
     assert common._running()[1] == ["--only", "a", "FILE"]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import pathlib
 
 import pytest
 
@@ -46,6 +47,17 @@ def outcome(seconds: float | None, planning: float = 1.0) -> Outcome:
 def test_margin(ours: float | None, others: list[float | None], expected: float) -> None:
     found = {"ours": outcome(ours), "with recipes": outcome(0.1), **{str(i): outcome(x) for i, x in enumerate(others)}}
     assert planner.margin(found) == expected
+
+
+def test_what_was_finished_is_kept(tmp_path: pathlib.Path) -> None:
+    case, found = planner.alpa_cases()[0], [{"a": outcome(1.0)}, {"a": outcome(None)}]
+
+    def work(_: planner.Case) -> dict[str, Outcome]:
+        return found.pop(0)
+
+    assert planner.kept(case, work, tmp_path) == planner.kept(case, work, tmp_path) == {"a": outcome(1.0)}
+    assert planner.kept(case, work, None) == {"a": outcome(None)}
+    assert found == []
 
 
 def test_a_published_plan_that_was_measured_stands_beside_its_measurement() -> None:
