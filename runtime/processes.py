@@ -294,9 +294,13 @@ class Processes:
 
     def fail(self, error: BaseException, code: int = 1) -> NoReturn:
         """End this process, and tell the others what ended it; of several that fail the first is heard."""
+        if is_of_peer(error):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # who says it would take this one for lost before
+                self._client.blocking_key_value_get(_FAILED, int(1000 * _PATIENCE))
+            self._stop(str(error), code)
         failed = self._failed()
-        if failed is not None or is_of_peer(error):  # or what followed from it: a connection that is gone
-            self._stop(str(error) if failed is None else _of_peer(failed), code)
+        if failed is not None:  # or what followed from it: a connection that is gone
+            self._stop(_of_peer(failed), code)
         self._tell("".join(traceback.format_exception_only(type(error), error)).strip())
         self._stop("", code)
 

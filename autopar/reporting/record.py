@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
+from autopar.ir.mesh import LATENCY_HIDING_FLAG
 from autopar.ir.plan_record import LeafPlan, PlanRecord
 from autopar.ir.verification import Verification
 from autopar.ir.why import Why
@@ -239,6 +240,12 @@ class ReportRecord:
         mean = {name: math.fsum(split.parts[name] for split in splits) / len(splits) for name in PARTS}
         hidden = math.fsum(split.hidden for split in splits) / len(splits)
         return TimeSplit(tuple(range(len(self.plan.stages))), (), **mean, hidden=hidden)
+
+    @property
+    def xla_flags(self) -> tuple[str, ...]:
+        """XLA's flags that the step time counts on, to hide collectives: the programs are compiled with them."""
+        is_any_hidden = self.details is not None and any(split.hidden for split in self.details.splits)
+        return (LATENCY_HIDING_FLAG,) if is_any_hidden else ()
 
 
 def tokens_per_step(plan: PlanRecord) -> int | None:

@@ -36,6 +36,7 @@ def _content(report: ReportRecord) -> dict[str, Any]:
         "flops": plan.flops,
         "peak_memory": plan.peak_memory,
         "split": None if split is None else {**split.parts, "hidden": split.hidden},
+        "xla_flags": report.xla_flags,
         "search": {
             "seconds": None if details is None else details.planning_seconds,
             "gap": plan.gap,

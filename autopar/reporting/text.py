@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from autopar.ir.mesh import LATENCY_HIDING_FLAG
 from autopar.ir.plan_text import plan_parts
 from autopar.ir.units import bytes_text, count_text, metric_text, ranges_text, seconds_text
 
@@ -46,8 +45,7 @@ def report_parts(report: ReportRecord, max_rows: int | None) -> list[RenderableT
         parts += [Text(NEEDS_STEP), Text()]
     else:
         parts += [_splits(report, details), Text()]
-        if any(split.hidden for split in details.splits):
-            parts += [Text(f"beside kernels: by XLA's flag {LATENCY_HIDING_FLAG}"), Text()]
+        parts += [each for flag in report.xla_flags for each in (Text(f"beside kernels: by XLA's flag {flag}"), Text())]
     parts += [_memory(report), Text()]
     if details is not None:
         parts += [_layers(details), Text(), *_operators(details, max_rows), Text(), *_links(details, max_rows), Text()]

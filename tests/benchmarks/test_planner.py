@@ -13,6 +13,7 @@ from autopar import recipes
 from autopar.ir.method import Method
 from benchmarks import growth, planner
 from benchmarks.planner import Outcome
+from benchmarks.sources import Sources
 
 
 def test_cases_of_the_weak_scaling() -> None:
@@ -49,7 +50,9 @@ def test_margin(ours: float | None, others: list[float | None], expected: float)
     assert planner.margin(found) == expected
 
 
-def test_what_was_finished_is_kept(tmp_path: pathlib.Path) -> None:
+def test_what_was_finished_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sources, "fingerprint", lambda *_: tmp_path.name)  # to read all sources takes seconds
+    monkeypatch.setattr(Sources, "__init__", lambda _: None)
     case, found = planner.alpa_cases()[0], [{"a": outcome(1.0)}, {"a": outcome(None)}]
 
     def work(_: planner.Case) -> dict[str, Outcome]:

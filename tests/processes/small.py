@@ -39,6 +39,15 @@ def train_step(state, batch):  # type: ignore[no-untyped-def]
 
 if WHAT == "early" and IS_ODD:
     raise FileNotFoundError("examples.txt")
+if WHAT == "stages" and IS_ODD:
+    heard = sys.excepthook
+
+    def slowly(*error: Any) -> None:
+        """As on a busy machine."""
+        time.sleep(3)
+        heard(*error)
+
+    sys.excepthook = slowly
 jax.config.update("jax_num_cpu_devices", 1)  # no backend has been started that could not be told any more
 devices = jax.device_count()
 if WHAT == "versions" and IS_ODD:

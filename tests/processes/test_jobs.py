@@ -144,8 +144,9 @@ def test_processes_that_are_told_different_things_say_in_what_they_differ(what: 
 
 
 def test_a_plan_that_cannot_be_made_is_said_once() -> None:
+    """Also by a process that is slow to say it, while the other has nothing to wait for."""
     first, second = _failure("stages", 0)
-    assert any("PlanError" in line for line in first)
+    assert any("PlanError" in line for line in first), first
     assert not any("Traceback" in line for line in second)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -60,7 +61,10 @@ def test_what_prices_count_on_is_hidden_on_a100s(monkeypatch: pytest.MonkeyPatch
     x = jax.ShapeDtypeStruct((16384, 4096), jnp.bfloat16)
     planned = autopar.parallelize(step, cluster=autopar.load_preset("dgx-a100"), batch_axes=(None, 0))
     plan = planned.plan(params, x, method=recipes.zero(3, 1))
-    assert LATENCY_HIDING_FLAG in plan.report().to_text()
+    report = plan.report()
+    assert LATENCY_HIDING_FLAG in report.to_text()
+    assert json.loads(report.to_json())["xla_flags"] == [LATENCY_HIDING_FLAG]
+    assert f"<code>{LATENCY_HIDING_FLAG}</code>" in report.to_html()
 
     def overlap() -> Overlap:
         [program] = plan.verify_with_xla().programs
