@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.gpu import attention, layer_norm, rms_norm, softmax
 
@@ -304,3 +305,47 @@ def test_kernels_for_h100(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cut = [op.operands[0] is not None and op.operands[0].axes == {"x"} for op in kernels]
     assert cut[0]
     assert name != "attention" or all(cut)
+
+
+def _mosaic_blocks(x: Any) -> Any:
+    """Twice what it is given, as Mosaic compiles a `pallas_call` for GPUs from Hopper on."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        o_ref[...] = 2 * x_ref[...]
+
+    rows = pl.BlockSpec((64, x.shape[1]), lambda i: (i, 0))
+    lanes = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return pl.pallas_call(
+        kernel, grid=(x.shape[0] // 64,), in_specs=[rows], out_specs=rows, out_shape=out, compiler_params=lanes
+    )(x)
+
+
+def _mosaic_references(x: Any) -> Any:
+    """The same, of a kernel that is given whole arrays and asks where it is."""
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        rows = pl.ds(64 * jax.lax.axis_index("rows"), 64)
+        o_ref[rows, :] = 2 * x_ref[rows, :]
+
+    out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return plgpu.kernel(kernel, out_shape=out, grid=(x.shape[0] // 64,), grid_names=("rows",))(x)
+
+
+@needs_cuda_compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the first form, and of a name in the second
+@pytest.mark.parametrize("is_in_blocks", [True, False])
+def test_mosaic_kernels_for_h100(is_in_blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are cut as those of any other kernel; what a kernel reads of a whole array by itself, nobody knows."""
+    monkeypatch.setattr(compiler, "Worker", lambda sources, *_: sources)
+    double = _mosaic_blocks if is_in_blocks else _mosaic_references
+
+    def step(w: Any, x: Any) -> Any:
+        loss = jnp.mean(double(x @ w) ** 2)
+        return w - loss, loss
+
+    planned = plan_step(step, (floats(128, 128), floats(1024, 128)), DEAR_LINKS, recipes.data_parallel(), 1)
+    sources: Any = planned.build(h100_devices(8))
+    (text,) = [source.lower() for source in sources]
+    assert "mosaic_gpu" in text.as_text()
+    assert ("f32[128,128]{1,0} custom-call" in text.compile().as_text()) == is_in_blocks
