@@ -85,7 +85,8 @@ def machine() -> dict[str, Any]:
 def provenance(suite: str, arguments: Sequence[str], root: pathlib.Path = ROOT) -> dict[str, Any]:
     """Where a result comes from: the module that ran and what it was told, its sources' hash, commit, date, seconds.
 
-    A source that was changed while the benchmark ran leaves no hash: nobody knows what was measured.
+    A source that was changed while the benchmark ran leaves no hash: nobody knows what was measured. A run that may
+    have gone on where another one was ended leaves no seconds.
     """
     sources = Sources(root)
     files = sources.files(suite)
@@ -95,7 +96,7 @@ def provenance(suite: str, arguments: Sequence[str], root: pathlib.Path = ROOT) 
     return {
         "suite": suite, "arguments": list(arguments), "sources": None if changed else sources.fingerprint(suite),
         "commit": _commit(root, files), "date": str(datetime.datetime.now(datetime.UTC).date()),
-        "seconds": round(time.time() - _STARTED, 1),
+        "seconds": None if any(each.startswith("--keep") for each in sys.argv) else round(time.time() - _STARTED, 1),
     }  # fmt: skip
 
 

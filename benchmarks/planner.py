@@ -37,6 +37,7 @@ import argparse
 import csv
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -341,10 +342,11 @@ def by_degrees(
 
 
 def kept(case: Case, work: Callable[[Case], Mapping[str, Outcome]], folder: pathlib.Path | None) -> dict[str, Outcome]:
-    """What is found of a case, or has been found by the same sources, which files in a folder say."""
+    """What `work` finds of a case; or what it has found before, of the same sources on such a machine, by a file."""
     if folder is None:
         return dict(work(case))
-    path = folder / Sources().fingerprint("benchmarks.planner") / f"{case.name}, {work.__name__}.json"
+    key = json.dumps([Sources().fingerprint("benchmarks.planner"), common.machine()])
+    path = folder / hashlib.sha256(key.encode()).hexdigest()[:16] / f"{case.name}, {work.__name__}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -444,6 +446,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
 
+    if arguments.keep is not None and arguments.suite in ("growth", "public"):
+        parser.error(f"--keep: the suite {arguments.suite} takes minutes, and cannot go on where it was ended")
     if arguments.suite == "growth":
         growth.run(arguments.only, arguments.json)
         return

@@ -40,7 +40,7 @@ _DONE, _PARTED = f"{_PREFIX}/done", f"{_PREFIX}/parted"
 _ALIKE = "Every process has to run the same script, on the same versions, with the same shapes and options."
 _POLL = 1.0  # seconds between looks for a failure of others
 _SOON = 30.0  # seconds after which it is said whom a process waits for
-_PATIENCE = 5.0  # seconds that the process that hosts the coordination service waits for others to hear why it ends
+_PATIENCE = 5.0  # seconds that a process waits, before it ends, for others to hear why, or to say why themselves
 _PARTING = 0.5  # seconds that it leaves them to end then: JAX aborts those whose coordinator is gone
 _FOLLOWS = 2.0  # seconds after an error of a device within which one hears that another process is lost
 _STEPS = 1 << 20  # numbers of messages are unique for so many steps
@@ -101,7 +101,7 @@ class Processes:
         self.gatherings = self.channel("autopar.gather or a callback", ())
         self._connections: dict[int, Any] = {}
         self._meshes: set[Any] = set()
-        self._stopping = threading.Lock()
+        self._stopping = threading.RLock()
         self._needs_nobody = False  # at the end of the script
         self._thread = threading.get_ident()  # that runs the script
         self._busyness, self._busy = last_seen.Busyness(self._thread), 0
@@ -295,11 +295,13 @@ class Processes:
     def fail(self, error: BaseException, code: int = 1) -> NoReturn:
         """End this process, and tell the others what ended it; of several that fail the first is heard."""
         if is_of_peer(error):
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # who says it would take this one for lost before
-                self._client.blocking_key_value_get(_FAILED, int(1000 * _PATIENCE))
-            self._stop(str(error), code)
+            # That one is about to say so. If this one were gone before, that one would take it for lost, and say that.
+            with self._stopping:
+                with contextlib.suppress(jax.errors.JaxRuntimeError):
+                    self._client.blocking_key_value_get(_FAILED, int(1000 * _PATIENCE))
+                self._stop(str(error), code)
         failed = self._failed()
-        if failed is not None:  # or what followed from it: a connection that is gone
+        if failed is not None:  # this error may follow from that failure, as one of a lost connection does
             self._stop(_of_peer(failed), code)
         self._tell("".join(traceback.format_exception_only(type(error), error)).strip())
         self._stop("", code)

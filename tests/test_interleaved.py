@@ -239,6 +239,7 @@ def test_what_divides_a_loop_over_layers_is_tried() -> None:
     assert list(space.uniform(8)) == [(4, (5, 2), 8), (2, (10, 2), 8), (20, (2,), 8)]
     # Each device has twice as many examples in half as many microbatches.
     assert list(space.dividing(16)) == [16, 8, 4, 2]
+    assert list(space.dividing(1)) == [1]
     unrolled = jax.eval_shape(lambda key: init(False, key), jax.random.key(0))
     space = Planner(analyse(train_step, unrolled, examples()), cluster).evaluator.space
     assert list(space.rounds(2, 4)) == [2, 3, 4]

@@ -335,7 +335,7 @@ def test_interleaved_rounds_rise_as_long_as_that_is_a_gain(monkeypatch: pytest.M
     [
         ({32: 5.0, 16: 4.0, 8: 4.5}, [32, 16, 8], [16, 32]),  # until it is no gain
         ({16: 4.0}, [32, 16, 8], [16]),  # what is not below the best plan at first may be with larger ones
-        ({32: 5.0, 16: 4.0, 8: 3.0, 4: 2.0}, [32, 16, 8], [8, 16, 32]),  # 4 would have a bubble too long to be worth it
+        ({32: 5.0, 16: 4.0, 8: 3.0, 4: 2.0, 2: 1.0}, [32, 16, 8, 4], [4, 8, 16, 32]),  # of 2 the bubble is too long
         ({}, [32, 16], []),
     ],
 )

@@ -32,7 +32,7 @@ class Candidate:
     like: Plan | None = None  # the plan whose stages it has, interleaved in rounds or without a bubble
 
     @property
-    def with_bubble(self) -> float:
+    def bubble_factor(self) -> float:
         """Of equal stages: the seconds of a step over those that it would take without the pipeline's bubble."""
         assert self.num_stages is not None
         return 1 + (self.num_stages - 1) / (self.num_microbatches * self.rounds)

@@ -35,7 +35,7 @@ from autopar.planning.state import State
 _USUAL = 8  # microbatches for each stage
 _IN_VAIN = 2  # numbers of equal stages, or of microbatches, that take longer, after which no others are tried
 _MORE_HIDDEN = 1.5  # times the share that the best plan's kernels hide: on a mesh of another shape they may hide this
-_SAVED = 0.1  # of the step time, at most, by the next larger microbatches
+_SAVED = 0.1  # share of the step time that larger microbatches are assumed to save at most: the bubble may grow so
 _UNEVEN = 1.1  # times the mean of all stages, that the slowest takes: finer layers may help
 
 
@@ -121,7 +121,7 @@ def more_rounds(state: State) -> Proposals:
         rounds = next((n for n in state.space.rounds(stages, m) if n > candidate.rounds), None)
         if rounds is not None and has_room(plan, rounds):
             more = dataclasses.replace(candidate, rounds=rounds)
-            share = more.with_bubble / candidate.with_bubble
+            share = more.bubble_factor / candidate.bubble_factor
             heapq.heappush(pending, (share * plan.step_time, stages, more))
 
     for each in state.equal_stages:
@@ -389,7 +389,7 @@ def _larger_microbatches(state: State, first: Candidate) -> list[tuple[float, Ca
     for m in state.space.dividing(first.num_microbatches) if state.fixed is None else (state.fixed,):
         rounds = next(iter(state.space.rounds(first.num_stages, m)), 1)
         candidate = dataclasses.replace(first, num_microbatches=m, rounds=rounds)
-        if before is not None and candidate.with_bubble > (1 + _SAVED) * before.with_bubble:
+        if before is not None and candidate.bubble_factor * (1 - _SAVED) > before.bubble_factor:
             break
         estimate = None
         with contextlib.suppress(PlanError):  # the step has too few layers

@@ -80,9 +80,9 @@ class SearchSpace:
 
     def dividing(self, m: int) -> Iterator[int]:
         """A number of microbatches and others, falling, each of which divides the one before by as little as it can."""
-        while m > 1:
-            yield m
-            m = next((n for n in self.divisors[::-1] if n < m and m % n == 0), 1)
+        yield m
+        while (fewer := next((n for n in self.divisors[::-1] if n < m and m % n == 0), None)) is not None:
+            yield (m := fewer)
 
     def fewer(self, plan: Plan) -> int | None:
         """A number of microbatches below the plan's: of one stage, the least for which there is memory as it is.
