@@ -341,12 +341,17 @@ def by_degrees(
     return found
 
 
+def folder_of(keep: pathlib.Path) -> pathlib.Path:
+    """Where the cases are kept that these sources find on such a machine."""
+    key = json.dumps([Sources().fingerprint("benchmarks.planner"), common.machine()])
+    return keep / hashlib.sha256(key.encode()).hexdigest()[:16]
+
+
 def kept(case: Case, work: Callable[[Case], Mapping[str, Outcome]], folder: pathlib.Path | None) -> dict[str, Outcome]:
-    """What `work` finds of a case; or what it has found before, of the same sources on such a machine, by a file."""
+    """What `work` finds of a case, or what a file in the folder says that it has found before."""
     if folder is None:
         return dict(work(case))
-    key = json.dumps([Sources().fingerprint("benchmarks.planner"), common.machine()])
-    path = folder / hashlib.sha256(key.encode()).hexdigest()[:16] / f"{case.name}, {work.__name__}.json"
+    path = folder / f"{case.name}, {work.__name__}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(".part")
@@ -460,7 +465,8 @@ def main() -> None:
     cases = [case for case in suites[arguments.suite]() if arguments.only is None or arguments.only in case.name]
     if not cases:
         parser.error(f"--only {arguments.only!r}: no case has this in its name")
-    mine_of, others_of = (functools.partial(kept, work=work, folder=arguments.keep) for work in (ours, rivals))
+    folder = None if arguments.keep is None else folder_of(arguments.keep)
+    mine_of, others_of = (functools.partial(kept, work=work, folder=folder) for work in (ours, rivals))
     found_by_us = list(common.each_in_a_process(mine_of, cases))  # alone: their time counts
     print(f"{len(cases)} cases planned in {sum(mine['ours'].planning for mine in found_by_us):.0f} s", flush=True)
     found_by_others = common.each_in_a_process(others_of, cases, common.num_cores())

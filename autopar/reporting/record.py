@@ -243,7 +243,7 @@ class ReportRecord:
 
     @property
     def xla_flags(self) -> tuple[str, ...]:
-        """XLA's flags that the step time counts on, to hide collectives: the programs are compiled with them."""
+        """XLA's flags that the step time counts on; programs are compiled so, unless XLA_FLAGS names them."""
         is_any_hidden = self.details is not None and any(split.hidden for split in self.details.splits)
         return (LATENCY_HIDING_FLAG,) if is_any_hidden else ()
 

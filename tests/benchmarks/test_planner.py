@@ -51,18 +51,20 @@ def test_margin(ours: float | None, others: list[float | None], expected: float)
 
 
 def test_what_was_finished_is_kept(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fingerprint = "a"
-    monkeypatch.setattr(Sources, "fingerprint", lambda *_: fingerprint)  # to read all sources takes seconds
-    monkeypatch.setattr(Sources, "__init__", lambda _: None)
+    """By the same sources."""
     case, found = planner.alpa_cases()[0], [{"a": outcome(1.0)}, {"a": outcome(None)}, {"a": outcome(2.0)}]
+    monkeypatch.setattr(Sources, "fingerprint", lambda *_: "one hash")
+    before = planner.folder_of(tmp_path)
+    assert before == planner.folder_of(tmp_path)
+    monkeypatch.setattr(Sources, "fingerprint", lambda *_: "another")
+    after = planner.folder_of(tmp_path)
 
     def work(_: planner.Case) -> dict[str, Outcome]:
         return found.pop(0)
 
-    assert planner.kept(case, work, tmp_path) == planner.kept(case, work, tmp_path) == {"a": outcome(1.0)}
+    assert planner.kept(case, work, before) == planner.kept(case, work, before) == {"a": outcome(1.0)}
     assert planner.kept(case, work, None) == {"a": outcome(None)}
-    fingerprint = "b"
-    assert planner.kept(case, work, tmp_path) == {"a": outcome(2.0)}
+    assert planner.kept(case, work, after) == {"a": outcome(2.0)}
     assert found == []
 
 
