@@ -141,16 +141,23 @@ def zero(stage: int, num_microbatches: int | None = 1) -> Method:
     return Method(f"zero_{stage}", 1, num_microbatches, (-1,), data_axes=("x", "y"), zero=stage)
 
 
-def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chunks: int = 1, zero: int = 0) -> Method:
+def megatron(
+    dp: int, tp: int, pp: int, num_microbatches: int | None = None, chunks: int = 1, zero: int = 0,
+    sequence_parallel: bool | None = None,
+) -> Method:  # fmt: skip
     """Megatron-LM (Narayanan et al. 2021): a pipeline over `pp` meshes of `dp` x `tp` devices, 1F1B.
 
     With several `chunks` each mesh has so many stages, interleaved with those of the others. Without a number of
     microbatches, it is found. With `zero` each group of `dp` devices shards what `recipes.zero` of that stage does; 1
     is what Megatron calls its distributed optimizer.
 
+    With `sequence_parallel` each group of `tp` devices cuts matrix products as Megatron-LM does, along their heads and
+    hidden dimensions, and what is between them along the sequence (Korthikanti et al. 2022); with False it keeps that
+    whole, as Megatron-LM did until 2022. None: as is best.
+
     Raises:
       PlanError: a degree is not a positive integer, microbatches do not come in whole groups of `pp` for chunks, or
-        `zero` is none of 0, 1, 2, 3.
+        `zero` is none of 0, 1, 2, 3, or `sequence_parallel` of True, False, None.
     """
     degrees = {"dp": dp, "tp": tp, "pp": pp, "chunks": chunks}
     if num_microbatches is not None:
@@ -160,10 +167,15 @@ def megatron(dp: int, tp: int, pp: int, num_microbatches: int | None = None, chu
             raise PlanError(f"megatron({name}={degree!r}): every degree must be a positive integer.")
     if type(zero) is not int or zero not in (0, 1, 2, 3):
         raise PlanError(f"megatron(zero={zero!r}): zero must be 0, 1, 2 or 3.")
+    if sequence_parallel is not None and not isinstance(sequence_parallel, bool):
+        raise PlanError(f"megatron(sequence_parallel={sequence_parallel!r}): it must be True, False or None.")
     data = data_shape(dp) if zero else (dp,)
     axes = ("x", "y", "z")[: len(data) + 1]
-    fixed: dict[str, Any] = {"data_axes": axes[:-1], "model_axes": axes[-1:], "zero": zero}
-    ending = f", zero={zero})" if zero else ")"
+    fixed: dict[str, Any] = {
+        "data_axes": axes[:-1], "model_axes": axes[-1:], "zero": zero, "sequence_parallel": sequence_parallel,
+    }  # fmt: skip
+    ending = f", zero={zero}" if zero else ""
+    ending += ")" if sequence_parallel is None else f", sequence_parallel={sequence_parallel})"
     if chunks == 1 or pp == 1:
         name = f"megatron(dp={dp}, tp={tp}, pp={pp}{ending}"
         return Method(name, pp, num_microbatches, (*data, tp), schedule="1f1b", **fixed)

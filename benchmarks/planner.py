@@ -123,7 +123,7 @@ def _alpa_case(data: Mapping[str, Any], family: str, devices: int, found: Mappin
     best = data["megatron_best_gpt"].get(str(devices)) if family == "gpt" else None
     if best is not None and best[0] == batch_size and best[1] == size:
         _, _, dp, tp, pp, number = best
-        rivals["megatron"] = recipes.megatron(dp, tp, pp, number)
+        rivals["megatron"] = recipes.megatron(dp, tp, pp, number, sequence_parallel=False)
     best = data["deepspeed_best_moe"].get(str(devices)) if family == "moe" else None
     if best is not None and best[0] == batch_size and best[1] == size:
         _, _, _, dp, tp, number, experts = best
@@ -167,7 +167,9 @@ def _megatron_case(row: Mapping[str, str]) -> Case:
         cluster=load_preset(published.MEGATRONS, num_hosts=gpus // 8),
         num_microbatches=numbers[0],
         rivals={
-            f"megatron in {m}" + (f", {n} stages a device" if n > 1 else ""): recipes.megatron(dp, tp, pp, m, n)
+            f"megatron in {m}" + (f", {n} stages a device" if n > 1 else ""): recipes.megatron(
+                dp, tp, pp, m, n, sequence_parallel=False
+            )
             for m in numbers
             for n in dict.fromkeys((1, chunks if m % pp == 0 else 1))
         },

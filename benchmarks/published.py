@@ -6,7 +6,7 @@ objective (`seen_by_alpa`, `_as_alpa_chose`). What the systems themselves do is 
 once for all rows: Megatron-LM and DeepSpeed drop out a tenth, Alpa nothing; Alpa looks tokens up by a product with
 one-hot rows, keeps weights in 16 bits beside a copy in float32, takes the statistics of batch norm by microbatch, and
 marks all gradients at once, so that all are held when the update begins; its figures of memory are GiB. All of them
-sum in 16 bits what has 16.
+sum in 16 bits what has 16. Megatron-LM's tensor parallelism had no sequence parallelism then; that on H100s has.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def method_of(plan: Mapping[str, Any], m: int) -> Method | None:
     """A published plan in so many microbatches as a method; None if no method says it."""
     match plan["kind"]:
         case "dp_tp_pp":
-            return recipes.megatron(plan["dp"], plan["tp"], plan["pp"], m)
+            return recipes.megatron(plan["dp"], plan["tp"], plan["pp"], m, sequence_parallel=False)
         case "dp_ep_tp_pp" if plan["tp"] == plan["pp"] == 1 and plan["ep"] == plan["dp"]:
             return Method("expert_parallel", 1, m, (plan["dp"],))
         case "intra_op" if plan["logical_shape"] and "force_simple_heuristic" not in plan["options"]:
@@ -231,7 +231,7 @@ def _megatron(row: Mapping[str, str]) -> Measurement:
         spec=megatron_spec(row),
         batch_size=batch_size,
         cluster=load_preset(MEGATRONS, num_hosts=gpus // 8),
-        ways=(Way(recipes.megatron(dp, tp, pp, m, chunks), m),),
+        ways=(Way(recipes.megatron(dp, tp, pp, m, chunks, sequence_parallel=False), m),),
         seconds=flops / (float(row["tflops_per_gpu"]) * 1e12 * gpus),
         memory=None,
         fits=True,
@@ -322,7 +322,7 @@ def _h100_ways(row: Mapping[str, str], degrees: Mapping[str, int], batch_size: i
             if row["system"] == "torchtitan" and tp == pp == 1:
                 yield Way(recipes.zero(3, m), m)
             else:  # Megatron-Core's "distributed optimizer"
-                yield Way(recipes.megatron(dp, tp, pp, m, each, zero=1), m)
+                yield Way(recipes.megatron(dp, tp, pp, m, each, zero=1, sequence_parallel=True), m)
 
 
 # The programs.

@@ -9,6 +9,7 @@ shares out examples leaves whole what offers none.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ from autopar.ir.method import Method
 from autopar.ir.sharding import Sharding
 from autopar.ir.strategy import REPLICATED, AxisAssignment, Split
 from autopar.ir.units import array_text
-from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits
+from autopar.passes.intra_op.limits import Limits, batch_factors, method_limits, sequence_factors
 from autopar.passes.intra_op.strategies import pieces
 from autopar.passes.lower import LoweredStep
 
@@ -104,11 +105,12 @@ def find_unsplit(
 ) -> list[Unsplit]:  # fmt: skip
     """The causes that cost something, the dearest first. `step_time`: seconds."""
     by_cause: dict[Cause, list[_UnsplitAxis]] = defaultdict(list)
-    examples = batch_factors(lowered.placed.step, lowered.rules)
+    step, rules = lowered.placed.step, lowered.rules
+    examples, sequences = batch_factors(step, rules), functools.cache(lambda: sequence_factors(step, rules))
     for stage, sharding in enumerate(lowered.shardings):
         mesh = sharding.mesh
         if mesh.size > 1:
-            limits = method_limits(method, lowered.placed.step, mesh, lambda: examples)
+            limits = method_limits(method, step, mesh, lambda: examples, sequences)
             here = _Stage(lowered, stage, mesh, kind_of(mesh), price_of(mesh), limits, examples, method)
             for entry in here.axes_left():
                 by_cause[entry.cause].append(entry)

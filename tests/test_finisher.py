@@ -109,6 +109,25 @@ def test_interleaved_stages_begin_with_a_part_of_the_memory_each() -> None:
     assert plan.peak_memory <= memory
 
 
+def test_one_interleaved_stage_may_need_most_of_the_memory() -> None:
+    """All but three layers are in the first of four stages, two of which each device has."""
+
+    def finished(limit: int | None) -> tuple[Any, list[float]]:
+        finisher, stages = _finisher(dataclasses.replace(_METHOD, memory_limit=limit))
+        layered, meshes = finisher.layering.layered(8, True), _HALVES * 2
+        cuts = [layered.num_layers - i for i in (3, 2, 1)]
+        assert cuts[0] > 3
+        found = finisher.finish(*finisher.layering.placed(layered, cuts, "interleaved"), meshes, "interleaved")
+        return found, [withheld for stage, withheld in stages.withheld if stage == 0]
+
+    (roomy, _), _ = finished(None)
+    limit = int(1.02 * roomy.peak_memory)
+    (plan, _), given = finished(limit)
+    assert plan.peak_memory <= limit
+    assert given[0] == limit / 2
+    assert given[1] < limit / 2
+
+
 def test_a_stage_is_solved_again_with_less_memory() -> None:
     """Only the one that needs more than there is; and what it is given falls by what was not counted."""
     mesh = [mesh_at(0, (4,))]

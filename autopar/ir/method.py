@@ -32,6 +32,10 @@ class Method:
     schedule: ScheduleName | None = None
     data_axes: tuple[str, ...] = ()  # axes that split examples and nothing else
     model_axes: tuple[str, ...] = ()  # axes that split anything but examples
+    # What model axes cut along sequences, and whatever else tells the elements of an example apart in the batch: True,
+    # what is between products, which they cut otherwise (Korthikanti et al. 2022); False, nothing, and over these axes
+    # values are only summed (Shoeybi et al. 2019). None: what is best.
+    sequence_parallel: bool | None = None
     # Over the data axes: 0 replicates all state, 1 shards the optimizer state, 2 also the accumulated gradients,
     # 3 also the parameters (Rajbhandari et al. 2020). None: as the solver finds best.
     zero: int | None = None

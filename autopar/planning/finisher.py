@@ -64,6 +64,26 @@ class _Withheld:
         self.nbytes = list(nbytes)
         self._too_few: dict[int, tuple[float, float]] = {}  # bytes, and the seconds of what then needed too much
         self._enough: dict[int, float] = {}  # or too many for anything to fit
+        self._granted: set[int] = set()
+
+    def grant(self, stage: int, memory: float, others: float, least: float) -> bool:
+        """Withhold no more of a stage's memory than what others on its devices need, once; whether it is less then.
+
+        As where it needs more than the equal part of these devices' memory that it begins with. Its price says whether
+        there is as much.
+
+        Args:
+          stage: its number.
+          memory: bytes of its devices, each.
+          others: bytes that the solver counts of the others.
+          least: bytes that the stage needs in any case.
+        """
+        withheld = max(0.0, min(others, memory - (1 + _MARGIN) * least))
+        if stage in self._granted or withheld >= self.nbytes[stage]:
+            return False
+        self._granted.add(stage)
+        self.nbytes[stage] = withheld
+        return True
 
     def take(self, stage: int, needed: StageMemory, solution: Solution) -> None:
         """Withhold more of a stage's memory: with this solution it needs more than there is."""
@@ -164,7 +184,11 @@ class Finisher:
                         solved[stage] = problem.read(solution), solution
             except Infeasible as error:
                 is_far = best is None or best[0].step_time > (1 + _WORTH) * unfit
-                if is_far and withheld.release(stage, self.stages.prices.memory(meshes[stage])):
+                memory, devices = self.stages.prices.memory(meshes[stage]), meshes[stage].devices
+                if is_far and withheld.release(stage, memory):
+                    continue
+                others = sum(found.peak for i, (_, found) in solved.items() if meshes[i].devices == devices)
+                if rounds > 1 and withheld.grant(stage, memory, others, error.smallest_peak):
                     continue
                 self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return best

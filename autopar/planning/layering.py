@@ -20,7 +20,7 @@ from autopar.ir.schedule import ScheduleName
 from autopar.ir.units import count_text
 from autopar.passes.batch import BatchAnalysis, analyse_batch
 from autopar.passes.intra_op.lifetimes import equation_seconds
-from autopar.passes.intra_op.limits import batch_factors
+from autopar.passes.intra_op.limits import batch_factors, sequence_factors
 from autopar.passes.intra_op.stage import Stage
 from autopar.passes.intra_op.traffic import KnownTraffic
 from autopar.passes.layers import cluster_layers, default_num_layers, heavy_equations
@@ -69,6 +69,11 @@ class Layered:
     def examples(self) -> Mapping[int, frozenset[int]]:
         """The factors of its equations that carry examples."""
         return batch_factors(self.step, self.rules)
+
+    @functools.cached_property
+    def sequences(self) -> Mapping[int, frozenset[int]]:
+        """The factors of its equations along which the elements of an example lie in the batch."""
+        return sequence_factors(self.step, self.rules)
 
     @functools.cached_property
     def spans(self) -> Spans:

@@ -421,7 +421,7 @@ class StageCosts:
             options = self._options[mesh.shape, mesh.axes] = OptionsCache(mesh)
         limits = self._limits.get((layered, mesh.shape))
         if limits is None:
-            limits = method_limits(self.method, layered.step, mesh, lambda: layered.examples)
+            limits = method_limits(self.method, layered.step, mesh, lambda: layered.examples, lambda: layered.sequences)
             self._limits[layered, mesh.shape] = limits
         key = (layered, mesh.shape, self.prices.surroundings(mesh))
         if key not in self._remembered:

@@ -44,6 +44,24 @@ def without_copies(matrix: Any, source: End, target: End, fits: Any) -> Any:
     return np.where(fits, matrix, np.inf)
 
 
+def with_sums_alone(matrix: Any, source: Shardings, target: Shardings, axes: Sequence[str]) -> Any:
+    """The seconds of an edge, where over these axes it does nothing but sum: it gathers, moves and scatters nothing."""
+    for axis in axes:
+        before, after = ([_place(axis, sharding) for sharding in end.each] for end in (source, target))
+        same = np.array(before, object)[:, None] == np.array(after, object)[None, :]
+        whole = np.array([place is None for place in before])[:, None]
+        sums = np.array([place == "sum" for place in before])[:, None] & np.array([place is None for place in after])
+        matrix = np.where(same | whole | sums, matrix, np.inf)
+    return matrix
+
+
+def _place(axis: str, sharding: Sharding) -> int | str | None:
+    """The dimension that an axis cuts; "sum" where it has partial sums; else None."""
+    if axis in sharding.partial:
+        return "sum"
+    return next((d for d, axes in enumerate(sharding.dims) if axis in axes), None)
+
+
 def strategies_by_round(rule: Rule, options: PartOptions) -> list[list[int]]:
     """For each strategy those that differ in that rounds gather, over some axes, what it has whole; see `Gathering`."""
     way: dict[AxisChoice, AxisChoice] = {Split(each.factor): Gathered(k) for k, each in enumerate(rule.gatherings)}

@@ -14,9 +14,9 @@ import numpy as np
 from autopar.ir.graph import BatchDim, Equation, Operand, Phase, StepGraph, Value
 from autopar.ir.mesh import Mesh
 from autopar.ir.method import Method
-from autopar.ir.rule import DimMap, Gathering, Rule
+from autopar.ir.rule import DimMap, Gathering, Rule, Scattering
 from autopar.ir.sharding import Sharding
-from autopar.ir.strategy import AxisAssignment, Gathered, Partial
+from autopar.ir.strategy import AxisAssignment, AxisChoice, Gathered, Partial
 from autopar.passes.intra_op.stage import most_pieces
 from autopar.passes.intra_op.strategies import factor_by_axis, pieces
 from autopar.passes.rules.split import Unsplittable, batch_to_factor
@@ -26,10 +26,13 @@ from autopar.passes.rules.split import Unsplittable, batch_to_factor
 class Limits:
     """What a recipe or a user forbids; the planner itself forbids nothing."""
 
+    # The rule is that of what is assigned: a part of the equation, or all of it.
     allow_assignment: Callable[[Equation, Rule, AxisAssignment], bool] = lambda equation, rule, assignment: True
     allow_layout: Callable[[Value, Sharding], bool] = lambda value, sharding: True
     # Whether a strategy cuts as it has to be what the user has pinned.
     heeds_hints: Callable[[Rule, AxisAssignment], bool] = lambda rule, assignment: True
+    # Axes over which values are summed, and neither scattered, gathered nor moved.
+    summing: tuple[str, ...] = ()
     # Equal for equations of one rule that are allowed the same assignments.
     kind: Callable[[Equation], Hashable] = lambda equation: None
 
@@ -39,7 +42,25 @@ def batch_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, froze
 
     They are several after a reshape such as `(32,) -> (4, 8)`: each of the two dimensions tells examples apart.
     """
-    where: dict[Value, tuple[BatchDim, ...]] = {v: (batch,) for v, (_, batch) in _local_feeds(step).items()}
+    return _followed(step, rules, {v: (batch,) for v, (_, batch) in _local_feeds(step).items()})
+
+
+def sequence_factors(step: StepGraph, rules: Mapping[int, Rule]) -> dict[int, frozenset[int]]:
+    """The factors along which the elements of an example lie in the batch arguments, such as its tokens, as above."""
+    return _followed(
+        step,
+        rules,
+        {
+            v: tuple(BatchDim(d, 1, size, 1) for d, size in enumerate(v.shape) if d != batch.dim)
+            for v, (_, batch) in _local_feeds(step).items()
+        },
+    )
+
+
+def _followed(
+    step: StepGraph, rules: Mapping[int, Rule], where: dict[Value, tuple[BatchDim, ...]]
+) -> dict[int, frozenset[int]]:
+    """The factors, by equation id, that carry what lies so in some values; `where` is added to."""
     by_equation: dict[int, frozenset[int]] = {}
 
     def follow(eqn: Equation, values: Sequence[Operand], maps: Sequence[DimMap]) -> None:
@@ -105,11 +126,15 @@ def _heeds_hints(mesh: Mesh, rule: Rule, assignment: AxisAssignment) -> bool:
     )
 
 
-def method_limits(
-    method: Method, step: StepGraph, mesh: Mesh, examples: Callable[[], Mapping[int, frozenset[int]]]
-) -> Limits:
-    """The limits of a recipe on this mesh, and of the user's hints. `examples`: the `batch_factors` of the step."""
-    recipe = _recipe_limits(method, step, mesh, examples)
+Factors = Callable[[], Mapping[int, frozenset[int]]]
+
+
+def method_limits(method: Method, step: StepGraph, mesh: Mesh, examples: Factors, sequences: Factors) -> Limits:
+    """The limits of a recipe on this mesh, and of the user's hints.
+
+    `examples`, `sequences`: the `batch_factors` and the `sequence_factors` of the step.
+    """
+    recipe = _recipe_limits(method, step, mesh, examples, sequences)
     heeds = functools.partial(_heeds_hints, mesh) if step.graph.heeds_hints else recipe.heeds_hints
 
     def is_spatial(rule: Rule, assignment: AxisAssignment) -> bool:
@@ -126,16 +151,16 @@ def method_limits(
             return False
         return recipe.allow_layout(value, sharding)
 
-    return Limits(allow_assignment, allow_layout, heeds, recipe.kind)
+    return Limits(allow_assignment, allow_layout, heeds, recipe.summing, recipe.kind)
 
 
-def _recipe_limits(
-    method: Method, step: StepGraph, mesh: Mesh, examples: Callable[[], Mapping[int, frozenset[int]]]
-) -> Limits:
+def _recipe_limits(method: Method, step: StepGraph, mesh: Mesh, examples: Factors, sequences: Factors) -> Limits:
     """None for a method that leaves the shardings to the solver."""
     if not method.data_axes and not method.model_axes:
         return Limits()
     batch = examples()
+    # What the model axes leave whole in products, and elsewhere too unless values may be cut along it between them.
+    along = {} if method.sequence_parallel is None else sequences()
     data = [a for a in mesh.axes if a in method.data_axes and mesh.axis_size(a) > 1]
     in_loop = _read_in_loop(step)
     leaves = {step.graph.inputs[i] for i in step.graph.carried.values()}
@@ -145,24 +170,29 @@ def _recipe_limits(
     free = method.zero is None
 
     # By equation id and phase: a sum of gradients may be in another phase where stages begin elsewhere.
-    known: dict[tuple[int, Phase], tuple[frozenset[int], bool, int]] = {}
+    known: dict[tuple[int, Phase], tuple[frozenset[int], bool, int, frozenset[int]]] = {}
 
-    def of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
-        """The factors that hold examples, whether it varies with them, and which ZeRO may split what holds none."""
+    def of(eqn: Equation) -> tuple[frozenset[int], bool, int, frozenset[int]]:
+        """The factors that hold examples, whether it varies with them, which ZeRO may split what holds none, and..
+
+        .. the factors that hold elements of an example.
+        """
         if (eqn.id, eqn.phase) not in known:
             known[eqn.id, eqn.phase] = _of(eqn)
         return known[eqn.id, eqn.phase]
 
-    def _of(eqn: Equation) -> tuple[frozenset[int], bool, int]:
+    def _of(eqn: Equation) -> tuple[frozenset[int], bool, int, frozenset[int]]:
         varies = eqn.phase.in_loop and any(v in varying for v in (*eqn.values, *eqn.outputs))
         least_zero = 3 if eqn.phase.in_loop or any(v in in_loop for v in eqn.outputs) else 1
-        return batch.get(eqn.id, frozenset()), varies, least_zero
+        examples, elements = batch.get(eqn.id, frozenset()), along.get(eqn.id, frozenset())
+        return examples, varies, least_zero, elements - examples
 
     def kind(eqn: Equation) -> Hashable:
         return (*of(eqn), eqn.phase.in_loop)
 
     def allow_assignment(eqn: Equation, rule: Rule, assignment: AxisAssignment) -> bool:
-        factors, varies, least_zero = of(eqn)
+        factors, varies, least_zero, elements = of(eqn)
+        factors &= {f for dims in (*rule.inputs, *rule.outputs) for dim in dims for f in dim}  # of a part, its own
         for axis, choice in zip(mesh.axes, assignment, strict=True):
             size = mesh.axis_size(axis)
             if size == 1:
@@ -180,8 +210,12 @@ def _recipe_limits(
             elif axis in method.model_axes:
                 if factor in factors:
                     return False
-                products = rule.unit == "matmul" and any(f not in factors for f in can)
-                if products and eqn.phase.in_loop and factor is None:
+                of_products = rule.unit == "matmul"
+                if factor in elements and (of_products or not method.sequence_parallel):
+                    return False
+                if method.sequence_parallel is False and _is_scattering(rule, choice):
+                    return False
+                if of_products and eqn.phase.in_loop and factor is None and {*can} - factors - elements:
                     return False  # and so are the matrix products
         return True
 
@@ -202,7 +236,12 @@ def _recipe_limits(
         most = most_pieces(value.shape, tuple(mesh.axis_size(a) for a in data))
         return math.prod(mesh.axis_size(a) for a in data if a in sharding.axes) >= most
 
-    return Limits(allow_assignment, allow_layout, kind=kind)
+    summing = method.model_axes if method.sequence_parallel is False else ()
+    return Limits(allow_assignment, allow_layout, summing=summing, kind=kind)
+
+
+def _is_scattering(rule: Rule, choice: AxisChoice) -> bool:
+    return isinstance(choice, Gathered) and isinstance(rule.gatherings[choice.index], Scattering)
 
 
 def _is_tensor(value: Value) -> bool:

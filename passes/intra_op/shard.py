@@ -33,6 +33,7 @@ from autopar.passes.intra_op.candidate_layouts import (
     candidate_layouts,
     is_finer,
     strategies_by_round,
+    with_sums_alone,
     without_copies,
 )
 from autopar.passes.intra_op.limits import Limits
@@ -195,9 +196,8 @@ class StageProblem:
         eqn, rule, index = part.equation, part.rule, part.at
         key = (part.signature, limits.kind(eqn))
         if key not in known:
-            options = self.setting.remembered.options.of(
-                rule.parts[index], part.partial_sums, functools.partial(limits.allow_assignment, eqn, rule)
-            )
+            of_part, allowed = rule.parts[index], functools.partial(limits.allow_assignment, eqn, rule.parts[index])
+            options = self.setting.remembered.options.of(of_part, part.partial_sums, allowed)
             if not limits.heeds_hints(rule, options.assignments[0]):
                 raise Contradiction(_hint_text(rule, eqn), self.setting.mesh.shape)
             known[key] = (options, self._seconds.of(eqn, rule, index, options, part.traffic))
@@ -294,8 +294,7 @@ class StageProblem:
         known = setting.remembered.candidates
         if key not in known:
             known[key] = candidate_layouts(value, [*ends.values()], may_be_partial, value in self.stored, setting.mesh)
-        candidates = known[key]
-        replicated = Sharding.replicated(len(value.shape))
+        candidates, replicated = known[key], Sharding.replicated(len(value.shape))
         hint = self.step.hints.get(value)
         if value in self.stage.pinned:
             candidates = [self.stage.pinned[value]]
@@ -393,10 +392,10 @@ class StageProblem:
         return list(sent)
 
     def _edge(self, value: Value, source: End, target: End) -> None:
-        in_rows = source.in_rows or self.setting.kind.xla.single_output
+        in_rows, summing = source.in_rows or self.setting.kind.xla.single_output, self.setting.limits.summing
         key: Any = (
             value.shape, value.itemsize, value.sum_nbytes, id(source.shardings), id(target.shardings), target.in_loop,
-            in_rows,
+            in_rows, summing,
         )  # fmt: skip
         matrices = self.setting.remembered.matrices
         limit, ends = self.setting.memory_limit, [source, target]
@@ -414,6 +413,7 @@ class StageProblem:
             if in_rows and len(value.shape) > 1:
                 nbytes, setting = source.shardings.nbytes(value), self.setting
                 matrix = matrix + copying_seconds(setting.kind, setting.mesh, value.shape, nbytes, *each)
+            matrix = with_sums_alone(matrix, source.shardings, target.shardings, summing)
             if matrices is self._own_matrices:
                 matrix = without_copies(matrix, ends[0], ends[1], target.shardings.nbytes(value) <= limit)
             matrices[key] = matrix * self.setting.often(target.in_loop) if matrix.any() else None

@@ -25,7 +25,7 @@ def test_cases_of_the_weak_scaling() -> None:
     alpa = largest.rivals["alpa"]
     assert alpa.stages is not None
     assert [(stage.num_layers, stage.mesh_shape) for stage in alpa.stages] == [(1, (1, 4))] * 16
-    assert cases["gpt 15B on 32"].rivals["megatron"] == recipes.megatron(1, 4, 8, 256)
+    assert cases["gpt 15B on 32"].rivals["megatron"] == recipes.megatron(1, 4, 8, 256, sequence_parallel=False)
     assert "megatron" not in cases["gpt 350M on 1"].rivals  # measured with another batch
     assert "deepspeed" not in cases["moe 10B on 16"].rivals  # measured with another model
     assert cases["moe 1.3B on 4"].rivals["deepspeed"].mesh_shape == (4,)
@@ -158,8 +158,10 @@ def test_configurations_of_megatron() -> None:
     cases = {case.name: case for case in planner.megatron_cases()}
     assert len(cases) == 10
     largest = cases["megatron 1008.0B on 3072"]
-    plain = {f"megatron in {m}": recipes.megatron(6, 8, 64, m) for m in (512, 256, 128)}  # 3072 / 6 examples each
-    interleaved = {f"{name}, 2 stages a device": recipes.megatron(6, 8, 64, m, 2)
+    plain = {
+        f"megatron in {m}": recipes.megatron(6, 8, 64, m, sequence_parallel=False) for m in (512, 256, 128)
+    }  # 3072 / 6 examples each
+    interleaved = {f"{name}, 2 stages a device": recipes.megatron(6, 8, 64, m, 2, sequence_parallel=False)
                    for name, m in zip(plain, (512, 256, 128), strict=True)}  # fmt: skip
     assert largest.rivals == {**plain, **interleaved}
     names = ["megatron in 12", "megatron in 12, 2 stages a device"]

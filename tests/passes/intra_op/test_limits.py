@@ -38,7 +38,7 @@ def test_limits_go_by_the_phase_that_an_equation_has_between_these_stages() -> N
     layered = Planner(analysis, cluster_of(1, 4), method, num_layers=4).evaluator.layering.layered(4, True)
 
     def limits() -> Limits:
-        return method_limits(method, layered.step, mesh, lambda: layered.examples)
+        return method_limits(method, layered.step, mesh, lambda: layered.examples, lambda: layered.sequences)
 
     def allowed(by: Limits, eqn: Equation) -> list[bool]:
         rule = layered.rules[eqn.id]
