@@ -18,7 +18,7 @@ from autopar.ir.method import Method
 from autopar.passes.batch import BatchAnalysis
 from autopar.passes.intra_op.shard import StageProblem
 from autopar.passes.submeshes import mesh_at
-from autopar.planning.finisher import Finisher, TooSlow
+from autopar.planning.finisher import Finisher, TooSlow, _Withheld
 from autopar.planning.pricing import Prices
 from autopar.planning.stage_costs import StageCosts
 from tests import models
@@ -116,7 +116,7 @@ def test_one_interleaved_stage_may_need_most_of_the_memory() -> None:
         finisher, stages = _finisher(dataclasses.replace(_METHOD, memory_limit=limit))
         layered, meshes = finisher.layering.layered(8, True), _HALVES * 2
         cuts = [layered.num_layers - i for i in (3, 2, 1)]
-        assert cuts[0] > 3
+        assert layered.num_layers > 6
         found = finisher.finish(*finisher.layering.placed(layered, cuts, "interleaved"), meshes, "interleaved")
         return found, [withheld for stage, withheld in stages.withheld if stage == 0]
 
@@ -126,6 +126,20 @@ def test_one_interleaved_stage_may_need_most_of_the_memory() -> None:
     assert plan.peak_memory <= limit
     assert given[0] == limit / 2
     assert given[1] < limit / 2
+
+
+@pytest.mark.parametrize(("others", "left"), [(20.0, 20.0), (40.0, 29.65), (100.0, 29.65)])
+def test_a_stage_is_granted_what_it_needs_once(others: float, left: float) -> None:
+    """Of 100 bytes it needs 70 in any case, and a little more."""
+    withheld = _Withheld([50.0])
+    assert withheld.grant(0, 100.0, others, 70.0)
+    assert withheld.nbytes == pytest.approx([left])
+    assert not withheld.grant(0, 100.0, 0.0, 70.0)
+
+
+def test_what_needs_all_memory_is_granted_none() -> None:
+    withheld = _Withheld([0.0])
+    assert not withheld.grant(0, 100.0, 0.0, 120.0)
 
 
 def test_a_stage_is_solved_again_with_less_memory() -> None:

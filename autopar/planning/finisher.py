@@ -177,18 +177,11 @@ class Finisher:
         known: list[_Known] = []
         for _ in range(_MOST_ROUNDS if self.method.has(Part.LESS_MEMORY) else 1):
             try:
-                for stage, mesh in reversed([*enumerate(meshes)]):  # the fewest microbatches in flight first
-                    if stage not in solved:
-                        without = withheld.nbytes[stage]
-                        problem, solution = self._solved(layered, placed, stage, mesh, rows, without, known)
-                        solved[stage] = problem.read(solution), solution
+                self._solve_stages(layered, placed, meshes, rows, withheld, solved, known)
             except Infeasible as error:
+                stage = max({*range(len(meshes))} - solved.keys())
                 is_far = best is None or best[0].step_time > (1 + _WORTH) * unfit
-                memory, devices = self.stages.prices.memory(meshes[stage]), meshes[stage].devices
-                if is_far and withheld.release(stage, memory):
-                    continue
-                others = sum(found.peak for i, (_, found) in solved.items() if meshes[i].devices == devices)
-                if rounds > 1 and withheld.grant(stage, memory, others, error.smallest_peak):
+                if is_far and withheld.release(stage, self.stages.prices.memory(meshes[stage])):
                     continue
                 self.stages.note_infeasible(error, f"stage {stage} of {placed.num_stages}")
                 return best
@@ -233,6 +226,29 @@ class Finisher:
         short = Infeasible(needed.total, needed.capacity, proved=False)
         self.stages.note_infeasible(short, f"stage {stage} of {placed.num_stages}")
         return None
+
+    def _solve_stages(
+        self, layered: Layered, placed: PlacedStep, meshes: Sequence[Mesh], rows: Schedule, withheld: _Withheld,
+        solved: dict[int, tuple[StageSharding, Solution]], known: list[_Known],
+    ) -> None:  # fmt: skip
+        """Solve the stages that are not `solved`, those with the fewest microbatches in flight, the last, first.
+
+        Raises Infeasible, Contradiction: of the last stage that is not solved.
+        """
+        for stage, mesh in reversed([*enumerate(meshes)]):
+            if stage in solved:
+                continue
+            memory = self.stages.prices.memory(mesh)
+            try:
+                found = self._solved(layered, placed, stage, mesh, rows, withheld.nbytes[stage], known)
+            except Infeasible as error:
+                others = [i for i, other in enumerate(meshes) if i != stage and other.devices == mesh.devices]
+                counted = sum(solved[i][1].peak for i in others if i in solved) or memory  # as little as there can be
+                if not others or not withheld.grant(stage, memory, counted, error.smallest_peak):
+                    raise
+                found = self._solved(layered, placed, stage, mesh, rows, withheld.nbytes[stage], known)
+            problem, solution = found
+            solved[stage] = problem.read(solution), solution
 
     def _lowered(
         self, layered: Layered, placed: PlacedStep, shardings: Sequence[StageSharding],
