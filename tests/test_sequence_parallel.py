@@ -14,7 +14,7 @@ import pytest
 
 import autopar
 from autopar import recipes
-from autopar.errors import PlanError
+from autopar.errors import InfeasiblePlanError, PlanError
 from autopar.ir.local import Compute
 from benchmarks.models import gpt
 from tests.planned import Planned, analysis_of, cluster_of, compiled_collectives, plan_analysis
@@ -113,6 +113,23 @@ def test_a_barrier_takes_weights_as_they_are_kept(sequence_parallel: bool | None
         weights = [s for shape, s in zip(shapes, op.results, strict=True) if shape == (WIDTH, 4 * WIDTH)]
         assert weights
         assert all(sharding.axes for sharding in weights)
+
+
+def test_a_fused_projection_says_why_it_has_no_plan_without_it() -> None:
+    def step(params: Any, x: Any) -> Any:
+        def loss(params: Any) -> Any:
+            first, second = jnp.split(x @ params["up"], 2, -1)
+            return jnp.mean(jnp.sin(jnp.tanh(first) * second @ params["down"]) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    shapes = {"up": (WIDTH, 8 * WIDTH), "down": (4 * WIDTH, WIDTH)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), jnp.float32)
+    by = autopar.parallelize(step, cluster=CLUSTER)
+    with pytest.raises(InfeasiblePlanError, match=r"whatever the memory.* Leave sequence_parallel open"):
+        by.plan(params, x, method=recipes.megatron(1, DEVICES, 1, 1, sequence_parallel=False))
+    assert by.plan(params, x, method=recipes.megatron(1, DEVICES, 1, 1)).step_time > 0
 
 
 @pytest.mark.parametrize("value", [1, "yes"])

@@ -466,6 +466,16 @@ class StageCosts:
                 f"({count_text(cluster.num_devices, 'device')}): the devices cannot be dealt out as it wants"
                 + (f" ({wanted})." if wanted else ".")
             )
+        if self._nearest.proved and math.isinf(self._nearest.smallest_peak):
+            hint = (
+                " Leave sequence_parallel open: with False, what a product leaves in pieces is never gathered, as the "
+                "parts of one projection to queries, keys and values would have to be."
+            )
+            return InfeasiblePlanError(
+                f"{function} has no plan of method {method.name!r} on cluster {cluster.name!r}, whatever the memory: "
+                f"what the method fixes excludes every sharding of {self._nearest_where}."
+                + (hint if method.sequence_parallel is False else "")
+            )
         limit = self._nearest.limit or 0.0
         return InfeasiblePlanError(
             f"{function} fits on cluster {cluster.name!r} under no plan of method {method.name!r}: "
